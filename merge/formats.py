@@ -17,11 +17,11 @@ from pathlib import Path
 from flexquant.checkpoint.folder import (
     check_folder,
     confined_file,
+    find_model,
     quantization_section,
     read_json,
     read_tensors,
 )
-from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, is_sparse
 from flexquant.checkpoint.model_config import ConfigGroup, JsonObject
 from flexquant.checkpoint.module_names import EMBEDDINGS

@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexquant.checkpoint.built_model import written_or_default
+from flexquant.checkpoint.built_model import ModelClass, find_model_class, written_or_default
 from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_checkpoint import match_each
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES, check_variant_name
-from flexquant.checkpoint.model_class import ModelClass, find_model_class
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import (
     EMBEDDINGS,

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.hub import find_model
+from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, make_provenance
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, served_architecture
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject

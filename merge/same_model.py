@@ -10,8 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.built_model import known_config
-from flexquant.checkpoint.model_class import find_model_class
+from flexquant.checkpoint.built_model import find_model_class, known_config
 from flexquant.checkpoint.model_config import (
     ABSENT,
     JsonObject,

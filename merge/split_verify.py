@@ -17,11 +17,11 @@ from flexquant.checkpoint.folder import (
     check_folder,
     confined_file,
     find_files,
+    find_model,
     quantization_section,
     read_json,
     recipe_name,
 )
-from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.merged_checkpoint import (
     PROVENANCE_FILE,
     MergedCheckpoint,
@@ -42,7 +42,6 @@ from flexquant.checkpoint.writer import (
     needed_bytes,
     plan_shards,
     write_json,
-    write_shards,
 )
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import open_source
@@ -176,8 +175,7 @@ def _written(
     """Write a checkpoint and yield its tensors' SHA-256; it appears at ``output`` if the block passes."""
     shards = plan_shards([tensors], max_shard_size)
     check_free_space(output, needed_bytes(shards, files.values()))
-    with staged_folder(output, overwrite=overwrite) as stage:
+    with staged_folder(output, overwrite=overwrite) as stage, writing_shards(stage, shards) as finish:
         copy_files(files, stage)
-        digests = write_shards(stage, shards, progress)
         write_json(stage / "config.json", config)
-        yield digests
+        yield finish(progress)

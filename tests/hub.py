@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,12 @@ class Hub:
 
     def commit(self, model: str) -> str:
         return hashlib.sha1(model.encode()).hexdigest()
+
+    def environment(self, cache: Path) -> dict[str, str]:
+        """Return the environment of a program that asks this server, and has its cache in ``cache``."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        here = {"HF_HOME": str(cache), "HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1"}
+        return kept | here | {"NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager

@@ -25,7 +25,9 @@ INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True}
 BY_CHANNEL, BY_TENSOR, BY_TOKEN = {"strategy": "channel"}, {"strategy": "tensor"}, {"strategy": "token"}
-DYNAMIC = {"dynamic": True}
+IN_BLOCKS = {"strategy": "block", "block_structure": [32, 32]}
+DYNAMIC, ASYMMETRIC = {"dynamic": True}, {"symmetric": False}
+INT, FLOAT, PACKED = "int-quantized", "float-quantized", "pack-quantized"
 
 
 def in_groups(size: int) -> Settings:
@@ -33,41 +35,25 @@ def in_groups(size: int) -> Settings:
 
 
 SCHEMES: Mapping[str, tuple[Settings, Settings | None, str]] = {
-    "w8a8": (INT8 | BY_CHANNEL, INT8 | BY_TOKEN | DYNAMIC, "int-quantized"),
-    "w8a8 by tensor": (INT8 | BY_TENSOR, INT8 | BY_TOKEN | DYNAMIC, "int-quantized"),
-    "w8a8 static": (INT8 | BY_CHANNEL, INT8 | BY_TENSOR, "int-quantized"),
-    "w8a8 static with zero points": (
-        INT8 | BY_CHANNEL,
-        INT8 | BY_TENSOR | {"symmetric": False},
-        "int-quantized",
-    ),
-    "w8a16": (INT8 | BY_CHANNEL, None, "pack-quantized"),
-    "w4a16": (INT4 | in_groups(64), None, "pack-quantized"),
-    "w4a16 in 32": (INT4 | in_groups(32), None, "pack-quantized"),
-    "w4a16 by channel": (INT4 | BY_CHANNEL, None, "pack-quantized"),
-    "w4a16 with zero points": (INT4 | in_groups(64) | {"symmetric": False}, None, "pack-quantized"),
-    "fp8": (FP8 | BY_CHANNEL, FP8 | BY_TOKEN | DYNAMIC, "float-quantized"),
-    "fp8 static": (FP8 | BY_TENSOR, FP8 | BY_TENSOR, "float-quantized"),
-    "fp8 in blocks": (
-        FP8 | {"strategy": "block", "block_structure": [32, 32]},
-        FP8 | in_groups(32) | DYNAMIC,
-        "float-quantized",
-    ),
+    "w8a8": (INT8 | BY_CHANNEL, INT8 | BY_TOKEN | DYNAMIC, INT),
+    "w8a8 by tensor": (INT8 | BY_TENSOR, INT8 | BY_TOKEN | DYNAMIC, INT),
+    "w8a8 static": (INT8 | BY_CHANNEL, INT8 | BY_TENSOR, INT),
+    "w8a8 static with zero points": (INT8 | BY_CHANNEL, INT8 | BY_TENSOR | ASYMMETRIC, INT),
+    "w8a16": (INT8 | BY_CHANNEL, None, PACKED),
+    "w4a16": (INT4 | in_groups(64), None, PACKED),
+    "w4a16 in 32": (INT4 | in_groups(32), None, PACKED),
+    "w4a16 by channel": (INT4 | BY_CHANNEL, None, PACKED),
+    "w4a16 with zero points": (INT4 | in_groups(64) | ASYMMETRIC, None, PACKED),
+    "fp8": (FP8 | BY_CHANNEL, FP8 | BY_TOKEN | DYNAMIC, FLOAT),
+    "fp8 static": (FP8 | BY_TENSOR, FP8 | BY_TENSOR, FLOAT),
+    "fp8 in blocks": (FP8 | IN_BLOCKS, FP8 | in_groups(32) | DYNAMIC, FLOAT),
     # What vLLM has no class for:
-    "w8 alone, not packed": (INT8 | BY_CHANNEL, None, "int-quantized"),
-    "w4a16, not packed": (INT4 | in_groups(64), None, "int-quantized"),
-    "w8a16 by tensor": (INT8 | BY_TENSOR, None, "pack-quantized"),
-    "w8a8 with zero points": (
-        INT8 | BY_CHANNEL | {"symmetric": False},
-        INT8 | BY_TOKEN | DYNAMIC,
-        "int-quantized",
-    ),
-    "fp8 static by channel with zero points": (
-        FP8 | BY_CHANNEL,
-        FP8 | BY_TENSOR | {"symmetric": False},
-        "pack-quantized",
-    ),
-    "w4a16 in 48": (INT4 | in_groups(48), None, "pack-quantized"),
+    "w8 alone, not packed": (INT8 | BY_CHANNEL, None, INT),
+    "w4a16, not packed": (INT4 | in_groups(64), None, INT),
+    "w8a16 by tensor": (INT8 | BY_TENSOR, None, PACKED),
+    "w8a8 with zero points": (INT8 | BY_CHANNEL | ASYMMETRIC, INT8 | BY_TOKEN | DYNAMIC, INT),
+    "fp8 static by channel with zero points": (FP8 | BY_CHANNEL, FP8 | BY_TENSOR | ASYMMETRIC, PACKED),
+    "w4a16 in 48": (INT4 | in_groups(48), None, PACKED),
 }
 
 
@@ -151,7 +137,7 @@ def stored_in(scheme: str, weight: torch.Tensor) -> StateDict:
     scale = {"tensor": [1], "block": [math.ceil(rows / 32), math.ceil(columns / 32)]}
     found = {"weight_scale": torch.full(scale.get(weights["strategy"], [rows, groups]), 0.01).bfloat16()}
     bits = weights["num_bits"]
-    if form == "pack-quantized":
+    if form == PACKED:
         words = math.ceil(columns * bits / 32)
         found |= {"weight_packed": torch.zeros(rows, words, dtype=torch.int32)}
         found |= {"weight_shape": torch.tensor([rows, columns])}

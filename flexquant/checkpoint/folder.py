@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Read a checkpoint folder without trusting it: its JSON files, its tensors by name, the files beside them.
+"""Find the folder of a model, and read it without trusting it: JSON files, tensors, the files beside them.
 
-Every file has to lie inside the folder after links are followed. The one exception is the Hugging Face hub's
-cache, whose snapshot folders hold links to ``../../blobs/`` of the same repository folder.
+A Hugging Face id is fetched into the Hub's own cache. Every file has to lie inside the folder after links are
+followed. The one exception is that cache, whose snapshot folders hold links to ``../../blobs/`` of the same
+repository folder.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject, stored_section
 from flexquant.checkpoint.safetensors_io import TensorRef, read_header
+from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
@@ -56,6 +59,78 @@ CODE = ("*.py",)
 NOTICES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 COPIED = (*TOKENIZER, *PROCESSOR, *CODE, *NOTICES, GENERATION_CONFIG)
 """Patterns of the files that a new checkpoint takes unchanged from the one that it is made from."""
+
+HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
+FILES = ("*.json", "*.safetensors", "*.yaml", CARD, *COPIED)
+"""Patterns of the files that are fetched."""
+NOT_NEEDED = ("consolidated*", *(f"*/{pattern}" for pattern in FILES if "/" not in pattern))
+"""Patterns of files that hold the model once more: in Mistral's format, or in folders, into which FILES leads
+since a ``*`` matches ``/`` too."""
+SHA256 = re.compile(r"[0-9a-f]{64}")
+CLOCK_TOLERANCE = 5.0
+"""Seconds by which a file system's clock may differ from the machine's."""
+
+
+def find_model(model: str | Path, files: Sequence[str] = FILES) -> Path:
+    """Return the folder of a model: the folder of that name, else the cached snapshot of a Hugging Face id.
+
+    An id is ``org/name`` or ``org/name@revision``. Only ``files`` that are not in the cache are fetched.
+    ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HOME`` are those of Hugging Face's own tools.
+    What is no id is returned as it is. Raises FlexQuantError for a name that no folder can have, if there is
+    neither a folder nor a model, for a model that asks for a login, and for a file that arrived damaged.
+    """
+    found = HUB_ID.fullmatch(str(model))
+    try:
+        folder = Path(model).expanduser()
+    except RuntimeError as e:  # the home of nobody
+        raise FlexQuantError(
+            f"{model} cannot be the name of a folder ({e}); give a folder, or a Hugging Face id such as "
+            "org/name"
+        ) from e
+    if folder.exists() or not found:
+        return folder
+    started = time.time()
+    snapshot = _fetch(found["id"], found["revision"], files)
+    for file in snapshot.rglob("*"):
+        if file.is_file() and file.resolve().stat().st_mtime > started - CLOCK_TOLERANCE:
+            _check_arrived(file)
+    return snapshot
+
+
+def _fetch(model: str, revision: str | None, wanted: Sequence[str]) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    advice = {
+        errors.GatedRepoError: "ask for access on the model's page, and log in by 'hf auth login'",
+        errors.RepositoryNotFoundError: "no folder and no public model has this name: give a folder that "
+        "exists, or log in by 'hf auth login' for a private model",
+        errors.RevisionNotFoundError: "after the @, give one of the model's branches, tags or commits",
+        errors.LocalEntryNotFoundError: "no folder has this name, and it is not in the cache: give a folder "
+        "that exists, or try again when the Hub can be reached",
+        errors.HFValidationError: "no folder has this name, and no model can have it: give a folder that "
+        "exists",
+    }
+    try:
+        files, others = list(wanted), list(NOT_NEEDED)
+        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=others))
+    except (OSError, ValueError, errors.HfHubHTTPError) as e:
+        kept = "try again: what has arrived is kept"
+        said = next((said for kind, said in advice.items() if isinstance(e, kind)), kept)
+        name = f"{model}@{revision}" if revision else model
+        reason = (str(e).splitlines() or [type(e).__name__])[0]
+        raise FlexQuantError(f"{name} cannot be fetched from the Hugging Face Hub ({reason}); {said}") from e
+
+
+def _check_arrived(file: Path) -> None:
+    """Raise FlexQuantError for a file of the cache whose SHA-256 is not the Hub's, and delete it."""
+    blob = file.resolve()
+    if SHA256.fullmatch(blob.name) and hash_file(blob) != blob.name:
+        blob.unlink()
+        file.unlink()
+        raise FlexQuantError(
+            f"{file.name} arrived damaged (its SHA-256 is not the Hub's) and was deleted from the cache; "
+            "try again"
+        )
 
 
 def check_folder(folder: Path) -> None:
@@ -144,56 +219,52 @@ def read_tensors(folder: Path) -> dict[str, TensorRef]:
     Raises FlexQuantError for a corrupt or missing shard, a shard outside the folder, an index that disagrees
     with its shards, and a tensor that two files hold.
     """
-    if not (folder / INDEX_FILE).exists():
-        return _without_index(folder)
-
-    index = confined_file(folder, INDEX_FILE)
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise FlexQuantError(
-            f"{index} has no weight_map from tensor names to files; write the checkpoint again"
-        )
+    weight_map = _read_index(folder) if (folder / INDEX_FILE).exists() else None
+    shards = _shards_without_index(folder) if weight_map is None else sorted(set(weight_map.values()))
     tensors: dict[str, TensorRef] = {}
-    for shard in sorted(set(weight_map.values())):
+    for shard in shards:
         for name, ref in read_header(confined_file(folder, shard)).items():
-            if weight_map.get(name) != shard:
+            if weight_map is None and name in tensors:
+                both = f"in {tensors[name].file.name} and in {shard}"
+                raise FlexQuantError(f"{folder} has '{name}' {both}; keep one of the files")
+            if weight_map is not None and weight_map.get(name) != shard:
                 stated = f"in {weight_map[name]}" if name in weight_map else "nowhere"
                 raise FlexQuantError(
                     f"{folder / shard} holds tensor '{name}', which {INDEX_FILE} lists {stated}; "
                     "write the checkpoint again"
                 )
             tensors[name] = ref
-    for name, shard in weight_map.items():
+    for name, shard in (weight_map or {}).items():
         if name not in tensors:
             raise FlexQuantError(
-                f"{index} lists tensor '{name}' in {shard}, which does not hold it; "
+                f"{folder / INDEX_FILE} lists tensor '{name}' in {shard}, which does not hold it; "
                 "write the checkpoint again"
             )
     return tensors
 
 
-def _without_index(folder: Path) -> dict[str, TensorRef]:
-    """Return the tensors of a folder's safetensors files, whatever they are called."""
-    names = [SINGLE_FILE] if (folder / SINGLE_FILE).exists() else _shards(folder)
+def _read_index(folder: Path) -> dict[str, str]:
+    """Return the index's map from names of tensors to files."""
+    index = confined_file(folder, INDEX_FILE)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise FlexQuantError(
+            f"{index} has no weight_map from tensor names to files; write the checkpoint again"
+        )
+    return weight_map
+
+
+def _shards_without_index(folder: Path) -> list[str]:
+    """Return a folder's safetensors files, whatever they are called; Mistral's hold the model once more."""
+    if (folder / SINGLE_FILE).exists():
+        return [SINGLE_FILE]
+    names = sorted(path.name for path in folder.glob(SHARDS) if not path.name.startswith("consolidated"))
     if not names:
         raise FlexQuantError(f"{folder} has no safetensors file; is it a checkpoint folder?")
-    tensors: dict[str, TensorRef] = {}
     for name in names:
-        if (numbered := NUMBERED.search(name)) and len(names) != int(numbered[1]):
-            count = int(numbered[1])
+        if (numbered := NUMBERED.search(name)) and len(names) != (count := int(numbered[1])):
             raise FlexQuantError(f"{folder} has {len(names)} of {count} files such as {name}; fetch it again")
-        for key, ref in read_header(confined_file(folder, name)).items():
-            if key in tensors:
-                raise FlexQuantError(
-                    f"{folder} has '{key}' in {tensors[key].file.name} and in {name}; keep one of the files"
-                )
-            tensors[key] = ref
-    return tensors
-
-
-def _shards(folder: Path) -> list[str]:
-    """Return the names of a folder's safetensors files but for Mistral's, which hold the model once more."""
-    return sorted(path.name for path in folder.glob(SHARDS) if not path.name.startswith("consolidated"))
+    return names
 
 
 def check_finite(content: object, key: str = "") -> None:

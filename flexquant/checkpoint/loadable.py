@@ -60,14 +60,13 @@ def check_loadable(section: JsonObject, tensors: Mapping[str, TensorRef], owner:
     if schemes.by_itself("lm_head") and not any(module.endswith("lm_head") for module in parameters):
         raise FlexQuantError(f"{owner} quantises lm_head, which no file holds; add it to 'ignore'")
     for _, modules in sorted(schemes.layers.items()):
-        alike: dict[str, JsonObject | None] = {}
+        compared: list[JsonObject | None] = []
         for module in modules:
-            scheme, linear = schemes.of(module), _Linear(module, parameters[module])
-            own = schemes.by_itself(module) if linear.is_quantised else None
-            alike[module] = _compared(own, schemes, is_expert=bool(EXPERTS.match(module)))
-            if alike[module] != alike[modules[0]]:
+            linear = _Linear(module, parameters[module], schemes)
+            compared.append(linear.compared())
+            if compared[-1] != compared[0]:
                 raise unlike(owner, modules[0], module)
-            if problem := linear.problem(scheme, schemes):
+            if problem := linear.problem():
                 raise FlexQuantError(f"layer '{module}' of {owner} {problem}")
 
 
@@ -76,19 +75,6 @@ def is_sparse(section: JsonObject) -> bool:
     sparsity = section.get("sparsity_config")
     is_dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
     return bool(sparsity) and not is_dense
-
-
-def _compared(
-    scheme: QuantizationScheme | None, schemes: LinearSchemes, *, is_expert: bool
-) -> JsonObject | None:
-    """Return what must be equal in the schemes of linears of one layer; vLLM compares all of experts'."""
-    if scheme is None:
-        return None
-    found: JsonObject = scheme.model_dump(exclude={"targets"}) | {"format": schemes.format_of(scheme)}
-    for args in found.values():
-        if isinstance(args, dict) and not is_expert:
-            args.update(observer=None, observer_kwargs=None)
-    return found
 
 
 def _check_section(section: JsonObject, schemes: LinearSchemes, owner: str) -> None:
@@ -125,40 +111,55 @@ def _group_problem(group: QuantizationScheme, form: str) -> str:
 class _Linear:
     """A module with the parameters that a checkpoint has of it, by the last part of their names."""
 
-    def __init__(self, module: str, parameters: Mapping[str, TensorRef]) -> None:
-        self.module, self.parameters = module, parameters
+    def __init__(self, module: str, parameters: Mapping[str, TensorRef], schemes: LinearSchemes) -> None:
+        self.module, self.parameters, self.schemes = module, parameters, schemes
+        self.scheme = schemes.of(module)
         self.leaf = module.rpartition(".")[2]
+        self.is_expert = EXPERTS.match(module) is not None
         self.weight = parameters.get("weight_packed") or parameters.get("weight")
         self.is_quantised = self.weight is not None and (
             self.weight.dtype not in FLOAT_DTYPES or self.weight.name.endswith(PACKED_SUFFIX)
         )
 
-    def problem(self, scheme: QuantizationScheme | None, schemes: LinearSchemes) -> str:
+    def compared(self) -> JsonObject | None:
+        """Return what must be equal in the schemes of linears of one layer; vLLM compares all of experts'."""
+        scheme = self.schemes.by_itself(self.module) if self.is_quantised else None
+        if scheme is None:
+            return None
+        found: JsonObject = scheme.model_dump(exclude={"targets"})
+        for args in found.values():
+            if isinstance(args, dict) and not self.is_expert:
+                args.update(observer=None, observer_kwargs=None)
+        return found | {"format": self.schemes.format_of(scheme)}
+
+    def problem(self) -> str:
         """Return why vLLM does not load the module by the scheme of its layer; empty if it does."""
-        if not self.is_quantised:
+        scheme = self.scheme
+        if self.weight is None or not self.is_quantised:
             must_be = self.leaf in ALWAYS_QUANTISED and decoder_layer(self.module) or self.leaf in CLASSES
             if scheme is None or self.weight is None:
                 return self._unknown(set())
             return "is in 16 bit, though a config group quantises it; add it to 'ignore'" if must_be else ""
-        assert self.weight is not None
         if self.leaf in CLASSES or self.leaf in ROUTERS:
             return "is quantised, and stays in 16 bit when merged; take a checkpoint that leaves it out"
         if scheme is None or scheme.weights is None:
             return f"is stored as {self.weight.dtype}, but no config group quantises it; quantise it again"
         if len(self.weight.shape) != 2 or not all(self.weight.shape):
             return f"has a weight of shape {list(self.weight.shape)}, expected a matrix; quantise it again"
-        form = schemes.format_of(scheme)
-        if is_readable(scheme.weights, form) and (problem := self._shapes(scheme.weights, self.weight)):
+        form = self.schemes.format_of(scheme)
+        has_known_shapes = is_readable(scheme.weights, form)
+        if has_known_shapes and (problem := self._shapes(scheme.weights, self.weight)):
             return f"{problem}; quantise it again"
-        if not is_served(scheme, form, is_expert=bool(EXPERTS.match(self.module))):
+        if not is_served(scheme, form, is_expert=self.is_expert):
             return f"has a scheme that vLLM does not load: {_described(scheme, form)}; quantise it again"
-        return self._unknown(_parameters(scheme)) if is_readable(scheme.weights, form) else ""
+        return self._unknown(_parameters(scheme)) if has_known_shapes else ""
 
     def _shapes(self, args: QuantizationArgs, weight: TensorRef) -> str:
-        shape = weight.shape
+        rows, columns = weight.shape
         if weight.name.endswith(PACKED_SUFFIX):
-            shape = unpacked_shape(f"{self.module}.weight", weight, self.parameters.get("weight_shape"))
-        return shape_problem(args, (shape[0], shape[1]), weight, self.parameters.get)
+            shape = self.parameters.get("weight_shape")
+            rows, columns = unpacked_shape(f"{self.module}.weight", weight, shape)
+        return shape_problem(args, (rows, columns), weight, self.parameters.get)
 
     def _unknown(self, expected: set[str]) -> str:
         """Return which parameter vLLM has no place for, or has none of."""

@@ -87,9 +87,7 @@ def loss_table(losses: Mapping[str, LossByKind]) -> list[list[str]]:
         cells = []
         for of_variant in losses.values():
             loss = of_variant.get(kind)
-            cells += (
-                ["", "", ""] if loss is None else [loss.growth(), _number(loss.kl), _share(loss.same_top)]
-            )
+            cells += [loss.growth(), _number(loss.kl), _share(loss.same_top)] if loss else [""] * 3
         rows.append([kind, *cells])
     return rows
 

@@ -20,14 +20,19 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 import flexquant
-from flexquant.checkpoint.folder import INDEX_FILE, confined_file, read_json, read_tensors, wrong_key
-from flexquant.checkpoint.hub import find_model
-from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
+from flexquant.checkpoint.folder import (
+    INDEX_FILE,
+    confined_file,
+    find_model,
+    read_json,
+    read_tensors,
+    wrong_key,
+)
+from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, read_model_config
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks, total_bytes
-from flexquant.checkpoint.served_config import read_model_config
+from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
 from flexquant.checkpoint.source import Source
-from flexquant.checkpoint.writer import MAX_THREADS, Progress
+from flexquant.checkpoint.writer import MAX_THREADS, Progress, results_of
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
 
@@ -226,18 +231,12 @@ def match_each(
     tensors: Mapping[str, TensorRef], check: Callable[[str, TensorRef], bool], progress: Progress | None
 ) -> dict[str, bool]:
     """Return the result of ``check`` for every tensor, by name; several threads read at a time."""
-    total, done, matches = total_bytes(tensors), 0, {}
     pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
     try:
         futures = {name: pool.submit(check, name, ref) for name, ref in tensors.items()}
-        for name, future in futures.items():
-            matches[name] = future.result()
-            done += tensors[name].nbytes
-            if progress is not None:
-                progress(done, total)
+        return results_of(futures, tensors, progress)
     finally:
         pool.shutdown(cancel_futures=True)
-    return matches
 
 
 def check_same_names(expected: set[str], found: set[str], expected_in: str, found_in: str) -> None:

@@ -1,26 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Define the on-disk format of a merged checkpoint, which merging writes and serving reads.
+"""Define the section of a merged checkpoint's ``config.json``, and read the config of what FlexQuant serves.
 
-A merged checkpoint is a Hugging Face folder: ``config.json`` of the base model whose
-``quantization_config`` is the section described by :class:`MergedConfig`, and safetensors shards whose
-keys are ``<variant>.<original key>``, or ``shared.<original key>`` for a tensor that is bit-identical in
-all variants. Nothing here imports torch or vLLM.
+FORMAT.md describes the whole format. A published checkpoint with INT4 weights is read as a merged one that
+has the variant ``w4a16`` alone. Nothing here imports torch or vLLM.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Annotated
 
+import yaml
 from pydantic import Field, StrictBool, StrictStr, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from flexquant.checkpoint.folder import wrong_key
-from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.folder import (
+    check_folder,
+    confined_file,
+    quantization_section,
+    read_json,
+    wrong_key,
+)
+from flexquant.checkpoint.model_config import (
+    AWQ,
+    GPTQ,
+    ConfigGroup,
+    JsonObject,
+    QuantizedNumbers,
+    complete_settings,
+    count_layers,
+)
+from flexquant.documents.yaml_document import read_named
 from flexquant.errors import FlexQuantError
 
 CONFIG_FILE = "config.json"
@@ -40,6 +54,9 @@ SHARED = "shared"
 """Key, in place of a variant's name, of what several variants share; no variant can have this name."""
 SHARED_PREFIX = f"{SHARED}."
 VARIANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+PUBLISHED_VARIANT = "w4a16"
+PUBLISHED_POLICY = "one-copy"
+"""Built-in policy by which a published checkpoint is served unless another is given."""
 
 
 def served_architecture(base_architecture: str) -> str:
@@ -68,10 +85,10 @@ class StoredVariant:
     """Prefix of the variant's tensor keys, dot included."""
     quantization_config: JsonObject
     """The source checkpoint's ``quantization_config`` (compressed-tensors)."""
-    own_head: StrictBool | None = None
-    """Whether its lm_head differs from its embedding; None: not recorded, by an older release."""
-    negative_scales: StrictBool | None = None
-    """Whether some scale of its packed weights is negative, as AutoRound makes them; None: not recorded."""
+    own_head: StrictBool
+    """Whether its lm_head differs from its embedding."""
+    negative_scales: StrictBool
+    """Whether some scale of its packed weights is negative, as AutoRound makes them."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +118,7 @@ class MergedConfig:
 
     @property
     def layered_plans(self) -> bool:
-        """Whether one plan can mix layers of all variants.
-
-        Older releases of FlexQuant, which do not know ``mixable``, read this key.
-        """
+        """Whether one plan can mix layers of all variants."""
         return len(self.mixable_groups) == 1
 
     def to_json(self) -> JsonObject:
@@ -113,10 +127,7 @@ class MergedConfig:
             "schema_version": SCHEMA_VERSION,
             "base_architecture": self.base_architecture,
             "shared_prefix": SHARED_PREFIX,
-            "variants": {
-                name: {key: value for key, value in vars(v).items() if value is not None}
-                for name, v in self.variants.items()
-            },
+            "variants": {name: dict(vars(variant)) for name, variant in self.variants.items()},
             "shared_modules": list(self.shared_modules),
             "layered_plans": self.layered_plans,
             "mixable": [list(group) for group in self.mixable_groups],
@@ -127,23 +138,17 @@ class MergedConfig:
 
     @classmethod
     def from_json(cls, section: JsonObject | None) -> MergedConfig:
-        """Read the section; raise :class:`FlexQuantError` for none, a foreign, newer or incomplete one."""
+        """Read the section; raise :class:`FlexQuantError` for none, and for a foreign or incomplete one."""
         section = section or {}
         if section.get("quant_method") != QUANT_METHOD:
             raise FlexQuantError(
                 f"not a merged checkpoint: quant_method is {section.get('quant_method')!r}, expected "
                 f"'{QUANT_METHOD}'; create one with 'flexquant merge'"
             )
-        version = section.get("schema_version")
-        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        if (version := section.get("schema_version")) != SCHEMA_VERSION:
             raise FlexQuantError(
-                f"the merged checkpoint's schema_version is {version!r}, expected a number from 1 to "
-                f"{SCHEMA_VERSION}; merge it again"
-            )
-        if version > SCHEMA_VERSION:
-            raise FlexQuantError(
-                f"the merged checkpoint has schema version {version}, but this FlexQuant reads up to "
-                f"version {SCHEMA_VERSION}; upgrade flexquant, or merge again with this version"
+                f"the merged checkpoint has schema_version {version!r}, but this FlexQuant reads version "
+                f"{SCHEMA_VERSION}; upgrade flexquant, or merge again with this version"
             )
         try:
             read: MergedConfig = TypeAdapter(MergedConfig).validate_python({**section, "mixable": None})
@@ -151,20 +156,124 @@ class MergedConfig:
             raise FlexQuantError(
                 f"the merged checkpoint's quantization_config has {wrong_key(e)}; merge it again"
             ) from e
-        return replace(read, mixable=_read_mixable(section, read.variants))
+        groups = section.get("mixable")
+        are_lists = isinstance(groups, list) and all(isinstance(group, list) and group for group in groups)
+        if not are_lists or sorted(map(str, chain.from_iterable(groups))) != sorted(read.variants):
+            raise FlexQuantError(
+                f"the merged checkpoint's quantization_config has mixable {groups!r}, expected lists that "
+                f"name each of {', '.join(read.variants)} once; merge it again"
+            )
+        return replace(read, mixable=tuple(map(tuple, groups)))
 
 
-def _read_mixable(section: JsonObject, variants: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of variants; older sections only state whether all variants can be mixed."""
-    groups = section.get("mixable")
-    if groups is None:
-        if section.get("layered_plans", True):
-            return (tuple(variants),)
-        return tuple((name,) for name in variants)
-    sound = isinstance(groups, list) and all(isinstance(group, list) and group for group in groups)
-    if not sound or sorted(map(str, chain.from_iterable(groups))) != sorted(variants):
+def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
+    """Return the whole ``config.json`` of a merged checkpoint, and its section about the variants.
+
+    A published checkpoint is read by :func:`as_merged`. Raises :class:`FlexQuantError` for other folders.
+    """
+    try:
+        check_folder(folder)
+        config = read_json(confined_file(folder, CONFIG_FILE))
+        config = with_section(config, quantization_section(folder, config))
+    except FlexQuantError as e:
+        raise FlexQuantError(f"{e}; give the folder that 'flexquant merge' wrote") from e
+    if has_int4(config, str(folder)):
+        config = as_merged(config, str(folder))
+    try:
+        merged = MergedConfig.from_json(config.get("quantization_config"))
+        count_layers(config)
+        return config, merged
+    except FlexQuantError as e:
+        raise FlexQuantError(f"{folder / CONFIG_FILE}: {e}") from e
+
+
+def read_merged_config(folder: Path) -> tuple[MergedConfig, int]:
+    """Return what :func:`read_model_config` does of the variants, and the number of decoder layers."""
+    config, merged = read_model_config(folder)
+    return merged, count_layers(config)
+
+
+def with_section(config: JsonObject, section: JsonObject | None) -> JsonObject:
+    """Return a ``config.json`` with the quantisation that :func:`stored_section` found, if any, in it."""
+    return config if section is None else {**config, "quantization_config": section}
+
+
+def has_int4(config: JsonObject, model: str) -> bool:
+    """Whether a published checkpoint's ``config.json`` tells of INT4 weights with 16-bit activations.
+
+    ``config`` has its section as :func:`with_section` puts it. Raises FlexQuantError, which begins with
+    ``model``, for settings of AWQ or GPTQ that are not understood.
+    """
+    section = _complete(config.get("quantization_config") or {}, model)
+    groups = section["config_groups"].values()
+    weights = [g.get("weights") for g in groups if isinstance(g, dict) and not g.get("input_activations")]
+    integers = [w for w in weights if isinstance(w, dict) and w.get("type", "int") == "int"]
+    return any(w.get("num_bits") == 4 for w in integers)
+
+
+def is_published_int4(folder: Path | str) -> bool:
+    """Whether a folder holds a published checkpoint of INT4 weights; not so if its config is unreadable."""
+    try:
+        config = read_json(Path(folder) / CONFIG_FILE)
+        return has_int4(with_section(config, quantization_section(Path(folder), config)), str(folder))
+    except FlexQuantError:
+        return False
+
+
+def why_not_served(config: JsonObject, model: str) -> str | None:
+    """Return why FlexQuant does not serve the published checkpoint ``model``; None if it does."""
+    section = config.get("quantization_config") or {}
+    if section.get("quant_method") == QUANT_METHOD or has_int4(config, model):
+        return None
+    found = f"is quantised by {section['quant_method']}" if section.get("quant_method") else "is in 16 bit"
+    return (
+        f"{model} {found}, and FlexQuant serves checkpoints with INT4 weights as they are "
+        "(compressed-tensors, AWQ, GPTQ): vLLM serves this one by itself. For several precisions of the "
+        "model, merge two of them with 'flexquant merge'"
+    )
+
+
+def as_merged(config: JsonObject, model: str) -> JsonObject:
+    """Return the ``config.json`` of a merged checkpoint of one variant, whose tensors have no prefix.
+
+    ``config`` is that of the published INT4 checkpoint ``model``; a merged one is returned as it is. Raises
+    :class:`FlexQuantError` if it names no architecture.
+    """
+    section = config.get("quantization_config") or {}
+    if section.get("quant_method") == QUANT_METHOD:
+        return config
+    architecture = next(iter(config.get("architectures") or []), None)
+    if not isinstance(architecture, str):
         raise FlexQuantError(
-            f"the merged checkpoint's quantization_config has mixable {groups!r}, expected lists that name "
-            f"each of {', '.join(variants)} once; merge it again"
+            f"{model} names no architecture in its config.json; give a causal language model"
         )
-    return tuple(map(tuple, groups))
+    merged = MergedConfig(
+        base_architecture=architecture,
+        variants={PUBLISHED_VARIANT: StoredVariant("", _complete(section, model), True, False)},
+        policy=yaml.safe_load(read_named(PUBLISHED_POLICY, "flexquant.policies", "policy")[0]),
+    )
+    return {
+        **config,
+        "architectures": [served_architecture(architecture)],
+        "quantization_config": merged.to_json(),
+    }
+
+
+def _complete(section: JsonObject, place: str) -> JsonObject:
+    """Return a section with compressed-tensors' ``config_groups``, made up for AWQ and GPTQ."""
+    method = section.get("quant_method")
+    if method not in (AWQ, GPTQ):
+        groups = section.get("config_groups")
+        return {**section, "config_groups": groups if isinstance(groups, dict) else {}}
+    found = complete_settings(section, place, method)
+    in_groups = found["group_size"] > 0
+    weights: QuantizedNumbers = {
+        "num_bits": found["bits"],
+        "type": "int",
+        "symmetric": not found["zero_point"] if method == AWQ else found["sym"],
+        "strategy": "group" if in_groups else "channel",
+        "group_size": found["group_size"] if in_groups else None,
+        "actorder": "group" if in_groups and found.get("desc_act") else None,
+    }
+    group = ConfigGroup(targets=["Linear"], weights=weights, input_activations=None)
+    return {**found, "config_groups": {"group_0": group}}

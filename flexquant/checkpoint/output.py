@@ -69,7 +69,8 @@ def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> 
         source = Path(os.path.realpath(folder))
         if target.is_relative_to(source) or source.is_relative_to(target):
             raise FlexQuantError(f"the output {output} overlaps the input {folder}; choose another folder")
-    if not output.exists() or _is_empty(output):
+    is_empty = output.is_dir() and not output.is_symlink() and not any(output.iterdir())
+    if not output.exists() or is_empty:
         return
     if not overwrite:
         raise FlexQuantError(f"{output} exists; choose another folder, or replace it with --overwrite")
@@ -107,9 +108,9 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         try:
             yield stage
             for path in (*stage.rglob("*"), stage):
-                sync(path)
+                _sync(path)
             _put_in_place(stage, target, replaces=overwrite and _is_checkpoint(target))
-            sync(target.parent)
+            _sync(target.parent)
         except FileNotFoundError as e:
             if stage.exists():
                 raise
@@ -138,9 +139,9 @@ def staged_file(file: Path) -> Iterator[Path]:
     partial = _beside(target, NEW)
     try:
         yield partial
-        sync(partial)
+        _sync(partial)
         os.replace(partial, target)
-        sync(target.parent)
+        _sync(target.parent)
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -179,7 +180,7 @@ def read_earlier(
     return content
 
 
-def sync(path: Path) -> None:
+def _sync(path: Path) -> None:
     """Wait until a file's or folder's content is on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -210,17 +211,16 @@ def _explained(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
+        place = f" ({e.filename})" if e.filename else ""
+        problem = f"cannot write {output}: {e.strerror or e}{place}; choose a folder that can be written"
         if e.errno in DISK_FULL:
-            raise FlexQuantError(
+            problem = (
                 f"the disk ran full while writing {output} ({e.strerror}); nothing is left of it, free some "
                 "space or choose another disk"
-            ) from e
-        if e.errno == errno.EBUSY:
-            raise FlexQuantError(f"{output} is where a disk is mounted; choose a folder on that disk") from e
-        place = f" ({e.filename})" if e.filename else ""
-        raise FlexQuantError(
-            f"cannot write {output}: {e.strerror or e}{place}; choose a folder that can be written"
-        ) from e
+            )
+        elif e.errno == errno.EBUSY:
+            problem = f"{output} is where a disk is mounted; choose a folder on that disk"
+        raise FlexQuantError(problem) from e
 
 
 def _put_in_place(stage: Path, target: Path, *, replaces: bool) -> None:
@@ -245,10 +245,6 @@ def _put_in_place(stage: Path, target: Path, *, replaces: bool) -> None:
             os.rename(old, target)
     if replaces:
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not folder.is_symlink() and not os.listdir(folder)
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -30,39 +30,28 @@ MAX_HEADER_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
 CHUNK_BYTES = 1 << 20  # stays in a core's cache between reading, writing and hashing
 
-# dtype -> (bits per element, name in torch or None)
-DTYPES: dict[str, tuple[int, str | None]] = {
-    "BOOL": (8, "bool"),
-    "U8": (8, "uint8"),
-    "I8": (8, "int8"),
-    "F8_E4M3": (8, "float8_e4m3fn"),
-    "F8_E5M2": (8, "float8_e5m2"),
-    "F8_E8M0": (8, "float8_e8m0fnu"),
-    "F4": (4, None),
-    "F6_E2M3": (6, None),
-    "F6_E3M2": (6, None),
-    "U16": (16, "uint16"),
-    "I16": (16, "int16"),
-    "F16": (16, "float16"),
-    "BF16": (16, "bfloat16"),
-    "U32": (32, "uint32"),
-    "I32": (32, "int32"),
-    "F32": (32, "float32"),
-    "U64": (64, "uint64"),
-    "I64": (64, "int64"),
-    "F64": (64, "float64"),
-    "C64": (64, "complex64"),
-}
-
-# dtype -> (unsigned integer of its width in numpy, bits that are all set in NaN and infinite numbers alone)
-NOT_FINITE: dict[str, tuple[str, int]] = {
-    "F8_E4M3": ("u1", 0x7F),
-    "F8_E5M2": ("u1", 0x7C),
-    "F8_E8M0": ("u1", 0xFF),
-    "F16": ("<u2", 0x7C00),
-    "BF16": ("<u2", 0x7F80),
-    "F32": ("<u4", 0x7F800000),
-    "F64": ("<u8", 0x7FF << 52),
+# dtype -> (bits per element, name in torch or None, bits that are all set in NaN and infinite numbers alone)
+DTYPES: dict[str, tuple[int, str | None, int]] = {
+    "BOOL": (8, "bool", 0),
+    "U8": (8, "uint8", 0),
+    "I8": (8, "int8", 0),
+    "F8_E4M3": (8, "float8_e4m3fn", 0x7F),
+    "F8_E5M2": (8, "float8_e5m2", 0x7C),
+    "F8_E8M0": (8, "float8_e8m0fnu", 0xFF),
+    "F4": (4, None, 0),
+    "F6_E2M3": (6, None, 0),
+    "F6_E3M2": (6, None, 0),
+    "U16": (16, "uint16", 0),
+    "I16": (16, "int16", 0),
+    "F16": (16, "float16", 0x7C00),
+    "BF16": (16, "bfloat16", 0x7F80),
+    "U32": (32, "uint32", 0),
+    "I32": (32, "int32", 0),
+    "F32": (32, "float32", 0x7F800000),
+    "U64": (64, "uint64", 0),
+    "I64": (64, "int64", 0),
+    "F64": (64, "float64", 0x7FF << 52),
+    "C64": (64, "complex64", 0),
 }
 
 
@@ -176,16 +165,13 @@ def read_chunks(ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memo
             left -= len(chunk)
 
 
-def read_finite(ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
-    """Yield what :func:`read_chunks` does; raise FlexQuantError at a number that is NaN or infinite.
-
-    ``chunk_bytes`` is a multiple of 8.
-    """
+def read_finite(ref: TensorRef) -> Iterator[memoryview]:
+    """Yield what :func:`read_chunks` does; raise FlexQuantError at a number that is NaN or infinite."""
     import numpy as np
 
-    width, bits = NOT_FINITE.get(ref.dtype, (None, 0))
-    for chunk in read_chunks(ref, chunk_bytes):
-        if width is not None and bool((np.bitwise_and(np.frombuffer(chunk, width), bits) == bits).any()):
+    width, _, bits = DTYPES[ref.dtype]
+    for chunk in read_chunks(ref):
+        if bits and bool((np.frombuffer(chunk, f"<u{width // 8}") & bits == bits).any()):
             raise FlexQuantError(
                 f"tensor '{ref.name}' in {ref.file} holds NaN or infinite numbers; fetch or quantise the "
                 "model again"

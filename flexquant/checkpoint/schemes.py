@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from flexquant.checkpoint.model_config import JsonObject
@@ -34,10 +34,8 @@ READABLE_FORMATS = frozenset(
     {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
 )
 READABLE_STRATEGIES = frozenset({"tensor", "channel", "group", "block"})
-INTEGER_BITS = (2, 4, 8)  # releases of compressed-tensors differ in how they pack other widths
-FLOAT_BITS = (8,)
+READABLE_BITS = {"int": (2, 4, 8), "float": (8,)}  # releases differ in how they pack other widths
 FLOAT_DTYPES = {"BF16": 7, "F16": 10, "F32": 23}  # stored bits of mantissa
-TensorShape = tuple[int, ...]
 IN_ANOTHER_ORDER = (
     "its inputs in another order (actorder 'group', weight_g_idx), which vLLM does not undo (actorder "
     "'static' keeps their order)"
@@ -115,25 +113,21 @@ class LinearSchemes:
         self.groups = {
             name: group
             for name, group in self._config.config_groups.items()
-            if not isinstance(group, list) and not is_of_attention(group.targets)
+            if not isinstance(group, list) and not _is_of_attention(group.targets)
         }
         """The settings of linears by the name of their group."""
         self._schemes = {target: group for group in self.groups.values() for target in group.targets}
-        self._targets, self._ignored = Patterns(self._schemes), Patterns(self._config.ignore or ())
-        self._parts: dict[str, list[str]] = {}
+        self._targets, self._ignored = _Patterns(self._schemes), _Patterns(self._config.ignore or ())
+        self.layers: dict[str, list[str]] = {}
+        """Name of a layer in vLLM -> the modules that it is made of."""
         for module in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
-            self._parts.setdefault(layer_of(module), []).append(module)
-        for parts in self._parts.values():
+            self.layers.setdefault(layer_of(module), []).append(module)
+        for parts in self.layers.values():
             parts.sort(key=lambda part: ORDER.get(part.rpartition(".")[2], 0))
 
     def format_of(self, scheme: QuantizationScheme) -> str:
         """Return the storage format of a scheme's weights."""
         return str(getattr(scheme.format, "value", scheme.format) or self._config.format)
-
-    @property
-    def layers(self) -> Mapping[str, Sequence[str]]:
-        """Name of a layer in vLLM -> the modules that it is made of."""
-        return self._parts
 
     def of(self, module: str) -> QuantizationScheme | None:
         """Return the scheme of the layer that vLLM makes of a linear; None if it is left in 16 bits.
@@ -141,7 +135,7 @@ class LinearSchemes:
         Raises FlexQuantError if only some of the linears that vLLM makes one layer of are left out.
         """
         layer = layer_of(module)
-        parts = self._parts.get(layer, ())
+        parts = self.layers.get(layer, ())
         if len(parts) < 2 or EXPERTS.match(module):
             return self.by_itself(module)
         ignored = {part: self._ignored.first(part) is not None for part in parts}
@@ -160,15 +154,12 @@ class LinearSchemes:
         return self._scheme(module, self._targets.first(module))
 
     def _scheme(self, name: str, target: str | None) -> QuantizationScheme | None:
-        if target is None:
+        if target is None:  # the first that fits the name of vLLM's class
             kind = "RoutedExperts" if EXPERTS.match(name) else CLASSES.get(name.rpartition(".")[2], LINEAR)
-            target = self._of_class(kind)
-        return None if target is None else self._schemes[target]
-
-    def _of_class(self, kind: str) -> str | None:
-        """Return the first target that is a part of the name of vLLM's class."""
-        found = next((target for target in self._schemes if is_in_class(target, kind)), None)
-        return LINEAR if found is None and kind == "RoutedExperts" and LINEAR in self._schemes else found
+            target = next((target for target in self._schemes if _is_in_class(target, kind)), None)
+            if target is None and kind == "RoutedExperts":
+                target = LINEAR
+        return None if target is None else self._schemes.get(target)
 
 
 def unlike(owner: str, one: str, other: str) -> FlexQuantError:
@@ -179,18 +170,18 @@ def unlike(owner: str, one: str, other: str) -> FlexQuantError:
     )
 
 
-def is_of_attention(targets: Sequence[str]) -> bool:
+def _is_of_attention(targets: Sequence[str]) -> bool:
     """Whether a group quantises attention alone, which vLLM passes over: a cache has its own settings."""
     return len(targets) == 1 and targets[0].endswith("Attention")
 
 
-def is_in_class(target: str, name: str) -> bool:
+def _is_in_class(target: str, name: str) -> bool:
     if target.startswith("re:"):
         return re.match(target.removeprefix("re:"), name) is not None
     return target.lower() in name.lower()
 
 
-class Patterns:
+class _Patterns:
     """Names and, after ``re:``, regular expressions, of which the first that fits a module counts."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
@@ -199,8 +190,8 @@ class Patterns:
 
     def first(self, name: str) -> str | None:
         """Return the first pattern that fits a name."""
-        fitting = (p for p in self._expressions if re.match(p.removeprefix("re:"), name))
-        found = [*islice(fitting, 1), *([name] if name in self._order else [])]
+        found = [p for p in self._expressions if re.match(p.removeprefix("re:"), name)]
+        found += [name] if name in self._order else []
         return min(found, key=self._order.__getitem__, default=None)
 
 
@@ -227,8 +218,8 @@ def _parse(section: JsonObject, owner: str) -> QuantizationConfig:
 
 def is_readable(args: QuantizationArgs, form: str) -> bool:
     """Whether weights stored in a format are INT or FP8 of a kind whose parameters' shapes are known."""
-    bits = INTEGER_BITS if args.type == "int" else FLOAT_BITS
-    return form in READABLE_FORMATS and args.strategy in READABLE_STRATEGIES and args.num_bits in bits
+    is_known = form in READABLE_FORMATS and args.strategy in READABLE_STRATEGIES
+    return is_known and args.num_bits in READABLE_BITS[args.type]
 
 
 def shape_problem(
@@ -255,16 +246,19 @@ def shape_problem(
     if args.strategy == "group" and columns % args.group_size:
         return f"has groups of {args.group_size} inputs, which do not divide its {columns}"
     of_scale = _scale_shapes(args, rows, columns)
-    scale, zero_point, bias = (part(name) for name in ("weight_scale", "weight_zero_point", "bias"))
-    if scale is None:
+    zero_point = part("weight_zero_point")
+    if part("weight_scale") is None:
         return "has no weight_scale"
-    allowed: dict[str, tuple[TensorRef | None, list[TensorShape]]] = {
-        "weight_scale": (scale, of_scale),
-        "weight_zero_point": (zero_point, _zero_point_shapes(args, rows, of_scale, zero_point)),
-        "bias": (bias, [(rows,)]),
+    of_zero_point = of_scale
+    if zero_point is not None and zero_point.dtype == "I32":  # packed along the rows
+        of_zero_point = [(math.ceil(rows * args.num_bits / WORD_BITS), of_scale[0][-1])]
+    allowed: dict[str, list[tuple[int, ...]]] = {
+        "weight_scale": of_scale,
+        "weight_zero_point": of_zero_point,
+        "bias": [(rows,)],
     }
-    for name, (ref, shapes) in allowed.items():
-        if ref is not None and ref.shape not in shapes:
+    for name, shapes in allowed.items():
+        if (ref := part(name)) is not None and ref.shape not in shapes:
             listed = " or ".join(str(list(shape)) for shape in shapes)
             return f"has a {name} of shape {list(ref.shape)}, expected {listed}"
     if zero_point is None and args.type == "int" and not args.symmetric:
@@ -272,19 +266,10 @@ def shape_problem(
     return ""
 
 
-def _scale_shapes(args: QuantizationArgs, rows: int, columns: int) -> list[TensorShape]:
+def _scale_shapes(args: QuantizationArgs, rows: int, columns: int) -> list[tuple[int, ...]]:
     if args.strategy == "tensor":
         return [(1,), ()]
     if args.strategy == "block":
         height, width = args.block_structure
         return [(math.ceil(rows / height), math.ceil(columns / width))]
     return [(rows, columns // args.group_size if args.strategy == "group" else 1)]
-
-
-def _zero_point_shapes(
-    args: QuantizationArgs, rows: int, of_scale: list[TensorShape], ref: TensorRef | None
-) -> list[TensorShape]:
-    if ref is None or ref.dtype != "I32":
-        return of_scale
-    words = math.ceil(rows * args.num_bits / WORD_BITS)  # packed along the rows
-    return [(words, of_scale[0][-1])]

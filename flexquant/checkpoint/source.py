@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.built_model import check_heads
+from flexquant.checkpoint.built_model import check_heads, find_model_class
 from flexquant.checkpoint.merged_config import check_variant_name
-from flexquant.checkpoint.model_class import find_model_class
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import LAYER
 from flexquant.checkpoint.safetensors_io import DTYPES, TensorRef, computed, load_tensor, read_chunks
@@ -55,12 +54,7 @@ class Source:
 
     @classmethod
     def make(
-        cls,
-        name: str,
-        folder: Path,
-        config: JsonObject,
-        section: JsonObject,
-        tensors: dict[str, TensorRef],
+        cls, name: str, folder: Path, config: JsonObject, section: JsonObject, tensors: dict[str, TensorRef]
     ) -> Source:
         """Return a source whose tensors are in the form of compressed-tensors, without those that vLLM skips.
 
@@ -79,9 +73,7 @@ def _read_when_served(tensors: dict[str, TensorRef], config: JsonObject, place: 
     """Leave out what vLLM skips: RoPE's frequencies, and zero biases where the model has no bias."""
     kept = {name: ref for name, ref in tensors.items() if not name.endswith(FREQUENCIES)}
     biases = [name for name in kept if name.endswith(".bias") and LAYER.search(name)]
-    if not biases:
-        return kept
-    if (model := find_model_class(config, place)) is None:
+    if not biases or (model := find_model_class(config, place)) is None:
         return kept
     for name in biases:
         own = model.name_of(name)

@@ -66,19 +66,17 @@ def report_checkpoint(
     merged: MergedConfig, num_layers: int, tensors: Mapping[str, TensorRef]
 ) -> CheckpointReport:
     """Report on the tensors of a merged checkpoint, by merged key; only headers and shapes are read."""
-    shared = _with_prefix(tensors, SHARED_PREFIX)
+    parts = _by_reader(merged, tensors)
+    shared = parts.pop(SHARED)
     shared_bytes = total_bytes(shared)
     variants = {}
-    for name, variant in merged.variants.items():
-        own = _with_prefix(tensors, variant.prefix)
+    for name, own in parts.items():
+        variant, own_bytes = merged.variants[name], total_bytes(own)
         loaded = _without_copies({**shared, **own}, [variant])
         parameters = sum(math.prod(shape) for shape in logical_shapes(loaded).values())
-        variants[name] = VariantReport(
-            describe_scheme(variant.quantization_config),
-            total_bytes(own),
-            parameters,
-            8 * (total_bytes(own) + shared_bytes) / max(1, parameters),
-        )
+        bits = 8 * (own_bytes + shared_bytes) / max(1, parameters)
+        scheme = describe_scheme(variant.quantization_config)
+        variants[name] = VariantReport(scheme, own_bytes, parameters, bits)
     return CheckpointReport(
         base_architecture=merged.base_architecture,
         num_layers=num_layers,
@@ -97,8 +95,7 @@ def bytes_by_layer(
     merged: MergedConfig, tensors: Mapping[str, TensorRef]
 ) -> dict[str, Mapping[int | None, int]]:
     """Return variant or SHARED -> decoder layer, or None for outside of layers -> bytes stored for it."""
-    prefixes = {name: variant.prefix for name, variant in merged.variants.items()} | {SHARED: SHARED_PREFIX}
-    return {name: _by_layer(_with_prefix(tensors, prefix).items()) for name, prefix in prefixes.items()}
+    return {name: _by_layer(part) for name, part in _by_reader(merged, tensors).items()}
 
 
 def weights_in_layers(tensors: Mapping[str, TensorRef]) -> int:
@@ -118,21 +115,21 @@ def bytes_in_use(
     ``sources`` maps a derived variant to its source, whose bytes it has. In layers where the source is loaded
     too, the derived variant has only packed linears of its own, and shares the rest with the source.
     """
-    stored = {name: merged.variants[sources.get(name, name)] for name in layers}
+    parts = _by_reader(merged, tensors)
     found: BytesByRange = {}
-    for name, variant in stored.items():
-        own = _without_copies(_with_prefix(tensors, variant.prefix), [variant])
+    for name, numbers in layers.items():
+        stored = sources.get(name, name)
+        own = _without_copies(parts[stored], [merged.variants[stored]])
         of_source = layers.get(sources.get(name, ""))
-        found[name] = by_range(
-            _by_layer(
-                (key, ref)
-                for key, ref in own.items()
-                if is_in(key, layers[name])
-                and (of_source is None or not is_in(key, of_source) or _is_packed_linear(key, own))
-            )
-        )
-    shared = _without_copies(_with_prefix(tensors, SHARED_PREFIX), stored.values())
-    return found | {SHARED: by_range(_by_layer(shared.items()))}
+        loaded = {
+            key: ref
+            for key, ref in own.items()
+            if is_in(key, numbers)
+            and (of_source is None or not is_in(key, of_source) or _is_packed_linear(key, own))
+        }
+        found[name] = by_range(_by_layer(loaded))
+    shared = _without_copies(parts[SHARED], [merged.variants[sources.get(name, name)] for name in layers])
+    return found | {SHARED: by_range(_by_layer(shared))}
 
 
 def by_range(nbytes: Mapping[int | None, int]) -> dict[str, int]:
@@ -153,11 +150,12 @@ def format_bytes(nbytes: float) -> str:
 
 def describe_bytes(nbytes: BytesByRange) -> str:
     """Return e.g. ``w8a8 layers 0-3: 12.0 MiB, shared: 54.0 MiB``."""
-    return ", ".join(
-        f"{_part(name, run, of_name)}: {format_bytes(size)}"
-        for name, of_name in nbytes.items()
-        for run, size in of_name.items()
-    )
+    parts = []
+    for name, of_name in nbytes.items():
+        for run, size in of_name.items():
+            layers = f" layers {run}" if run else "" if len(of_name) == 1 else " outside layers"
+            parts.append(f"{name}{layers}: {format_bytes(size)}")
+    return ", ".join(parts)
 
 
 def format_report(report: CheckpointReport) -> str:
@@ -222,32 +220,26 @@ def describe_kv(kv_compatibility: JsonObject) -> str:
 def _describe(arguments: QuantizedNumbers | None, what: str) -> str:
     if not arguments:
         return f"16-bit {what}"
-    details = [str(arguments.get("strategy", "")).replace("_", " ")]
-    if arguments.get("group_size"):
-        details = [f"group {arguments['group_size']}"]
-    if arguments.get("dynamic"):
-        details.append("dynamic")
-    extra = ", ".join(filter(None, details))
-    return f"{arguments.get('type', 'int')}{arguments.get('num_bits', '')} {what}" + (
-        f" ({extra})" if extra else ""
-    )
+    size, strategy = arguments.get("group_size"), str(arguments.get("strategy", "")).replace("_", " ")
+    details = [f"group {size}" if size else strategy, "dynamic" if arguments.get("dynamic") else ""]
+    extra = f" ({', '.join(filter(None, details))})" if any(details) else ""
+    return f"{arguments.get('type', 'int')}{arguments.get('num_bits', '')} {what}{extra}"
 
 
-def _part(name: str, run: str, of_name: Mapping[str, int]) -> str:
-    if run:
-        return f"{name} layers {run}"
-    return name if len(of_name) == 1 else f"{name} outside layers"
-
-
-def _with_prefix(tensors: Mapping[str, TensorRef], prefix: str) -> dict[str, TensorRef]:
-    return {key.removeprefix(prefix): ref for key, ref in tensors.items() if key.startswith(prefix)}
+def _by_reader(merged: MergedConfig, tensors: Mapping[str, TensorRef]) -> dict[str, dict[str, TensorRef]]:
+    """Return variant or SHARED -> the tensors stored for it, by original key."""
+    prefixes = {name: variant.prefix for name, variant in merged.variants.items()} | {SHARED: SHARED_PREFIX}
+    return {
+        name: {key.removeprefix(prefix): ref for key, ref in tensors.items() if key.startswith(prefix)}
+        for name, prefix in prefixes.items()
+    }
 
 
 def _without_copies(
     tensors: Mapping[str, TensorRef], variants: Iterable[StoredVariant]
 ) -> dict[str, TensorRef]:
     """Leave out an lm_head that is a copy of the embedding and that none of the variants loads."""
-    no_head = all(variant.own_head is False for variant in variants)
+    no_head = not any(variant.own_head for variant in variants)
     return {key: ref for key, ref in tensors.items() if not (no_head and HEAD.search(key))}
 
 
@@ -256,8 +248,8 @@ def _is_packed_linear(key: str, tensors: Mapping[str, TensorRef]) -> bool:
     return f"{key.rpartition('.')[0]}.weight_packed" in tensors and not EXPERTS.match(key)
 
 
-def _by_layer(tensors: Iterable[tuple[str, TensorRef]]) -> Counter[int | None]:
+def _by_layer(tensors: Mapping[str, TensorRef]) -> Counter[int | None]:
     sizes: Counter[int | None] = Counter()
-    for key, ref in tensors:
+    for key, ref in tensors.items():
         sizes[layer_number(key)] += ref.nbytes
     return sizes

@@ -3,9 +3,8 @@
 """Write tensors into safetensors shards: plan the files, then stream byte ranges into them.
 
 A few threads each take one tensor at a time: they read a chunk, write it at its place and add it to the hash.
-Python releases the GIL in all three steps, and each thread holds only one chunk in memory. Meanwhile another
-thread syncs the files to the disk, so that little is left to sync at the end. The caller can do other work
-while shards are written, and can cancel.
+Python releases the GIL in all three steps, and each thread holds only one chunk in memory. The caller can do
+other work while shards are written, and can cancel.
 """
 
 from __future__ import annotations
@@ -15,15 +14,23 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
+from typing import TypeVar
 
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE, check_finite
-from flexquant.checkpoint.output import sync
-from flexquant.checkpoint.safetensors_io import METADATA_KEY, HeaderEntry, TensorRef, read_finite
+from flexquant.checkpoint.safetensors_io import (
+    METADATA_KEY,
+    HeaderEntry,
+    TensorRef,
+    read_finite,
+    total_bytes,
+)
+
+Result = TypeVar("Result")
 
 Progress = Callable[[int, int], object]
 """Called with (bytes of tensors done, bytes in all)."""
@@ -31,7 +38,6 @@ Progress = Callable[[int, int], object]
 DEFAULT_SHARD_SIZE = 5_000_000_000
 HEADER_ALIGNMENT = 8
 MAX_THREADS = 8
-BYTES_BETWEEN_SYNCS = 64 << 20
 # Upper bounds on the bytes of index and provenance for each tensor, and on config and card together.
 DOCUMENT_BYTES_PER_TENSOR = 1_000
 DOCUMENT_BYTES = 1_000_000
@@ -58,16 +64,15 @@ def plan_shards(groups: Sequence[Mapping[str, TensorRef]], max_shard_size: int) 
     """
     parts: list[dict[str, TensorRef]] = []
     for group in groups:
-        part: dict[str, TensorRef] = {}
         size = 0
+        parts.append({})
         for key, ref in sorted(group.items()):
-            if part and size + ref.nbytes > max_shard_size:
-                parts.append(part)
-                part, size = {}, 0
-            part[key] = ref
+            if parts[-1] and size + ref.nbytes > max_shard_size:
+                size = 0
+                parts.append({})
+            parts[-1][key] = ref
             size += ref.nbytes
-        if part:
-            parts.append(part)
+    parts = [part for part in parts if part]
     if len(parts) == 1:
         return [_lay_out(SINGLE_FILE, parts[0])]
     return [
@@ -76,50 +81,31 @@ def plan_shards(groups: Sequence[Mapping[str, TensorRef]], max_shard_size: int) 
     ]
 
 
-def write_shards(folder: Path, shards: Sequence[Shard], progress: Progress | None = None) -> dict[str, str]:
-    """Write the shards and, for several, their index; return the SHA-256 of every tensor by key.
-
-    The files are synced to the disk when this returns. Raises OSError if writing fails and FlexQuantError if
-    a source cannot be read; files can then be incomplete.
-    """
-    with writing_shards(folder, shards) as finish:
-        return finish(progress)
-
-
 @contextmanager
 def writing_shards(
     folder: Path, shards: Sequence[Shard]
 ) -> Iterator[Callable[[Progress | None], dict[str, str]]]:
     """Begin to write the shards in other threads, and yield a function that waits for them.
 
-    The function takes ``progress``, and returns and raises like :func:`write_shards`; it also raises failures
-    from before its call. Leaving the block cancels what is not written by then.
+    The function takes ``progress``, writes the index of several shards, and returns the SHA-256 of every
+    tensor by key. It raises OSError if writing failed, also before its call, and FlexQuantError if a source
+    cannot be read; files can then be incomplete. Leaving the block cancels what is not written by then.
     """
     stopped = Event()
     pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
-    disk = ThreadPoolExecutor(1)
-    copies: list[list[Future[str]]] = []
+    copies: dict[str, Future[str]] = {}
     try:
         for shard in shards:
             path = folder / shard.file
             with open(path, "xb") as f:
                 f.write(shard.header)
                 f.truncate(shard.nbytes)
-            copies.append(
-                [pool.submit(_copy, ref, path, offset, stopped) for _, ref, offset in shard.tensors]
-            )
-        synced = disk.submit(_sync_meanwhile, folder, shards, copies, stopped)
+            for key, ref, offset in shard.tensors:
+                copies[key] = pool.submit(_copy, ref, path, offset, stopped)
 
         def finish(progress: Progress | None) -> dict[str, str]:
-            digests: dict[str, str] = {}
-            done, total = 0, sum(ref.nbytes for shard in shards for _, ref, _ in shard.tensors)
-            for shard, futures in zip(shards, copies, strict=True):
-                for (key, ref, _), future in zip(shard.tensors, futures, strict=True):
-                    digests[key] = future.result()
-                    done += ref.nbytes
-                    if progress is not None:
-                        progress(done, total)
-            synced.result()
+            written = {key: ref for shard in shards for key, ref, _ in shard.tensors}
+            digests = results_of(copies, written, progress)
             if len(shards) > 1:
                 _write_index(folder, shards)
             return dict(sorted(digests.items()))
@@ -127,8 +113,21 @@ def writing_shards(
         yield finish
     finally:
         stopped.set()
-        for threads in (pool, disk):
-            threads.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
+
+
+def results_of(
+    futures: Mapping[str, Future[Result]], tensors: Mapping[str, TensorRef], progress: Progress | None
+) -> dict[str, Result]:
+    """Wait for what is done with each tensor, and return the results by the tensors' names."""
+    results: dict[str, Result] = {}
+    done, total = 0, total_bytes(tensors)
+    for name, future in futures.items():
+        results[name] = future.result()
+        done += tensors[name].nbytes
+        if progress is not None:
+            progress(done, total)
+    return results
 
 
 def needed_bytes(shards: Sequence[Shard], files: Iterable[Path]) -> int:
@@ -172,7 +171,7 @@ def _copy(ref: TensorRef, path: Path, offset: int, stopped: Event) -> str:
 
     Copying ends early once ``stopped`` is set; the result is then wrong, and nobody waits for it.
     """
-    digest = hashlib.sha256()
+    digest, position = hashlib.sha256(), offset
     fd = os.open(path, os.O_WRONLY)
     try:
         for chunk in read_finite(ref):
@@ -180,30 +179,14 @@ def _copy(ref: TensorRef, path: Path, offset: int, stopped: Event) -> str:
                 break
             written = 0
             while written < len(chunk):
-                written += os.pwrite(fd, chunk[written:], offset + written)
-            offset += written
+                written += os.pwrite(fd, chunk[written:], position + written)
+            position += written
             digest.update(chunk)
+        # Linux begins to write the bytes to the disk now, so that little is left to sync at the end.
+        os.posix_fadvise(fd, offset, position - offset, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
     return digest.hexdigest()
-
-
-def _sync_meanwhile(
-    folder: Path, shards: Sequence[Shard], copies: Sequence[Sequence[Future[str]]], stopped: Event
-) -> None:
-    """Wait for the copies, in their order, and sync the files to the disk, until ``stopped`` is set."""
-    for shard, futures in zip(shards, copies, strict=True):
-        unsynced = 0
-        for (_, ref, _), future in zip(shard.tensors, futures, strict=True):
-            with suppress(CancelledError):  # concurrent.futures.wait does not return for cancelled futures
-                future.exception()
-            if stopped.is_set():
-                return
-            unsynced += ref.nbytes
-            if unsynced > BYTES_BETWEEN_SYNCS:
-                sync(folder / shard.file)
-                unsynced = 0
-        sync(folder / shard.file)
 
 
 def _write_index(folder: Path, shards: Sequence[Shard]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import flexquant
-from flexquant.checkpoint.hub import find_model
+from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli import advise, checkpoint, doctor, policy, quantize, search, sensitivity, tune
 from flexquant.cli import eval as evaluation

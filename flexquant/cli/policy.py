@@ -19,8 +19,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli._arguments import add_json, parse_count
 from flexquant.documents.results import table_lines
 from flexquant.policy.pass_times import device_name, format_times

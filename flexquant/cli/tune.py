@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.cli._arguments import (
     STUDY_DEFAULTS,
     add_counts,

@@ -53,7 +53,9 @@ def read_documents(source: str | Path | None) -> Iterator[TextOrMessages]:
     Raises FlexQuantError for a source that cannot be read.
     """
     if source is None:
-        return iter(_python_reference())
+        from pydoc_data.topics import topics
+
+        return iter([topics[name] for name in sorted(topics)])
     path = Path(source).expanduser()
     if path.is_dir():
         return _read_folder(path)
@@ -148,12 +150,6 @@ def plain_text(document: TextOrMessages) -> str:
     if isinstance(document, str):
         return document
     return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in document)
-
-
-def _python_reference() -> list[str]:
-    from pydoc_data.topics import topics
-
-    return [topics[name] for name in sorted(topics)]
 
 
 def _read_folder(folder: Path) -> Iterator[TextOrMessages]:

@@ -139,7 +139,6 @@ class _PlainDumper(yaml.SafeDumper):
 def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> Document:
     lines: dict[KeyPath, int] = {}
     document = Document(None, source, kind, lines)
-
     values = 0
 
     def read(node: yaml.Node, path: KeyPath) -> object:
@@ -155,10 +154,7 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
         if isinstance(node, yaml.MappingNode):
             return read_mapping(node, path)
         try:
-            value = _plain(loader.construct_object(node))
-            if isinstance(value, int | float) and OLD_NUMBER.fullmatch(node.value):
-                raise ValueError(f"YAML 1.1 takes it for {value}, to the base of 8 or 60")
-            return value
+            return _scalar(loader.construct_object(node), node.value)
         except ValueError as e:
             document.fail(path, f"is {node.value!r}, which cannot be read ({e}); correct or quote it")
 
@@ -189,13 +185,13 @@ def _key(key: str, place: str) -> str:
     return key
 
 
-def _plain(value: object) -> object:
+def _scalar(value: object, written: str) -> object:
     """Return a value that a server's processes can send to each other; raise ValueError for others."""
-    if isinstance(value, str):
-        return _whole(value)
     if isinstance(value, int) and value.bit_length() > 63:
         raise ValueError("a number of more than 63 bit")
-    return value
+    if isinstance(value, int | float) and OLD_NUMBER.fullmatch(written):
+        raise ValueError(f"YAML 1.1 takes it for {value}, to the base of 8 or 60")
+    return _whole(value) if isinstance(value, str) else value
 
 
 def _whole(text: str) -> str:
@@ -211,31 +207,29 @@ def _whole(text: str) -> str:
         raise ValueError("half of a character, the other half of which is missing") from e
 
 
-def builtin_names(package: str, suffix: str = ".yaml") -> list[str]:
-    """Return the sorted names of a package's files with this suffix."""
-    files = importlib.resources.files(package).iterdir()
-    return sorted(file.name.removesuffix(suffix) for file in files if file.name.endswith(suffix))
+def builtin_names(package: str) -> list[str]:
+    """Return the sorted names of a package's YAML files."""
+    files = (Path(file.name) for file in importlib.resources.files(package).iterdir())
+    return sorted(file.stem for file in files if file.suffix == YAML[0])
 
 
-def read_named(
-    name_or_path: str, package: str, kind: str, suffixes: tuple[str, ...] = YAML
-) -> tuple[bytes, str]:
-    """Return a file's content, and the name that messages give it.
+def read_named(name_or_path: str, package: str, kind: str) -> tuple[bytes, str]:
+    """Return a YAML file's content, and the name that messages give it.
 
-    A built-in's name is a name. Other text is a path if it has a ``/``, ends in one of the ``suffixes``
-    or names an existing file. Built-in files end in the first suffix. ``kind`` is the kind of file, e.g.
-    policy. Raises FlexQuantError for an unknown name and a file that cannot be read.
+    A built-in's name is a name. Other text is a path if it has a ``/``, ends in a suffix of YAML or names an
+    existing file. ``kind`` is the kind of file, e.g. policy. Raises FlexQuantError for an unknown name and a
+    file that cannot be read.
     """
-    builtins = builtin_names(package, suffixes[0])
+    builtins = builtin_names(package)
     if name_or_path in builtins:
-        file = importlib.resources.files(package) / f"{name_or_path}{suffixes[0]}"
+        file = importlib.resources.files(package) / f"{name_or_path}{YAML[0]}"
         return file.read_bytes(), f"built-in {kind} {name_or_path}"
     path = Path(name_or_path).expanduser()
     known = ", ".join(builtins)
-    if "/" not in name_or_path and path.suffix not in suffixes and not path.is_file():
+    if "/" not in name_or_path and path.suffix not in YAML and not path.is_file():
         raise FlexQuantError(
             f"unknown {kind} '{name_or_path}': the built-in ones are {known}; give one of them, or the path "
-            f"of a {kind} file (with a '/' or ending in {suffixes[0]})"
+            f"of a {kind} file (with a '/' or ending in {YAML[0]})"
         )
     try:
         return path.read_bytes(), name_or_path

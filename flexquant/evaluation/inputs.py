@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.built_model import build_config, load_tokenizer
-from flexquant.checkpoint.folder import read_16_bit_config
-from flexquant.checkpoint.hub import find_model
+from flexquant.checkpoint.folder import find_model, read_16_bit_config
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import CONFIG_FILE
 from flexquant.checkpoint.model_config import SETTINGS_FILES, count_layers, text_config

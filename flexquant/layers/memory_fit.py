@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import describe_ranges
-from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.checkpoint.weight_bytes import format_bytes
 from flexquant.doctor.loaded_bytes import LoadedBytes, count_bytes
 from flexquant.documents.results import table_lines

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexquant.checkpoint.merged_config import QUANT_METHOD, MergedConfig
+from flexquant.checkpoint.merged_config import QUANT_METHOD, MergedConfig, is_published_int4
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.served_config import is_published_int4
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import parse_policy
 

@@ -16,8 +16,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.built_model import build_config, build_model
-from flexquant.checkpoint.folder import check_folder, confined_file, read_json
-from flexquant.checkpoint.hub import find_model
+from flexquant.checkpoint.folder import check_folder, confined_file, find_model, read_json
 from flexquant.checkpoint.merged_config import CONFIG_FILE
 from flexquant.checkpoint.model_config import JsonObject, count_layers, reads_more_than_text, text_config
 from flexquant.checkpoint.module_names import decoder_layer, fused_name, layer_number

@@ -11,21 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.built_model import build_config
+from flexquant.checkpoint.built_model import build_config, find_model_class
 from flexquant.checkpoint.folder import (
     COPIED,
     GENERATION_CONFIG,
     INDEX_FILE,
     SINGLE_FILE,
     find_files,
+    find_model,
     read_16_bit_config,
     read_tensors,
 )
-from flexquant.checkpoint.hub import find_model
 from flexquant.checkpoint.merged_checkpoint import folder_label
-from flexquant.checkpoint.model_class import find_model_class
 from flexquant.checkpoint.model_config import reads_more_than_text
-from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, DTYPES, TensorRef, read_finite
+from flexquant.checkpoint.safetensors_io import DTYPES, TensorRef, read_finite
 from flexquant.documents.results import digest_of, hash_file
 from flexquant.errors import FlexQuantError, explained
 
@@ -132,6 +131,6 @@ def check_weights(tensors: Mapping[str, TensorRef]) -> str:
                 "starts from float16, bfloat16 or float32 weights: use the model's 16-bit release"
             )
         digest.update(f"{name} {ref.dtype} {ref.shape}\n".encode())
-        for chunk in read_finite(ref, 16 * CHUNK_BYTES):
+        for chunk in read_finite(ref):
             digest.update(chunk)
     return digest.hexdigest()

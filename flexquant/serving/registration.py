@@ -114,8 +114,8 @@ class SingleVariantParser(HFConfigParser):
         code_revision: str | None = None,
         **options: Any,
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
+        from flexquant.checkpoint.merged_config import as_merged, why_not_served, with_section
         from flexquant.checkpoint.model_config import stored_section
-        from flexquant.checkpoint.served_config import as_merged, why_not_served, with_section
 
         found, config = super().parse(model, trust_remote_code, revision, code_revision, **options)
         settings = partial(get_hf_file_to_dict, model=model, revision=revision)

@@ -14,9 +14,8 @@ from typing import Any
 
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE, read_tensors
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
-from flexquant.checkpoint.merged_config import CONFIG_FILE
+from flexquant.checkpoint.merged_config import CONFIG_FILE, read_merged_config
 from flexquant.checkpoint.safetensors_io import read_header
-from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
 from flexquant.planning.config_numbers import Attention, language_config

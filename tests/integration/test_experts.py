@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.served_config import read_merged_config
+from flexquant.checkpoint.merged_config import read_merged_config
 from tests import programs
 from tests.checkpoints import EXPERTS, MIXTURES
 from tests.integration.conftest import answers, engine

@@ -15,7 +15,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 
-from flexquant.checkpoint.served_config import why_not_served
+from flexquant.checkpoint.merged_config import why_not_served
 from flexquant.doctor.examining import examine
 from flexquant.measuring.engine import take_policy as change_policy
 from flexquant.merge import merge_checkpoints

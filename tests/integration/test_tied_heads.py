@@ -4,13 +4,10 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from tests.integration.conftest import engine, generate
 from tests.tied_heads import make_tied, without_key
@@ -55,21 +52,4 @@ def test_a_model_that_is_tied_by_default_starts_without_the_key(tmp_path: Path) 
     (stock,) = generate(sources["w8a8"], None, PROMPTS)
     assert found.answers == stock.answers
     with engine(tmp_path / "merged"):
-        pass
-
-
-def test_heads_that_were_merged_as_one_are_refused(folder: Path, tmp_path: Path) -> None:
-    """Earlier releases merged so: they took every head of a tied model for a copy of the embedding."""
-    shutil.copytree(folder / "two" / "merged", tmp_path / "merged")
-    path = tmp_path / "merged" / "config.json"
-    config = json.loads(path.read_text())
-    section = config["quantization_config"]
-    section["shared_modules"] = sorted({*section["shared_modules"], "lm_head"})
-    for variant in section["variants"].values():
-        variant.pop("own_head", None)
-    path.write_text(json.dumps(config))
-    with (
-        pytest.raises(FlexQuantError, match="lm_head.* of variant 'w8a8'.*merge again"),
-        engine(tmp_path / "merged", "w8a8"),
-    ):
         pass

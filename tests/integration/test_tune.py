@@ -19,7 +19,7 @@ from openai import OpenAI
 from vllm.platforms import current_platform
 
 from examples.vllm_server import vllm_serve
-from flexquant.checkpoint.served_config import read_merged_config
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.cli import build_parser, main
 from flexquant.doctor.loaded_bytes import count_bytes
 from flexquant.layers.sensitivity import SCHEMA as SENSITIVITY

@@ -16,9 +16,9 @@ import yaml
 
 from flexquant import cli
 from flexquant.checkpoint.folder import read_tensors
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.module_names import EXPERTS
 from flexquant.checkpoint.schemes import LinearSchemes
-from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, verify_checkpoint
 from tests.architectures.models import random_model, small_config, split

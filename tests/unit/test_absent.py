@@ -4,20 +4,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.folder import read_tensors
-from flexquant.checkpoint.served_config import read_merged_config
+from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints, split_checkpoint, verify_checkpoint
 from tests.checkpoints import StateDict, make_checkpoint
+from tests.publishers import edits
 from tests.states import make_variants
 from tests.vision import KINDS, RENAMED, make_vision_checkpoint, write_as_another_release
 
@@ -29,20 +29,20 @@ def pair(folder: Path, architecture: str = "qwen2", **config) -> Sources:
     return {s: make_checkpoint(folder / s, architecture, s, **config) for s in SCHEMES}
 
 
-def edit(folder: Path, change: Callable[[StateDict], StateDict]) -> Path:
+def edit(folder: Path, change: Callable[[StateDict], object]) -> Path:
     """Change the tensors in a checkpoint's only file."""
-    file = folder / "model.safetensors"
-    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    edits.tensors(change)(folder)
     return folder
 
 
 def without(folder: Path, pattern: str) -> Path:
-    def change(state: StateDict) -> StateDict:
-        kept = {name: tensor for name, tensor in state.items() if not re.search(pattern, name)}
-        assert len(kept) < len(state)
-        return kept
+    def drop(state: StateDict) -> None:
+        found = [name for name in state if re.search(pattern, name)]
+        assert found
+        for name in found:
+            del state[name]
 
-    return edit(folder, change)
+    return edit(folder, drop)
 
 
 def assert_refused(sources: Sources, tmp_path: Path, named: str) -> None:
@@ -124,35 +124,34 @@ def test_conversion_needs_them_too(tmp_path):
 )
 @pytest.mark.parametrize("variants", [1, 2])
 def test_a_number_that_is_not_finite_is_refused_wherever_it_is(tmp_path, name, value, variants):
-    def put(state: StateDict) -> StateDict:
+    def put(state: StateDict) -> None:
         state[name].view(-1)[-1] = value
-        return state
 
     sources = {s: edit(folder, put) for s, folder in list(pair(tmp_path).items())[:variants]}
     assert_refused(sources, tmp_path, f"{name.removesuffix('.weight_scale')}.* NaN or infinite")
 
 
 def test_a_zero_point_is_a_number_too(tmp_path):
-    def asymmetric(state: StateDict) -> StateDict:
-        scales = {name: tensor for name, tensor in state.items() if name.endswith("weight_scale")}
-        zeros = {name.replace("scale", "zero_point"): torch.zeros_like(scales[name]) for name in scales}
-        zeros["model.layers.0.mlp.up_proj.weight_zero_point"][-1] = torch.nan
-        return state | zeros
+    def asymmetric(state: StateDict) -> None:
+        scales = [name for name in state if name.endswith("weight_scale")]
+        state |= {name.replace("scale", "zero_point"): torch.zeros_like(state[name]) for name in scales}
+        state["model.layers.0.mlp.up_proj.weight_zero_point"][-1] = torch.nan
+
+    def say_so(config: JsonObject) -> None:
+        for group in config["quantization_config"]["config_groups"].values():
+            group["weights"]["symmetric"] = False
 
     folder = edit(make_checkpoint(tmp_path / "w4a16", "qwen2", "w4a16"), asymmetric)
-    config = json.loads((folder / "config.json").read_text())
-    for group in config["quantization_config"]["config_groups"].values():
-        group["weights"]["symmetric"] = False
-    (folder / "config.json").write_text(json.dumps(config))
+    edits.edit_json("config.json", say_so)(folder)
     assert_refused({"w4a16": folder}, tmp_path, "up_proj.weight_zero_point' .* NaN or infinite")
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32])
 def test_every_dtype_has_its_nan(tmp_path, dtype):
-    def put(state: StateDict) -> StateDict:
+    def put(state: StateDict) -> None:
         weight = state["model.layers.0.mlp.up_proj.weight"].float()
         weight[0, 0] = torch.nan
-        return state | {"model.layers.0.mlp.up_proj.weight": weight.to(dtype)}
+        state["model.layers.0.mlp.up_proj.weight"] = weight.to(dtype)
 
     scheme = "fp8" if dtype is torch.float8_e4m3fn else None
     folder = edit(make_checkpoint(tmp_path / "one", "qwen2", scheme), put)
@@ -170,14 +169,14 @@ def test_every_dtype_has_its_nan(tmp_path, dtype):
 )
 def test_frequencies_that_one_source_stores_are_left_out(tmp_path, name):
     sources = pair(tmp_path)
-    edit(sources["w8a8"], lambda state: state | {name: torch.ones(16)})
+    edit(sources["w8a8"], lambda state: state.update({name: torch.ones(16)}))
     merge_checkpoints(sources, tmp_path / "merged")
     assert not any("rotary" in key for key in read_tensors(tmp_path / "merged"))
 
 
 def test_a_draft_head_that_one_source_has_stays_with_it(tmp_path):
     sources = {s: make_vision_checkpoint(tmp_path / s, s, KINDS["qwen3_5"]) for s in SCHEMES}
-    edit(sources["w8a8"], lambda state: state | {"mtp.fc.weight": torch.ones(8, 16)})
+    edit(sources["w8a8"], lambda state: state.update({"mtp.fc.weight": torch.ones(8, 16)}))
     merge_checkpoints(sources, tmp_path / "merged")
     keys = {key for key in read_tensors(tmp_path / "merged") if "mtp" in key}
     assert keys == {"w8a8.mtp.fc.weight"}
@@ -186,7 +185,8 @@ def test_a_draft_head_that_one_source_has_stays_with_it(tmp_path):
 
 def test_a_parameter_that_one_source_has_and_the_class_has_not_is_refused(tmp_path):
     sources = pair(tmp_path)
-    edit(sources["w8a8"], lambda state: state | {"model.layers.0.self_attn.q_norm.weight": torch.ones(32)})
+    added = {"model.layers.0.self_attn.q_norm.weight": torch.ones(32)}
+    edit(sources["w8a8"], lambda state: state.update(added))
     assert_refused(sources, tmp_path, "'w8a8' has parameter .*q_norm.weight' and 'w4a16' does not")
 
 
@@ -197,13 +197,13 @@ def test_names_of_two_releases_are_those_of_one_class(tmp_path, kind, listed):
     written = set(read_tensors(sources["w8a8"]))
     names = write_as_another_release(sources["w4a16"], kind)
     if listed == "by name":
-        config = json.loads((sources["w4a16"] / "config.json").read_text())
         left = {n for n in names if n.endswith(".weight") and f"{n}_packed" not in names}
-        section = config["quantization_config"]
-        section["ignore"] = sorted(names[n].removesuffix(".weight") for n in left)
         packed = [new.removesuffix(".weight_packed") for new in names.values() if new.endswith("_packed")]
-        section["config_groups"]["group_0"]["targets"] = packed
-        (sources["w4a16"] / "config.json").write_text(json.dumps(config))
+        edits.section(ignore=sorted(names[n].removesuffix(".weight") for n in left))(sources["w4a16"])
+        edits.edit_json(
+            "config.json",
+            lambda c: c["quantization_config"]["config_groups"]["group_0"].update(targets=packed),
+        )(sources["w4a16"])
     merge_checkpoints(sources, tmp_path / "merged")
     verify_checkpoint(tmp_path / "merged", sources)
     keys = read_tensors(tmp_path / "merged")

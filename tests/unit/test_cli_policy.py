@@ -31,7 +31,7 @@ def fail(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def merged(folder: Path, nested: bool = False, num_layers: int = 6, **section: Any) -> str:
-    variants = {name: StoredVariant(f"{name}.", {}) for name in ("w8a8", "w4a16")}
+    variants = {name: StoredVariant(f"{name}.", {}, True, False) for name in ("w8a8", "w4a16")}
     layers = {"num_hidden_layers": num_layers}
     config = {
         **({"text_config": layers} if nested else layers),

@@ -5,18 +5,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE, CompletedProcess, Popen
 
 import pytest
 from huggingface_hub import ModelCard
 
-from flexquant.checkpoint.hub import find_model
+from flexquant.checkpoint.folder import find_model
 from flexquant.errors import FlexQuantError
+from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.hub import TOKEN, Hub, serving
 
@@ -48,33 +48,15 @@ def hub(models: dict[str, Path]) -> Iterator[Hub]:
 
 
 class Cache:
-    """A cache of the Hub's tools, and the environment in which commands use it."""
+    """A cache of the Hub's tools, and a folder in which commands use it."""
 
     def __init__(self, hub: Hub, folder: Path) -> None:
-        self.folder = folder
-        self.environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith("HF_")},
-            "HF_HOME": str(folder / "cache"),
-            "HF_ENDPOINT": hub.url,
-            "HF_HUB_DISABLE_XET": "1",
-            "NO_PROXY": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-        }
+        self.folder, self.environment = folder, hub.environment(folder / "cache")
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "flexquant", *arguments],
-            cwd=self.folder,
-            env={**self.environment, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **environment)
-        out, err = process.communicate(timeout=240)
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+    def run(self, *arguments: str, status: int | None = 0, **environment: str) -> CompletedProcess[str]:
+        """Run a command; fail unless it ends with ``status``, None for any."""
+        command, variables = [*COMMAND, *arguments], {**self.environment, **environment}
+        return programs.run(command, timeout=240, status=status, environment=variables, folder=self.folder)
 
 
 @pytest.fixture
@@ -82,17 +64,17 @@ def cache(hub: Hub, tmp_path: Path) -> Cache:
     return Cache(hub, tmp_path)
 
 
+COMMAND = [sys.executable, "-m", "flexquant"]
 MERGE = ("merge", "w8a8=org/w8a8", "w4a16=org/w4a16@main", "--output", "merged")
 
 
 def test_ids_are_merged_and_then_need_no_network(cache: Cache, hub: Hub, models: dict[str, Path]) -> None:
-    done = cache.run(*MERGE)
-    assert done.returncode == 0, done.stderr
+    cache.run(*MERGE)
     asked = {path for _, path, _ in hub.requests}
     assert not [path for path in asked if path.endswith((".bin", "consolidated.safetensors"))]
     assert {path for path in asked if path.count("/") > 2} == {f"{name}/{TEMPLATE}" for name in models}
     folders = [f"{name.removeprefix('org/')}={folder}" for name, folder in models.items()]
-    assert cache.run("verify", "merged", "--against", *folders).returncode == 0
+    cache.run("verify", "merged", "--against", *folders)
     sources = json.loads((cache.folder / "merged/flexquant_provenance.json").read_text())["sources"]
     assert sources["w8a8"]["folder"] == f"org/w8a8@{hub.commit('org/w8a8')}"
 
@@ -107,23 +89,17 @@ def test_ids_are_merged_and_then_need_no_network(cache: Cache, hub: Hub, models:
     }
 
     hub.models["org/merged"] = cache.folder / "merged"
-    for command in (
-        ("inspect", "org/merged"),
-        ("verify", "org/merged"),
-        ("policy", "show", "--model", "org/merged"),
-    ):
-        assert (done := cache.run(*command)).returncode == 0, done.stderr
+    for command in (["inspect"], ["verify"], ["policy", "show", "--model"]):
+        cache.run(*command, "org/merged")
     count = len(hub.requests)
-    offline = cache.run(*MERGE, "--overwrite", HF_HUB_OFFLINE="1")
-    assert offline.returncode == 0, offline.stderr
+    cache.run(*MERGE, "--overwrite", HF_HUB_OFFLINE="1")
     assert len(hub.requests) == count
-    missing = cache.run("inspect", "org/other", HF_HUB_OFFLINE="1")
-    assert missing.returncode == 1 and "it is not in the cache" in missing.stderr
+    missing = cache.run("inspect", "org/other", status=1, HF_HUB_OFFLINE="1")
+    assert "it is not in the cache" in missing.stderr
 
 
 def test_advice_fetches_the_config_alone(cache: Cache, hub: Hub) -> None:
     done = cache.run("advise", "org/w4a16@main", "--device", "l20")
-    assert done.returncode == 0, done.stderr
     assert "stock W4A16" in done.stdout
     assert {path for method, path, _ in hub.requests if method == "GET" and path.count("/") > 1} == {
         "org/w4a16/config.json"
@@ -133,15 +109,15 @@ def test_advice_fetches_the_config_alone(cache: Cache, hub: Hub) -> None:
 def test_a_folder_of_that_name_wins(cache: Cache, hub: Hub, models: dict[str, Path]) -> None:
     (cache.folder / "org").mkdir()
     (cache.folder / "org/w8a8").symlink_to(models["org/w8a8"])
-    done = cache.run("merge", "w8a8=org/w8a8", "--output", "merged")
-    assert done.returncode == 0, done.stderr
+    cache.run("merge", "w8a8=org/w8a8", "--output", "merged")
     assert hub.requests == []
 
 
 def test_a_merge_that_was_killed_fetches_only_what_had_not_arrived(cache: Cache, hub: Hub) -> None:
     stalled, other = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
     hub.stalled[stalled] = 1000
-    process = cache.start("merge", "w8a8=org/w8a8", "--output", "merged")
+    merge = ("merge", "w8a8=org/w8a8", "--output", "merged")
+    process = Popen([*COMMAND, *merge], cwd=cache.folder, env=cache.environment, stderr=PIPE, text=True)
     blobs = cache.folder / "cache/hub/models--org--w8a8/snapshots" / hub.commit("org/w8a8")
     try:
         while not (hub.waiting.wait(0.2) and (blobs / other).exists()):
@@ -153,15 +129,16 @@ def test_a_merge_that_was_killed_fetches_only_what_had_not_arrived(cache: Cache,
     assert not (cache.folder / "merged").exists()
 
     hub.requests.clear()
-    done = cache.run("merge", "w8a8=org/w8a8", "--output", "merged")
-    assert done.returncode == 0, done.stderr
+    cache.run(*merge)
     fetched = {path for method, path, _ in hub.requests if method == "GET"}
     assert f"org/w8a8/{stalled}" in fetched and f"org/w8a8/{other}" not in fetched
 
 
 @pytest.mark.parametrize("model", ["./w8a8", "../w8a8", ".models/w8a8", "models/.w8a8", "a/b/c"])
 def test_a_path_that_is_no_id_is_not_asked_for(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexquant.checkpoint.hub._fetch", lambda *asked: pytest.fail(f"asked for {asked}"))
+    monkeypatch.setattr(
+        "flexquant.checkpoint.folder._fetch", lambda *asked: pytest.fail(f"asked for {asked}")
+    )
     assert find_model(model) == Path(model)
 
 
@@ -174,14 +151,12 @@ def test_the_home_of_nobody_is_refused() -> None:
 
 def test_a_folder_that_is_missing_where_there_is_no_network_is_called_missing(cache: Cache) -> None:
     for environment in ({"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
-        done = cache.run("inspect", "models/w8a8", **environment)
-        assert done.returncode == 1
+        done = cache.run("inspect", "models/w8a8", status=1, **environment)
         assert "no folder has this name, and it is not in the cache" in done.stderr
 
 
 def test_a_name_that_no_model_can_have_is_called_a_missing_folder(cache: Cache, hub: Hub) -> None:
-    done = cache.run("inspect", "models/w8a8--half")
-    assert done.returncode == 1
+    done = cache.run("inspect", "models/w8a8--half", status=1)
     assert "no folder has this name, and no model can have it" in done.stderr
     assert hub.requests == []
 
@@ -189,21 +164,19 @@ def test_a_name_that_no_model_can_have_is_called_a_missing_folder(cache: Cache, 
 @pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "tokenizer.json"])
 def test_a_connection_that_breaks_is_taken_up_again(cache: Cache, hub: Hub, name: str) -> None:
     hub.cut[name] = 1000
-    done = cache.run(*MERGE)
+    done = cache.run(*MERGE, status=None)
     if done.returncode:  # small files are not taken up again by huggingface_hub itself
         assert "try again" in done.stderr
-        done = cache.run(*MERGE)
-    assert done.returncode == 0, done.stderr
-    assert cache.run("verify", "merged").returncode == 0
+        cache.run(*MERGE)
+    cache.run("verify", "merged")
 
 
 def test_a_file_that_arrives_damaged_is_refused_and_fetched_again(cache: Cache, hub: Hub) -> None:
     hub.damaged.add("model-00002-of-00002.safetensors")
-    done = cache.run(*MERGE)
-    assert done.returncode == 1
+    done = cache.run(*MERGE, status=1)
     assert "model-00002-of-00002.safetensors arrived damaged" in done.stderr
     hub.damaged.clear()
-    assert (done := cache.run(*MERGE)).returncode == 0, done.stderr
+    cache.run(*MERGE)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +190,9 @@ def test_a_file_that_arrives_damaged_is_refused_and_fetched_again(cache: Cache, 
 def test_what_cannot_be_fetched_is_told_with_the_way_on(cache, hub, models, model: str, said: str) -> None:
     hub.models["org/gated"] = models["org/w8a8"]
     hub.gated.add("org/gated")
-    done = cache.run("merge", f"w8a8={model}", "--output", "merged")
-    assert done.returncode == 1
+    done = cache.run("merge", f"w8a8={model}", "--output", "merged", status=1)
     assert f"{model} cannot be fetched from the Hugging Face Hub" in done.stderr and said in done.stderr
     assert "Traceback" not in done.stderr
     assert not (cache.folder / "merged").exists()
     if model == "org/gated":
-        done = cache.run("merge", f"w8a8={model}", "--output", "merged", HF_TOKEN=TOKEN)
-        assert done.returncode == 0, done.stderr
+        cache.run("merge", f"w8a8={model}", "--output", "merged", HF_TOKEN=TOKEN)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -51,29 +52,42 @@ def test_the_decoder_layer_of_a_name(name, number):
     assert layer_number(name) == number
 
 
+def sizes_of(folder: Path) -> Counter[tuple[str, int | None, bool]]:
+    """Return (prefix, decoder layer, whether of linears) -> bytes that a merged checkpoint stores."""
+    sizes: Counter[tuple[str, int | None, bool]] = Counter()
+    for shard in folder.glob("*.safetensors"):
+        for key, tensor in load_file(shard).items():
+            prefix, _, name = key.partition(".")
+            sizes[prefix, layer_number(name), "_proj." in name] += tensor.nbytes
+    return sizes
+
+
+def merge_by_policy(sources: dict[str, Path], *lines: str) -> Path:
+    """Merge sources under a policy with rules in these lines, and W4A8 derived."""
+    folder = sources["w8a8"].parent
+    policy = {**yaml.safe_load(rules(*lines)), "derive": {"w4a8": {"from": "w4a16", "activations": "int8"}}}
+    (folder / "policy.yaml").write_text(yaml.safe_dump(policy))
+    merge_checkpoints(sources, folder / "merged", policy=str(folder / "policy.yaml"))
+    return folder / "merged"
+
+
 def test_inspect_says_what_the_default_policy_loads(tmp_path, capsys):
     """Each variant's bytes are those of its layers alone; a derived variant's are those of its source."""
     sources = {
         name: make_checkpoint(tmp_path / name, scheme=name, num_layers=4) for name in ("w8a8", "w4a16")
     }
-    use = rules('- use: {default: w8a8, layers: {"0": w4a8, "2": w4a16}}')
-    policy = {**yaml.safe_load(use), "derive": {"w4a8": {"from": "w4a16", "activations": "int8"}}}
-    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
-    merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "policy.yaml"))
-    assert main(["inspect", str(tmp_path / "merged"), "--json"]) == 0
+    folder = merge_by_policy(sources, '- use: {default: w8a8, layers: {"0": w4a8, "2": w4a16}}')
+    assert main(["inspect", str(folder), "--json"]) == 0
     *text, result = capsys.readouterr().out.splitlines()
-    loaded = json.loads(result)["loaded"]
-    stored: dict[tuple[str, int | None], int] = {}
-    for shard in (tmp_path / "merged").glob("*.safetensors"):
-        for key, tensor in load_file(shard).items():
-            prefix, _, name = key.partition(".")
-            stored[prefix, layer_number(name)] = stored.get((prefix, layer_number(name)), 0) + tensor.nbytes
-    assert loaded["w8a8"] == {"1": stored["w8a8", 1], "3": stored["w8a8", 3]}
-    assert loaded["w4a16"] == {"2": stored["w4a16", 2]}
-    assert loaded["w4a8"] == {"0": stored["w4a16", 0]}
-    assert sum(loaded["shared"].values()) == sum(
-        size for (prefix, _), size in stored.items() if prefix == "shared"
-    )
+    loaded, sizes = json.loads(result)["loaded"], sizes_of(folder)
+
+    def stored(prefix: str, layer: int) -> int:
+        return sizes[prefix, layer, False] + sizes[prefix, layer, True]
+
+    assert loaded["w8a8"] == {"1": stored("w8a8", 1), "3": stored("w8a8", 3)}
+    assert loaded["w4a16"] == {"2": stored("w4a16", 2)}
+    assert loaded["w4a8"] == {"0": stored("w4a16", 0)}
+    assert sum(loaded["shared"].values()) == sum(size for key, size in sizes.items() if key[0] == "shared")
     assert text[-1].startswith("loaded under the default policy: w4a8 layers 0: ")
 
 
@@ -129,18 +143,10 @@ def test_a_derived_variant_counts_what_its_source_does_not_hold_for_it(tmp_path,
         "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
         "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", transform=rescale),
     }
-    use = rules('- {when: {phase: decode}, use: {default: w4a16, layers: {"1": w4a8}}}', "- use: w4a8")
-    policy = {**yaml.safe_load(use), "derive": {"w4a8": {"from": "w4a16", "activations": "int8"}}}
-    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
-    merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "policy.yaml"))
-    loaded = inspect(tmp_path / "merged", capsys)["loaded"]
-    sizes: dict[tuple[int | None, bool], int] = {}
-    for shard in (tmp_path / "merged").glob("*.safetensors"):
-        for key, tensor in load_file(shard).items():
-            prefix, _, name = key.partition(".")
-            if prefix == "w4a16":
-                part = layer_number(name), "_proj." in name
-                sizes[part] = sizes.get(part, 0) + tensor.nbytes
+    decode = '- {when: {phase: decode}, use: {default: w4a16, layers: {"1": w4a8}}}'
+    folder = merge_by_policy(sources, decode, "- use: w4a8")
+    loaded = inspect(folder, capsys)["loaded"]
+    sizes = {key[1:]: size for key, size in sizes_of(folder).items() if key[0] == "w4a16"}
     assert all(sizes[part] for part in ((0, False), (0, True), (1, False), (None, False)))
     assert loaded["w4a16"] == {"0": sizes[0, False] + sizes[0, True], "": sizes[None, False]}
     assert loaded["w4a8"] == {"0-1": sizes[0, True] + sizes[1, True] + sizes[1, False]}

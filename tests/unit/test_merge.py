@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_config import ARCHITECTURE, MergedConfig
 from flexquant.checkpoint.safetensors_io import read_header, total_bytes
-from flexquant.checkpoint.writer import plan_shards, write_shards
+from flexquant.checkpoint.writer import plan_shards, writing_shards
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
@@ -128,7 +128,8 @@ def test_every_tensor_lies_where_a_reader_can_map_it(tmp_path):
         }
         save_file(state, folder / "source.safetensors")
         shards = plan_shards([read_header(folder / "source.safetensors")], 1 << 30)
-        write_shards(folder, shards)
+        with writing_shards(folder, shards) as finish:
+            finish(None)
         written = read_header(folder / "model.safetensors")
         assert written.keys() == state.keys()
         assert all(ref.begin % state[name].element_size() == 0 for name, ref in written.items())

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexquant.checkpoint.served_config import read_merged_config
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import EXPERTS, StateDict, make_checkpoint

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flexquant.checkpoint.folder import read_tensors
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.module_names import decoder_roots, tower
-from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from tests.checkpoints import StateDict

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
-from flexquant.checkpoint.served_config import read_merged_config
+from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, read_merged_config
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
@@ -82,31 +81,21 @@ def test_bits_per_parameter_count_what_variants_share(odd_one_out, capsys):
     )
 
 
-def test_releases_that_know_no_groups_read_no_for_all(odd_one_out):
+def test_groups_are_stored_and_said_not_to_be_one(odd_one_out):
     section = json.loads((odd_one_out / "config.json").read_text())["quantization_config"]
     assert section["schema_version"] == 1 and section["layered_plans"] is False
     assert section["mixable"] == [["w8a8", "w4a16"], ["spin"]]
 
 
 @pytest.mark.parametrize(
-    ("written", "groups"),
+    "mixable",
     [
-        ({"layered_plans": True}, (VARIANTS,)),
-        ({"layered_plans": False}, (("w8a8",), ("w4a16",), ("spin",))),
-        ({}, (VARIANTS,)),
+        *([["w8a8", "w4a16"]], [["w8a8", "w4a16", "spin"], ["spin"]], [["w8a8", "w4a16", "fp8"]]),
+        *("all", [[]], {}, None),
     ],
 )
-def test_a_checkpoint_without_groups_is_read_as_before(written, groups):
-    section = MergedConfig("LlamaForCausalLM", {n: StoredVariant(f"{n}.", {}) for n in VARIANTS}).to_json()
-    del section["mixable"], section["layered_plans"]
-    assert MergedConfig.from_json({**section, **written}).mixable_groups == groups
-
-
-@pytest.mark.parametrize(
-    "mixable",
-    [[["w8a8", "w4a16"]], [["w8a8", "w4a16", "spin"], ["spin"]], [["w8a8", "w4a16", "fp8"]], "all", [[]], {}],
-)
 def test_groups_that_do_not_name_every_variant_once_are_refused(mixable):
-    section = MergedConfig("LlamaForCausalLM", {n: StoredVariant(f"{n}.", {}) for n in VARIANTS}).to_json()
+    variants = {name: StoredVariant(f"{name}.", {}, True, False) for name in VARIANTS}
+    section = MergedConfig("LlamaForCausalLM", variants).to_json()
     with pytest.raises(FlexQuantError, match="each of w8a8, w4a16, spin once"):
         MergedConfig.from_json({**section, "mixable": mixable})

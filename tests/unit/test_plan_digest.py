@@ -22,7 +22,10 @@ def section(bits: int) -> dict[str, Any]:
 
 MERGED = MergedConfig(
     "LlamaForCausalLM",
-    {"w8a8": StoredVariant("w8a8.", section(8)), "w4a16": StoredVariant("w4a16.", section(4))},
+    {
+        name: StoredVariant(f"{name}.", section(bits), True, False)
+        for name, bits in (("w8a8", 8), ("w4a16", 4))
+    },
 )
 LAYERED = Plan.from_layers(("w8a8", "w4a16", "w4a16"))
 W4A8 = Plan.from_layers(("w4a8", "w4a8", "w4a8"))

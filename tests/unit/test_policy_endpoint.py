@@ -103,7 +103,7 @@ Post = Callable[..., tuple[int, Any]]
 def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
     """Return the configuration of a server of a merged checkpoint of which there is only config.json."""
     folder = tmp_path_factory.mktemp("merged")
-    variants = {name: StoredVariant(f"{name}.", {"config_groups": {}}) for name in ("w8a8", "w4a16")}
+    variants = {n: StoredVariant(f"{n}.", {"config_groups": {}}, True, False) for n in ("w8a8", "w4a16")}
     section = MergedConfig("LlamaForCausalLM", variants).to_json()
     config = SHAPES["tiny"].config() | {"architectures": [ARCHITECTURE], "quantization_config": section}
     (folder / "config.json").write_text(json.dumps(config))

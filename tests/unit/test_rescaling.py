@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.checkpoint.served_config import read_merged_config
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
 from tests.unit.edits import Edit, in_float32, rotate_residual, scale_up_to_down, smooth_norms

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flexquant.checkpoint.served_config import read_merged_config
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings, Subject
 from flexquant.layers.quality_limit import limit_loss

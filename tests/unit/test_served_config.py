@@ -5,15 +5,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flexquant.checkpoint.merged_config import is_published_int4, read_merged_config, read_model_config
 from flexquant.checkpoint.schemes import LinearSchemes
-from flexquant.checkpoint.served_config import is_published_int4, read_merged_config, read_model_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge.packed_formats import read_settings
 from tests import programs
@@ -46,29 +45,17 @@ def test_settings_in_a_file_of_their_own_are_read(method: str, w4a16: Path, tmp_
     SETTINGS_FILES[method](apart)
     assert is_published_int4(apart)
     expected, found = read_merged_config(whole), read_merged_config(apart)
-    read = {config.variants["w4a16"].quantization_config["quant_method"] for config, _ in (expected, found)}
-    groups = [
-        config.variants["w4a16"].quantization_config["config_groups"] for config, _ in (expected, found)
-    ]
-    assert read == {method} and groups[0] == groups[1] and groups[0]["group_0"]["weights"]["group_size"] == 64
+    sections = [config.variants["w4a16"].quantization_config for config, _ in (expected, found)]
+    groups = [section["config_groups"] for section in sections]
+    assert {section["quant_method"] for section in sections} == {method} and groups[0] == groups[1]
+    assert groups[0]["group_0"]["weights"]["group_size"] == 64
 
-    hub = Hub({"org/apart": apart})
-    environment = {
-        **os.environ,
-        "HF_HOME": str(tmp_path / "cache"),
-        "HF_HUB_OFFLINE": "0",
-        "NO_PROXY": "127.0.0.1",
-    }
+    hub, parsed = Hub({"org/apart": apart}), []
     with serving(hub):
-        environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
-        parsed = [
-            json.loads(
-                programs.run(
-                    [sys.executable, "-c", PARSE, model], timeout=120, environment=environment
-                ).stdout.splitlines()[-1]
-            )
-            for model in (str(apart), "org/apart")
-        ]
+        for model in (str(apart), "org/apart"):
+            command = [sys.executable, "-c", PARSE, model]
+            done = programs.run(command, timeout=120, environment=hub.environment(tmp_path / "cache"))
+            parsed.append(json.loads(done.stdout.splitlines()[-1]))
     config, _ = read_model_config(apart)
     expected_parse = [config["architectures"], config["quantization_config"], config["architectures"]]
     assert parsed == [expected_parse] * 2

@@ -45,9 +45,9 @@ def fails(sources, *fragments: str) -> None:
     assert sorted(output.parent.iterdir()) == before
 
 
-def edit_json(path: Path, **changes) -> None:
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, **changes}))
+def edit_index(folder: Path, change) -> None:
+    """Change an index's map from tensors to files."""
+    edits.edit_json(INDEX_FILE, lambda index: index.update(weight_map=change(index["weight_map"])))(folder)
 
 
 def write_raw(path: Path, header: object, data: bytes = b"", length: int | None = None) -> None:
@@ -179,15 +179,13 @@ def test_index_naming_a_shard_outside_the_folder(sources, escape):
     name = {"relative": "../outside.safetensors", "absolute": str(outside), "link": shard}[escape]
     if escape == "link":
         (folder / shard).symlink_to(outside)
-    weight_map = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
-    edit_json(folder / INDEX_FILE, weight_map={k: name if v == shard else v for k, v in weight_map.items()})
+    edit_index(folder, lambda files: {key: name if file == shard else file for key, file in files.items()})
     fails(sources, "leads outside the checkpoint folder")
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000], ids=["zero", "long"])
 def test_index_naming_what_cannot_be_a_file(sources, name):
-    weight_map = json.loads((sources["w8a8"] / INDEX_FILE).read_text())["weight_map"]
-    edit_json(sources["w8a8"] / INDEX_FILE, weight_map=dict.fromkeys(weight_map, name))
+    edit_index(sources["w8a8"], lambda files: dict.fromkeys(files, name))
     fails(sources, "cannot be the name of a file")
 
 
@@ -212,14 +210,13 @@ def test_hub_cache_links_are_followed(sources, tmp_path):
 
 
 def test_index_and_shards_disagree(sources):
-    index = sources["w8a8"] / INDEX_FILE
-    weight_map = json.loads(index.read_text())["weight_map"]
-    name, shard = next(iter(weight_map.items()))
-    edit_json(index, weight_map={**weight_map, "ghost": shard})
+    folder = sources["w8a8"]
+    name, shard = next(iter(json.loads((folder / INDEX_FILE).read_text())["weight_map"].items()))
+    edit_index(folder, lambda files: {**files, "ghost": shard})
     fails(sources, "lists tensor 'ghost'", "does not hold it")
-    edit_json(index, weight_map={k: v for k, v in weight_map.items() if k != name})
+    edit_index(folder, lambda files: {k: v for k, v in files.items() if k not in ("ghost", name)})
     fails(sources, f"holds tensor '{name}'", "lists nowhere")
-    edit_json(index, weight_map=[])
+    edit_index(folder, lambda files: [])
     fails(sources, "has no weight_map")
 
 
@@ -258,12 +255,12 @@ def test_variant_names(sources):
     ],
 )
 def test_different_base_config(sources, key, value):
-    edit_json(sources["w4a16"] / "config.json", **{key: value})
+    edits.config(**{key: value})(sources["w4a16"])
     fails(sources, "base configs of 'w8a8' and 'w4a16' differ", key)
 
 
 def test_incidental_config_keys_may_differ(sources, tmp_path):
-    edit_json(sources["w4a16"] / "config.json", _name_or_path="elsewhere", transformers_version="4.0")
+    edits.config(_name_or_path="elsewhere", transformers_version="4.0")(sources["w4a16"])
     merge_checkpoints(sources, tmp_path / "merged")
 
 
@@ -285,7 +282,7 @@ def test_cache_schemes_are_compared_by_what_serving_reads(sources):
 
 def test_different_generation_config(sources):
     for i, folder in enumerate(sources.values()):
-        (folder / "generation_config.json").write_text(json.dumps({"temperature": i}))
+        edits.generation(temperature=i)(folder)
     fails(sources, "differ in temperature: 0 against 1", "--generation-from w4a16")
 
 
@@ -338,9 +335,9 @@ def test_different_shapes(sources):
 )
 def test_numbers_of_a_config_that_no_model_has(sources, key, value, problem):
     for folder in sources.values():  # in all of them alike, so that they do not differ
-        config = json.loads((folder / "config.json").read_text()) | {key: value}
-        text = json.dumps({k: v for k, v in config.items() if v is not ABSENT}, default=str)
-        (folder / "config.json").write_text(text)
+        edits.edit_json("config.json", lambda c: c.pop(key) if value is ABSENT else c.update({key: value}))(
+            folder
+        )
     fails(sources, problem)
 
 
@@ -348,9 +345,7 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path):
     """The nested configs of published multimodal models leave these keys out."""
     made = {s: make_checkpoint(tmp_path / s, scheme=s, num_key_value_heads=4) for s in ("w8a8", "w4a16")}
     for folder in made.values():
-        config = json.loads((folder / "config.json").read_text())
-        del config["num_key_value_heads"], config["head_dim"]
-        (folder / "config.json").write_text(json.dumps(config))
+        edits.edit_json("config.json", lambda c: [c.pop("num_key_value_heads"), c.pop("head_dim")])(folder)
     merge_checkpoints(made, tmp_path / "merged")
 
 
@@ -360,11 +355,7 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path):
         ("model.layers.1.input_layernorm.weight", [64], "has shape [64] in"),
         ("model.norm.weight", [128, 1], "has shape [128, 1] in"),
         ("model.embed_tokens.weight", [128, 320], "has shape [128, 320] in"),
-        (
-            "model.layers.0.mlp.gate_proj.weight_scale",
-            [256],
-            "of shape [256], expected [256, 2]",
-        ),
+        ("model.layers.0.mlp.gate_proj.weight_scale", [256], "of shape [256], expected [256, 2]"),
         ("model.layers.0.mlp.gate_proj.weight_packed", [128, 32], "does not fit"),
     ],
 )

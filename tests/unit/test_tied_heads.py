@@ -4,15 +4,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flexquant.checkpoint.built_model import written_or_default
-from flexquant.checkpoint.merged_config import MergedConfig
-from flexquant.checkpoint.served_config import read_merged_config
+from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.serving.worker.weights import VariantLoader
@@ -108,17 +105,26 @@ def test_what_a_config_leaves_out_is_the_default_of_its_class(config, expected):
     assert written_or_default(config, "tie_word_embeddings") is expected
 
 
-def test_a_section_written_before_heads_were_told_apart_says_nothing_of_them(tmp_path):
-    merged(tmp_path, w8a8=None, w4a16=None)
-    section = json.loads((tmp_path / "merged" / "config.json").read_text())["quantization_config"]
-    del section["variants"]["w8a8"]["own_head"]
-    assert [v.own_head for v in MergedConfig.from_json(section).variants.values()] == [None, False]
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        ("own_head", r"a wrong 'variants\.w8a8\.own_head' \(Field required\); merge it again"),
+        (None, "schema_version 2, but this FlexQuant reads version 1; upgrade flexquant, or merge again"),
+    ],
+)
+def test_a_section_of_another_layout_is_refused(tmp_path, key, problem):
+    section = merged(tmp_path, w8a8=None, w4a16=None).to_json()
+    if key is None:
+        section["schema_version"] = 2
+    else:
+        del section["variants"]["w8a8"][key]
+    with pytest.raises(FlexQuantError, match=problem):
+        MergedConfig.from_json(section)
 
 
-def test_a_shared_head_of_an_older_merge_is_loaded_for_all(tmp_path):
+def test_a_shared_head_is_loaded_for_all(tmp_path):
     sources = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "w4a16")}
     merge_checkpoints(sources, tmp_path / "merged")
-    found, _ = read_merged_config(tmp_path / "merged")
-    merged = replace(found, variants={n: replace(v, own_head=None) for n, v in found.variants.items()})
+    merged, _ = read_merged_config(tmp_path / "merged")
     loader = VariantLoader(dict.fromkeys(sources), merged, {}, dict.fromkeys(sources, {0, 1}))
     assert merged.shared_modules[0] == HEAD and loader.wants(f"shared.{HEAD}.weight")

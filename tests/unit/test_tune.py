@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
-from flexquant.checkpoint.merged_config import StoredVariant
-from flexquant.checkpoint.served_config import read_merged_config
+from flexquant.checkpoint.merged_config import StoredVariant, read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.measuring.comparison import Effort
 from flexquant.merge import merge_checkpoints
@@ -544,7 +543,7 @@ def test_the_8_bit_variant_is_neither_that_in_16_bit_nor_one_that_only_stores_8(
         "w4a16": stored["w4a16"].quantization_config["config_groups"],
         "w8a8": section["config_groups"],
     }
-    every = {v: StoredVariant("", section | {"config_groups": own}) for v, own in groups.items()}
+    every = {v: StoredVariant("", section | {"config_groups": own}, True, False) for v, own in groups.items()}
     for names, expected in (
         (["bf16", "w8a16", "w8a8", "w4a16", FROM_INT4], "w8a8"),
         (["bf16", "w8a16", "w4a16", FROM_INT4], "w8a16"),

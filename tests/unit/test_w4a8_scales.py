@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.merged_config import StoredVariant
-from flexquant.checkpoint.served_config import read_merged_config
+from flexquant.checkpoint.merged_config import StoredVariant, read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.rules import Derivation
@@ -64,7 +63,7 @@ REORDERED = ("group", "GROUP", "dynamic", "Dynamic", True)
 
 def derive(*weights: dict[str, Any], negative_scales: bool = False) -> None:
     groups = {f"group_{i}": {"targets": ["Linear"], "weights": w} for i, w in enumerate(weights)}
-    source = StoredVariant("w4a16.", {"config_groups": groups}, negative_scales=negative_scales)
+    source = StoredVariant("w4a16.", {"config_groups": groups}, True, negative_scales)
     check_derivable("fast", Derivation("w4a16", "int8", "p.yaml:3: derive.fast"), source)
 
 
@@ -87,7 +86,8 @@ def test_weights_without_w4a8_are_refused_with_the_policy(weights: Any, problem:
 
 @pytest.mark.parametrize("order", REORDERED)
 def test_groups_in_the_order_of_activations_have_no_one_copy(order: object) -> None:
-    source = StoredVariant("w4a16.", {"config_groups": {"group_0": {"weights": {**INT4, "actorder": order}}}})
+    groups = {"group_0": {"weights": {**INT4, "actorder": order}}}
+    source = StoredVariant("w4a16.", {"config_groups": groups}, True, False)
     computed = Derivation("w4a16", "int8", "p.yaml:3: derive.fast", weights="int8")
     with pytest.raises(FlexQuantError, match="derives 'fast' from 'w4a16', whose groups are ordered by act"):
         check_derivable("fast", computed, source)

@@ -69,7 +69,7 @@ def variant_vllm_config(
     model_config.hf_config.architectures = [base_architecture]
     # This is often the config itself; with all variants in it, changing one would recompile all plans.
     model_config.hf_text_config = model_config.hf_config.get_text_config()
-    if variant.own_head is False and getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
+    if not variant.own_head and getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
         # vLLM untied lm_head and embedding because of another variant's lm_head.
         model_config.hf_config.tie_word_embeddings = True
         model_config.hf_text_config.tie_word_embeddings = True

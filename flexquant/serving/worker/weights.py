@@ -57,7 +57,7 @@ class VariantLoader:
         self._layers = layers
         self._must_be_unsmoothed = must_be_unsmoothed
         self._readers: dict[str, list[str]] = {}
-        self._own_head: dict[str, bool | None] = {}
+        self._own_head: dict[str, bool] = {}
         for name in variants:
             source = derived[name].source if name in derived else name
             self._readers.setdefault(merged.variants[source].prefix, []).append(name)
@@ -107,28 +107,14 @@ class VariantLoader:
 
     def _takers(self, prefix: str, key: str) -> list[str]:
         """Return the variants that a tensor is loaded into; for a shared module, only the first."""
-        takers = [
-            name
-            for name in self._readers_of(prefix)
-            if not self._is_copy(name, prefix, key) and is_in(key, self._layers[name])
-        ]
+        readers = [name for name in self._readers_of(prefix) if not self._is_copy(name, key)]
+        takers = [name for name in readers if is_in(key, self._layers[name])]
         held_once = prefix == SHARED_PREFIX and key.startswith(self._by_reference)
         return takers[:1] if held_once else takers
 
-    def _is_copy(self, name: str, prefix: str, key: str) -> bool:
-        """Whether a variant's tensor is a copy of its embedding, under the name of the lm_head.
-
-        Raises :class:`FlexQuantError` for an lm_head that may differ from the other variants', although the
-        merge recorded that they share it.
-        """
-        if not HEAD.search(key):
-            return False
-        if self._own_head[name] is None and prefix != SHARED_PREFIX and key.startswith(self._by_reference):
-            raise FlexQuantError(
-                f"'{key}' of variant '{name}' may be another than that of other variants, and the release of "
-                "FlexQuant that merged them made one of all; merge again"
-            )
-        return self._own_head[name] is False
+    def _is_copy(self, name: str, key: str) -> bool:
+        """Whether a variant's tensor is a copy of its embedding, under the name of the lm_head."""
+        return not self._own_head[name] and HEAD.search(key) is not None
 
     def _is_compared(self, prefix: str, key: str) -> bool:
         return self._must_be_unsmoothed and "norm" in key and prefix in self._readers
