@@ -39,18 +39,10 @@ MLP_NORM = dict.fromkeys(
 ATTENTION_NORM_ONLY = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Mixtures of experts: the norm before q, k and v feeds only these; the other norm also feeds a router."""
 
-NORM_BEFORE_STATES = {
-    "qwen3_next": "input_layernorm",
-    "qwen3_5_text": "input_layernorm",
-    "qwen3_5_moe_text": "input_layernorm",
-    "falcon_h1": "input_layernorm",
-    "granitemoehybrid": "input_layernorm",
-    "bamba": "input_layernorm",
-    "jamba": "input_layernorm",
-    "nemotron_h": "norm",
-    "lfm2": "operator_norm",
-    "lfm2_moe": "operator_norm",
-}
+NORM_BEFORE_STATES = dict.fromkeys(
+    ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1", "granitemoehybrid", "bamba", "jamba"),
+    "input_layernorm",
+) | {"nemotron_h": "norm", "lfm2": "operator_norm", "lfm2_moe": "operator_norm"}
 """Models with states -> the norm that feeds a layer's first projections, `FIRST`, and nothing else."""
 FIRST = re.compile(r"(self_attn\.|mixer\.)[qkv]_proj|linear_attn\.in_proj_\w+|(mamba|mixer|conv)\.in_proj")
 
@@ -84,9 +76,8 @@ def decoder_layers(names: Sequence[str]) -> list[str]:
 def gates(model: PreTrainedModel) -> list[str]:
     """Return the names of the linears that stay in 16 bit unless a recipe names them, as publishers do.
 
-    These are the gates and steps of time of a state, a few rows each, with what vLLM computes together with
-    them or only in 16 bit: all of a Mamba-1 mixer, and q, k and v of Kimi's linear attention. A module with a
-    short convolution carries a state.
+    These are the gates and steps of time of a state (of each module with a short convolution), with what vLLM
+    computes together with them or only in 16 bit: all of a Mamba-1 mixer, and Kimi's linear q, k and v.
     """
     from torch import nn
 
@@ -111,15 +102,12 @@ def first_projections(model_type: str, names: Iterable[str]) -> dict[str, list[s
     return found
 
 
-def default_mappings(
-    model_type: str, which: str = "norms-and-up", names: Iterable[str] = ()
-) -> list[ScaleMapping]:
+def default_mappings(model_type: str, which: str, names: Iterable[str]) -> list[ScaleMapping]:
     """Return the mappings that do not change K and V; none if it is unknown which linears the norms feed.
 
     Scales move from each norm to all linears that read it and, with ``norms-and-up``, from up_proj to
-    down_proj, whose input is linear in up_proj's output. In a mixture of experts they move only from the norm
-    to q, k and v. In a model with states they move into all that the first norm of a layer feeds, gates
-    included. ``names`` are those of the model's modules: they tell which linears are fused.
+    down_proj; in a mixture of experts only from the norm to q, k and v. ``names`` are those of the model's
+    modules: they tell which linears are fused.
     """
     attention, mlp = readers_of_norms(names)
     before_attention: list[ScaleMapping] = [(attention, r"re:.*\.input_layernorm$")]
@@ -133,10 +121,7 @@ def default_mappings(
 
 
 def readers_of_norms(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return patterns of the linears that the norms before attention and before the MLP feed.
-
-    ``names`` are those of a model's modules: they tell whether the linears are fused, as in Phi-3.
-    """
+    """Return patterns of the linears, fused in Phi-3, that the norms before attention and the MLP feed."""
     ends = {name.rpartition(".")[2] for name in names}
     return [QKV] if "qkv_proj" in ends else ATTENTION, [GATE_UP] if "gate_up_proj" in ends else MLP
 
@@ -144,10 +129,10 @@ def readers_of_norms(names: Iterable[str]) -> tuple[list[str], list[str]]:
 def resolve_mappings(
     mappings: Sequence[ScaleMapping], model: PreTrainedModel, model_type: str
 ) -> dict[str, list[str]]:
-    """Return module in front -> linears that its scales move into, by name.
+    """Return module in front -> linears that its scales move into, by name, in a ``model`` without weights.
 
-    ``model`` needs no weights. Raises FlexQuantError for a mapping that matches nothing, and for one that
-    omits a linear that reads the norm, because that linear would compute something else.
+    Raises FlexQuantError for a mapping that matches nothing, and for one that omits a linear that reads the
+    norm, because that linear would compute something else.
     """
     from compressed_tensors.utils import match_modules_set
 

@@ -2,10 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Train the scales of quantised weights, so that the model's answers are nearer to the 16-bit model's.
 
-GPTQ minimises the output error of every linear by itself, and does not see what all errors together do to the
-next token. Here the integers are fixed, and all scales are trained together on the calibration rows to
-minimise the KL divergence of the next token to the 16-bit model's, as in the second stage of EfficientQAT
-(arXiv 2407.11062). Bytes and kernels do not change.
+GPTQ minimises the output error of every linear by itself. Here the integers are fixed, and all scales are
+trained together on the calibration rows to minimise the KL divergence of the next token to the 16-bit
+model's, as in the second stage of EfficientQAT (arXiv 2407.11062). Bytes and kernels do not change.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import functools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Protocol, TypeGuard
+from typing import Any
 
 import torch
 from compressed_tensors.offload import update_offload_parameter
@@ -34,25 +33,13 @@ BATCH = 4
 """Rows in a training step."""
 
 
-class QuantizedLinear(Protocol):
-    """What a linear with a scheme for its weights alone has once it is quantised."""
-
-    weight: torch.Tensor
-    weight_scale: torch.Tensor
-    bias: torch.Tensor | None
-
-
-def _is_quantized(module: object) -> TypeGuard[QuantizedLinear]:
-    return hasattr(module, "quantization_scheme")
-
-
 def distill_scales(
     model: PreTrainedModel,
     teacher: PreTrainedModel,
     rows: Sequence[torch.Tensor],
     epochs: int,
     seed: int,
-    progress: Progress | None = None,
+    progress: Progress | None,
 ) -> list[float]:
     """Train the scales of ``model`` in place; return the mean KL divergence of every epoch, nats a token.
 
@@ -60,13 +47,13 @@ def distill_scales(
     ``rows`` [tokens] have one length. ``progress`` is called with (steps done, all steps). Raises
     FlexQuantError if the divergence is not finite.
     """
-    linears = [module for module in model.modules() if _is_quantized(module)]
+    linears: list[Any] = [module for module in model.modules() if hasattr(module, "quantization_scheme")]
     device = get_main_device()
     teacher.to(device)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     factors = [torch.ones_like(module.weight_scale, dtype=torch.float32) for module in linears]
-    integers = [integers_of(module) for module in linears]
+    integers = [_integers(module.weight.float(), module.weight_scale.float()) for module in linears]
     optimizer = torch.optim.Adam([f.requires_grad_() for f in factors], lr=LEARNING_RATE, betas=(0.9, 0.95))
     steps = epochs * math.ceil(len(rows) / BATCH)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(_rate, steps=steps))
@@ -74,10 +61,8 @@ def distill_scales(
     found: list[float] = []
     with ExitStack() as stack, torch.enable_grad():
         for module, number, factor in zip(linears, integers, factors, strict=True):
-            scale = module.weight_scale.float()
-            forward = functools.partial(
-                _forward, integers=number, scale=scale, factor=factor, bias=module.bias
-            )
+            held = {"integers": number, "scale": module.weight_scale.float(), "bias": module.bias}
+            forward = functools.partial(_forward, factor=factor, **held)
             stack.enter_context(patch_attr(module, "forward", forward))
         for _ in range(epochs):
             divergences = []
@@ -104,20 +89,15 @@ def distill_scales(
     return found
 
 
-def integers_of(module: QuantizedLinear) -> torch.Tensor:
+@torch.no_grad()
+def _integers(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return a quantised linear's integers less zero points, int8 [out, groups, inputs of a group]."""
-    weight, scale = module.weight.detach().float(), module.weight_scale.detach().float()
     grouped = weight.view(weight.shape[0], scale.shape[1], -1)
     return (grouped / scale[..., None]).round().to(torch.int8)
 
 
 def _forward(
-    x: torch.Tensor,
-    *,
-    integers: torch.Tensor,
-    scale: torch.Tensor,
-    factor: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: torch.Tensor, *, integers: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, bias: Any
 ) -> torch.Tensor:
     weight = (integers * (scale * factor)[..., None]).flatten(1)
     return functional.linear(x, weight.to(x.dtype), bias)

@@ -3,14 +3,14 @@
 """Measure what quantising lost: a variant against the 16-bit model, on texts of many kinds that neither saw.
 
 The texts are those of ``flexquant.documents.texts`` that are held out: the first tokens of each document.
-The 16-bit model answers once, and its likeliest tokens are kept; the variants are compared with them while
-they are in memory. KL divergences count all tokens beyond the likeliest as one, so they are a little small.
+The 16-bit model answers once, and its likeliest tokens are kept. KL divergences count all tokens beyond the
+likeliest as one, so they are a little small.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from llmcompressor.utils.dev import get_main_device
@@ -34,8 +34,7 @@ TextRows = Mapping[str, Sequence[list[int]]]
 """Kind -> rows of TOKENS token ids."""
 
 
-@dataclass(frozen=True)
-class RowAnswers:
+class RowAnswers(NamedTuple):
     """What the 16-bit model says after each token but the last of a row."""
 
     likeliest: torch.Tensor
@@ -46,8 +45,7 @@ class RowAnswers:
     """Negative log-likelihood of the token that follows, fp32 [tokens], in nats."""
 
 
-@dataclass(frozen=True)
-class Reference:
+class Reference(NamedTuple):
     """The texts to measure with, and what the 16-bit model says to them."""
 
     rows: TextRows
@@ -112,6 +110,7 @@ def _said(model: PreTrainedModel, rows: Sequence[list[int]]) -> Iterator[tuple[t
 
 
 def _answers(found: torch.Tensor, row: list[int]) -> RowAnswers:
+    """Return the answers to a row, from the log-probabilities [tokens, vocabulary]."""
     top = found.topk(min(LIKELIEST, found.shape[-1]), dim=-1).indices
     return RowAnswers(top, _lumped(found, top), _nll(found, row))
 
@@ -138,15 +137,13 @@ def _loss(documents: Sequence[tuple[float, float, float]]) -> Loss:
     values = torch.tensor(documents, dtype=torch.float64)
     means, errors = values.mean(0), (values.var(0, correction=0) / (len(documents) - 1)).sqrt()
     growth = means[1].exp()
+    found = {
+        "kl": means[0],
+        "kl_error": errors[0],
+        "perplexity": growth - 1,
+        "perplexity_error": growth * errors[1],
+        "same_top": means[2],
+    }
     return Loss(
-        documents=len(documents),
-        kl=_rounded(means[0]),
-        kl_error=_rounded(errors[0]),
-        perplexity=_rounded(growth - 1),
-        perplexity_error=_rounded(growth * errors[1]),
-        same_top=_rounded(means[2]),
+        documents=len(documents), **{key: round(float(value), DIGITS) for key, value in found.items()}
     )
-
-
-def _rounded(value: torch.Tensor) -> float:
-    return round(float(value), DIGITS)

@@ -2,8 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Write and read the files beside a variant's weights: its resolved recipe, and the report of the search.
 
-Neither holds a time or a path of this machine, so equal inputs give equal bytes. The report's ``made_from``
-records all inputs of the variant: a restarted run keeps a variant that has the same inputs.
+Neither holds a time or a path of this machine, so equal inputs give equal bytes.
 """
 
 from __future__ import annotations
@@ -33,6 +32,9 @@ REPORT_FILE = "quantization_report.json"
 REPORT_SCHEMA = "flexquant.quantization_report/v2"
 PACKAGES = ("llmcompressor", "auto-round", "compressed-tensors", "torch", "transformers")
 
+Rows = Sequence[Sequence[int]]
+"""Calibration rows of token ids."""
+
 
 def versions() -> dict[str, str]:
     """Return the versions of FlexQuant and of the packages that determine a variant's bytes."""
@@ -40,19 +42,18 @@ def versions() -> dict[str, str]:
     return {"flexquant": flexquant.__version__, **missing, **versions_of(PACKAGES)}
 
 
-def rows_sha256(rows: Sequence[Sequence[int]]) -> str:
-    """Return the SHA-256 of calibration rows of token ids."""
+def rows_sha256(rows: Rows) -> str:
+    """Return the SHA-256 of calibration rows."""
     return digest_of([list(row) for row in rows])
 
 
 def variant_inputs(
-    source: SourceModel, recipe: VariantRecipe, rows: Sequence[Sequence[int]] | None, seed: int
+    source: SourceModel, recipe: VariantRecipe, rows: Rows | None, seed: int
 ) -> dict[str, object]:
     """Return all that determines a variant, by what messages call it: hashes, the seed, the versions.
 
-    ``rows`` of token ids is None for a recipe that needs no calibration, whose variant depends neither on
-    them nor on the seed. What only names things (the model's folder, the recipe's description, the file of
-    the calibration text) is no part of it.
+    ``rows`` is None for a recipe that needs no calibration, whose variant does not depend on the seed. What
+    only names things (the model's folder, the recipe's description, the calibration file) is no part of it.
     """
     return {
         "weights": source.weights_sha256,
@@ -78,7 +79,7 @@ def resolved_document(
     description: str,
     calibration: Calibration,
     source: SourceModel,
-    rows: Sequence[Sequence[int]] | None,
+    rows: Rows | None,
     losses: LossByKind,
 ) -> str:
     """Return the text of ``recipe.yaml``: the recipe with all choices made, its inputs, and what it lost."""
@@ -105,9 +106,9 @@ class Report(TypedDict, total=False):
     quantized_linears: int
     notes: list[str]
     smoothing: JsonObject | None
-    """What :func:`flexquant.quantization.smoothing.smoothing_report` returns."""
+    """What :func:`flexquant.quantization.modifiers.smoothing_report` returns."""
     sensitivities: None
-    """Nothing: the key of a search that is gone stays, so that equal inputs give equal bytes."""
+    """Always None; kept, since equal inputs are to give equal bytes."""
     distillation: JsonObject | None
     """Mean KL divergence of every epoch, in nats a token; None if no scales were trained."""
     files: Mapping[str, str]
@@ -174,7 +175,7 @@ class QuantizedVariant:
     mse_gain: float | None
     """Summed output MSE of all mappings with one alpha of 0.5, divided by that with the chosen alphas."""
     losses: LossByKind
-    """What the variant lost against the 16-bit model; empty if an older release made it."""
+    """What the variant lost against the 16-bit model."""
 
     def to_json(self) -> JsonObject:
         losses = {kind: loss.model_dump() for kind, loss in self.losses.items()}

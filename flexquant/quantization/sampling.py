@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Draw prompts from which a 16-bit model writes text, and sample it: all in one batch, each at a temperature.
+"""Tell which languages a 16-bit model knows, and let it continue prompts, each at a temperature of its own.
 
-openings.yaml holds requests and first words. English, the first language there, has requests with a place for
-a topic, and code; the other languages are used if the model knows them. ``sentence`` has the same meaning in
-every language, so a model that knows two languages finds it about as likely in both.
+openings.yaml holds requests and first words of texts, for English and the languages that a model may know.
 """
 
 from __future__ import annotations
@@ -40,6 +38,7 @@ class Language:
     code: str
     """Code by ISO 639-1, e.g. ``de``."""
     sentence: str
+    """It has the same meaning in every language: about as likely in all that a model knows."""
     requests: tuple[str, ...]
     """Questions of users; ``{}`` stands for one of TOPICS."""
     openings: tuple[str, ...]
@@ -54,16 +53,6 @@ ENGLISH, *OTHERS = (
     Language(entry["code"], entry["sentence"], tuple(entry["requests"]), tuple(entry["openings"]))
     for entry in _DATA["languages"]
 )
-
-
-def draw_request(languages: tuple[Language, ...], draw: Random) -> str:
-    """Return a request in one of the languages."""
-    return draw.choice(draw.choice(languages).requests).replace("{}", draw.choice(TOPICS))
-
-
-def draw_opening(languages: tuple[Language, ...], draw: Random) -> str:
-    """Return the first words of a text in one of the languages, or of code."""
-    return draw.choice(draw.choice(languages).openings)
 
 
 class RowTemperatures(LogitsProcessor):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 WEIGHT_DTYPES = ("F16", "BF16", "F32")
 ADAPTER = "adapter_config.json"
-"""File of a LoRA adapter, which transformers would load too where peft is installed."""
+"""File of a LoRA adapter, which transformers would load too."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ def read_source(folder: Path) -> SourceModel:
         model.check({name: ref.shape for name, ref in tensors.items()}, str(folder))
     hashes = {name: hash_file(path) for name, path in files.items()}
     parameters = sum(math.prod(ref.shape) for ref in tensors.values())
-    weights = check_weights(tensors)
+    weights = _hash_weights(tensors)
     return SourceModel(folder, folder_label(folder), config, parameters, weights, digest_of(written), hashes)
 
 
-def find_folder(model: str | Path, progress: Callable[[str], None] = lambda message: None) -> Path:
+def find_folder(model: str | Path, progress: Callable[[str], None]) -> Path:
     """Return a model's folder; a Hugging Face id is fetched.
 
-    Raises FlexQuantError if there is no such model, or if it is quantised already.
+    Raises FlexQuantError if there is no such model, and for one that is quantised, or an adapter.
     """
     progress(f"looking for {model}")
     folder = find_model(model)
@@ -121,7 +121,7 @@ def _check_names(folder: Path, tensors: Mapping[str, TensorRef]) -> None:
         )
 
 
-def check_weights(tensors: Mapping[str, TensorRef]) -> str:
+def _hash_weights(tensors: Mapping[str, TensorRef]) -> str:
     """Return the SHA-256 over all tensors; raise FlexQuantError for a weight that cannot be quantised."""
     digest = hashlib.sha256()
     for name, ref in sorted(tensors.items()):

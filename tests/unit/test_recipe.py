@@ -130,7 +130,6 @@ def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
         (with_front("SmoothQuantModifier", smoothing_strength=0.5, mappings="all"), r"norms, norms-and-up"),
         (with_front("AWQModifier", mappings=[["re:.*q_proj$"]]), r"every mapping as \[\[linear"),
         (with_front("AWQModifier", n_grid=1), r"whole number of at least 4"),
-        ({**W8A8, "sensitive_layers": {}}, r"line 10: .*sensitive_layers is refused: .*no longer.*W4A16_A"),
         ({**W8A8, "scale_distillation": {}}, r"scale_distillation lacks the key 'epochs'"),
         ({**W8A8, "scale_distillation": {"epochs": 0}}, r"epochs is 0; give a whole number of at least 1"),
     ],
@@ -215,7 +214,7 @@ def test_unknown_recipes(name: str, expected: str) -> None:
     ("features", "size"), [((128, 256), 128), ((576, 1536), 64), ((576, 96), 32), ((896, 4864), 128)]
 )
 def test_the_first_group_size_that_divides_all(features: tuple[int, ...], size: int) -> None:
-    assert choose_group_size({f"layer{i}": k for i, k in enumerate(features)}) == size
+    assert choose_group_size({f"layer{i}": k for i, k in enumerate(features)}, [128, 64, 32]) == size
 
 
 @pytest.mark.parametrize(
