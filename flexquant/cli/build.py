@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     print(f"{args.output}: {format_checkpoint_report(built.report)}")
     return {
         "output": args.output,
-        "variants": {v.name: v.to_json() for v in built.variants},
+        "variants": {v.name: v.model_dump() for v in built.variants},
         "tensors_compared_with": built.tensors_compared,
         **built.report.to_json(),
     }

@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> JsonObject:
             **calibration_options(args),
         )
     print_variants(variants, args.max_loss)
-    return {"output": args.output, "variants": {v.name: v.to_json() for v in variants}}
+    return {"output": args.output, "variants": {v.name: v.model_dump() for v in variants}}
 
 
 def print_variants(variants: Sequence[QuantizedVariant], max_loss: float) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -34,13 +34,12 @@ from flexquant.checkpoint.built_model import nothing_fetched
 from flexquant.checkpoint.folder import COPIED, GENERATION_CONFIG, find_files
 from flexquant.checkpoint.writer import Progress, copy_files
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.architecture import decoder_layers
-from flexquant.quantization.distillation import distill_scales
+from flexquant.quantization.loss import distill_scales
 from flexquant.quantization.modifiers import SearchedSmoothQuant, build_modifiers, smoothing_report
 from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.report import Report
 from flexquant.quantization.resolve import ResolvedVariant, with_strengths
-from flexquant.quantization.source_model import SourceModel
+from flexquant.quantization.source_model import SourceModel, decoder_layers
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
@@ -155,10 +154,13 @@ def run_modifiers(
     FlexQuantError, naming the layer, if activations are not finite.
     """
     torch.manual_seed(seed)
+    # llmcompressor 0.14's AWQ pins memory, which torch refuses without a GPU.
+    on_gpu, pin = torch.accelerator.is_available(), "_pin_intermediate"
+    unpinned = nullcontext() if on_gpu else patch_attr(IntermediatesCache, pin, staticmethod(lambda _: None))
     samples = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
     data = DataLoader(cast("Dataset[dict[str, torch.Tensor]]", samples), batch_size=1) if rows else None
     try:
-        with watched_layers(model, progress), _no_pinning_on_a_cpu():
+        with watched_layers(model, progress), unpinned:
             oneshot(model=model, tokenizer=tokenizer, dataset=data, recipe=modifiers)
     except BaseException:
         active_session().reset()  # else it holds the model
@@ -222,13 +224,6 @@ def explained_memory(doing: str, remedy: str = "lower --samples or --length") ->
             f"the memory ran out while {doing}; {remedy}, choose a smaller model, or use a machine with "
             "more memory"
         ) from e
-
-
-def _no_pinning_on_a_cpu() -> AbstractContextManager[None]:
-    """Keep llmcompressor 0.14's AWQ from pinning memory without a GPU, which torch refuses."""
-    if torch.accelerator.is_available():
-        return nullcontext()
-    return patch_attr(IntermediatesCache, "_pin_intermediate", staticmethod(lambda intermediate: None))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -17,7 +17,6 @@ from flexquant.checkpoint.folder import RECIPE
 from flexquant.checkpoint.output import check_free_space, prepare_output, remove_leftovers, staged_folder
 from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.architecture import empty_model
 from flexquant.quantization.progress import Stage, no_stage, quiet_libraries
 from flexquant.quantization.recipe import Calibration, Recipe, VariantRecipe
 from flexquant.quantization.report import (
@@ -33,7 +32,7 @@ from flexquant.quantization.report import (
     write_report,
 )
 from flexquant.quantization.resolve import ResolvedVariant, resolve_variant
-from flexquant.quantization.source_model import SourceModel, find_folder, read_source
+from flexquant.quantization.source_model import SourceModel, empty_model, find_folder, read_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,26 +87,24 @@ def quantize_variants(
     (default: all). ``calibration``, ``samples``, ``length`` (tokens in a sample) and ``seed`` replace the
     recipe's values if given; ``calibration`` is "self" (the model writes ``output``/calibration.jsonl) or
     what :func:`~flexquant.documents.texts.read_documents` takes. ``resume`` keeps variants that an earlier
-    run finished from the same model, recipe, data and versions; ``overwrite`` replaces others, each once the
-    new one is complete. ``progress`` receives notes of one line; ``stage`` is entered for the model, for the
-    calibration text and for each variant. Output of llmcompressor and the libraries below it is discarded
-    unless ``verbose``.
+    run finished from the same inputs; ``overwrite`` replaces others, each once the new one is complete.
+    ``progress`` receives notes of one line; ``stage`` is entered for each stage. Output of the libraries is
+    discarded unless ``verbose``.
 
     Equal inputs give equal bytes on one machine with one number of threads. A folder appears only when
     complete; in it, ``recipe.yaml`` reproduces the variant and ``quantization_report.json`` records what was
     searched.
 
     Raises FlexQuantError, before any calibration and with nothing deleted, for a model, recipe or calibration
-    data that cannot be used, an output that may not be replaced, too little disk space even at 4 bits a
-    parameter, and a missing llmcompressor. Also raises it for activations that are not finite and for memory
-    that runs out.
+    data that cannot be used, an output that may not be replaced, too little disk space, and a missing
+    llmcompressor. Also raises it for activations that are not finite and for memory that runs out.
     """
     if importlib.util.find_spec("llmcompressor") is None:
         raise FlexQuantError(
             "quantising needs llmcompressor, which is not installed; install flexquant[quantize] in an "
             "environment of its own, since vLLM needs another compressed-tensors"
         )
-    recipes = _choose_variants(recipe, variants)
+    recipes = _choose(recipe, variants)
     folder = find_folder(model, progress)
     for chosen in recipes:
         target = Path(output) / chosen.name
@@ -124,7 +121,7 @@ def quantize_variants(
 
 @dataclass(frozen=True)
 class _Run:
-    """The arguments of :func:`quantize_variants` that are the same for every variant."""
+    """The arguments of :func:`quantize_variants` that all variants have in common."""
 
     recipe: Recipe
     settings: Calibration
@@ -189,7 +186,7 @@ class _Run:
     ) -> Reference | None:
         """Return the 16-bit model's answers to the texts with which variants are measured; None: none are."""
         from flexquant.quantization.loss import read_reference
-        from flexquant.quantization.oneshot import explained_memory
+        from flexquant.quantization.oneshot import explained_memory, load_whole
 
         if not needed:
             with self.stage("all variants are finished"):
@@ -198,7 +195,7 @@ class _Run:
             self.stage("the 16-bit model reads texts to measure the variants with"),
             explained_memory("reading texts with the 16-bit model", "free memory"),
         ):
-            reference = read_reference(source, tokenizer)
+            reference = read_reference(load_whole(source), tokenizer)
         for kind in reference.rows.keys() - reference.answers.keys():
             self.progress(f"what variants lose on {kind} is not measured: the 16-bit model itself gives NaN")
         return reference
@@ -262,7 +259,7 @@ class _Run:
                 )
 
 
-def _choose_variants(recipe: Recipe, names: Sequence[str] | None) -> list[VariantRecipe]:
+def _choose(recipe: Recipe, names: Sequence[str] | None) -> list[VariantRecipe]:
     names = list(recipe.variants) if names is None else list(dict.fromkeys(names))
     for name in names:
         if name not in recipe.variants:

@@ -11,9 +11,10 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict, cast
+
+from pydantic import BaseModel
 
 import flexquant
 from flexquant.checkpoint.folder import RECIPE, read_json
@@ -156,8 +157,7 @@ def find_difference(folder: Path, report: Report, made_from: Mapping[str, object
     return f"was changed after it was made: {changed}" if changed else None
 
 
-@dataclass(frozen=True)
-class QuantizedVariant:
+class QuantizedVariant(BaseModel, frozen=True):
     """A folder that ``quantize_variants`` wrote, or found finished."""
 
     name: str
@@ -176,10 +176,6 @@ class QuantizedVariant:
     """Summed output MSE of all mappings with one alpha of 0.5, divided by that with the chosen alphas."""
     losses: LossByKind
     """What the variant lost against the 16-bit model."""
-
-    def to_json(self) -> JsonObject:
-        losses = {kind: loss.model_dump() for kind, loss in self.losses.items()}
-        return {**asdict(self), "losses": losses}
 
 
 def read_quantized(variant: ResolvedVariant, folder: Path, kept: bool, seconds: float) -> QuantizedVariant:

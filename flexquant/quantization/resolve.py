@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import LATENT_UP, LAYER
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.architecture import ScaleMapping, default_mappings, gates, resolve_mappings
 from flexquant.quantization.recipe import VariantRecipe
+from flexquant.quantization.source_model import ScaleMapping, default_mappings, gates, resolve_mappings
 from flexquant.quantization.vocabulary import TRANSFORMS, split_mapping
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ openings.yaml holds requests and first words of texts, for English and the langu
 from __future__ import annotations
 
 import importlib.resources
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -31,7 +32,7 @@ KNOWN = 1.6
 VOCABULARY_TRIES = 100
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Language:
     """A language that a model may know."""
 
@@ -39,20 +40,17 @@ class Language:
     """Code by ISO 639-1, e.g. ``de``."""
     sentence: str
     """It has the same meaning in every language: about as likely in all that a model knows."""
-    requests: tuple[str, ...]
+    requests: Sequence[str]
     """Questions of users; ``{}`` stands for one of TOPICS."""
-    openings: tuple[str, ...]
+    openings: Sequence[str]
     """First words of texts."""
 
 
 _DATA: JsonObject = yaml.safe_load(
     importlib.resources.files("flexquant.quantization").joinpath("openings.yaml").read_text("utf-8")
 )
-TOPICS: tuple[str, ...] = tuple(_DATA["topics"])
-ENGLISH, *OTHERS = (
-    Language(entry["code"], entry["sentence"], tuple(entry["requests"]), tuple(entry["openings"]))
-    for entry in _DATA["languages"]
-)
+TOPICS: Sequence[str] = _DATA["topics"]
+ENGLISH, *OTHERS = (Language(**entry) for entry in _DATA["languages"])
 
 
 class RowTemperatures(LogitsProcessor):
@@ -101,11 +99,8 @@ def sample(
         ),
         logits_processor=LogitsProcessorList([RowTemperatures(temperatures)]),
     )
-    written = []
-    for row in output[:, longest:].tolist():
-        end = next((i for i, token in enumerate(row) if token in ends), len(row))
-        written.append(row[:end])
-    return written
+    rows = output[:, longest:].tolist()
+    return [list(itertools.takewhile(lambda token: token not in ends, row)) for row in rows]
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -28,6 +28,7 @@ SHARED_CACHE = (
 
 _LAYER = "model.layers.0."
 _UP, _DOWN = "mlp.up_proj", "mlp.down_proj"
+_CONVOLUTIONS = ("linear_attn.conv1d", "mamba.conv1d", "mixer.conv1d", "conv.conv")
 _CACHED = {
     "self_attn.v_proj": "scales V",
     "self_attn.k_proj": "scales K",
@@ -35,23 +36,14 @@ _CACHED = {
     "self_attn.qkv_proj": "scales Q, K and V",
     "self_attn.k_norm": "scales K",
     "self_attn.q_norm": "scales Q, and K in return",
-    "linear_attn.in_proj_qkvz": "scales the state",
-    "linear_attn.in_proj_qkv": "scales the state",
-    "linear_attn.in_proj_ba": "changes what the state forgets",
-    "linear_attn.in_proj_a": "changes what the state forgets",
+    **dict.fromkeys(("linear_attn.in_proj_qkvz", "linear_attn.in_proj_qkv"), "scales the state"),
+    **dict.fromkeys(("linear_attn.in_proj_ba", "linear_attn.in_proj_a"), "changes what the state forgets"),
     "linear_attn.in_proj_b": "scales what goes into the state",
-    "linear_attn.conv1d": "scales the state",
-    "mamba.in_proj": "scales the state",
-    "mamba.conv1d": "scales the state",
-    "mamba.x_proj": "scales the state",
+    **dict.fromkeys(("mamba.in_proj", "mamba.x_proj", "mixer.in_proj", "conv.in_proj"), "scales the state"),
     "mamba.dt_proj": "changes what the state forgets",
-    "mixer.in_proj": "scales the state",
-    "mixer.conv1d": "scales the state",
-    "conv.in_proj": "scales the state",
-    "conv.conv": "scales the state",
+    **dict.fromkeys(_CONVOLUTIONS, "scales the state"),
 }
 """Module -> how moving scales out of it changes the KV cache."""
-_CONVOLUTIONS = ("linear_attn.conv1d", "mamba.conv1d", "mixer.conv1d", "conv.conv")
 _UNBALANCED = {
     "self_attn.o_proj": "has no linear behind it that could take the scales back",
     "mlp.gate_proj": "is not linear in what follows it",

@@ -11,13 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flexquant.quantization.architecture import MLP_NORM, empty_model
-from flexquant.quantization.modifiers import build_modifiers
+from flexquant.quantization.modifiers import SearchedSmoothQuant, build_modifiers, smoothing_scales
 from flexquant.quantization.oneshot import load_model, run_modifiers
 from flexquant.quantization.recipe import load_recipe
 from flexquant.quantization.resolve import resolve_variant
-from flexquant.quantization.smoothing import SearchedSmoothQuant, smoothing_scales
-from flexquant.quantization.source_model import read_source
+from flexquant.quantization.source_model import MLP_NORM, empty_model, read_source
 from tests.architectures.models import random_model, small_config
 from tests.checkpoints import StateDict, byte_tokenizer, make_checkpoint
 from tests.quantize.folders import report

@@ -12,11 +12,6 @@ import yaml
 
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.architecture import (
-    default_mappings,
-    empty_model,
-    resolve_mappings,
-)
 from flexquant.quantization.recipe import (
     SCHEMA,
     Calibration,
@@ -27,6 +22,11 @@ from flexquant.quantization.recipe import (
     parse_recipe,
 )
 from flexquant.quantization.resolve import choose_group_size, resolve_variant, with_strengths
+from flexquant.quantization.source_model import (
+    default_mappings,
+    empty_model,
+    resolve_mappings,
+)
 from tests.checkpoints import base_config
 
 W8A8 = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}}
@@ -279,7 +279,7 @@ def test_the_choices_that_depend_on_the_model() -> None:
 
 
 def test_unknown_architectures_are_not_smoothed() -> None:
-    assert default_mappings("olmo2") == []
+    assert default_mappings("olmo2", "norms-and-up", []) == []
     settings = base_config()
     recipe = parse({"v": with_front("AWQModifier")}).variants["v"]
     resolved = resolve_variant(recipe, empty_model(settings), "olmo2")
@@ -289,7 +289,7 @@ def test_unknown_architectures_are_not_smoothed() -> None:
 
 def test_default_mappings_cover_norms_and_up_proj() -> None:
     model = empty_model(base_config(num_layers=1))
-    assert resolve_mappings(default_mappings("llama"), model, "llama") == {
+    assert resolve_mappings(default_mappings("llama", "norms-and-up", []), model, "llama") == {
         "model.layers.0.input_layernorm": [f"model.layers.0.self_attn.{p}_proj" for p in "qkv"],
         "model.layers.0.post_attention_layernorm": [f"model.layers.0.mlp.{p}_proj" for p in ("gate", "up")],
         "model.layers.0.mlp.up_proj": ["model.layers.0.mlp.down_proj"],

@@ -14,9 +14,9 @@ import yaml
 
 from flexquant.errors import FlexQuantError
 from flexquant.quantization import vocabulary
-from flexquant.quantization.architecture import default_mappings, empty_model, resolve_mappings
 from flexquant.quantization.recipe import SCHEMA, parse_recipe
 from flexquant.quantization.resolve import ResolvedVariant, in_layer, resolve_variant
+from flexquant.quantization.source_model import default_mappings, empty_model, resolve_mappings
 from flexquant.quantization.vocabulary import SHARED_CACHE, check_mapping, check_targets
 from tests.architectures.models import small_config
 
