@@ -16,6 +16,7 @@ from flexquant.checkpoint.built_model import load_tokenizer
 from flexquant.checkpoint.folder import RECIPE
 from flexquant.checkpoint.output import check_free_space, prepare_output, remove_leftovers, staged_folder
 from flexquant.checkpoint.writer import Progress
+from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.progress import Stage, no_stage, quiet_libraries
 from flexquant.quantization.recipe import Calibration, Recipe, VariantRecipe
@@ -27,7 +28,6 @@ from flexquant.quantization.report import (
     read_quantized,
     read_report,
     resolved_document,
-    rows_sha256,
     variant_inputs,
     write_report,
 )
@@ -233,7 +233,7 @@ class _Run:
 
         calibration = None
         if job.rows is not None:
-            calibration = {**portable_settings(self.settings), "rows_sha256": rows_sha256(job.rows)}
+            calibration = {**portable_settings(self.settings), "rows_sha256": digest_of(job.rows)}
         with explained_memory(f"quantising '{job.variant.recipe.name}'"):
             model, resolved, findings = quantize_in_memory(
                 job.variant, source, tokenizer, job.rows, self.settings.seed, show

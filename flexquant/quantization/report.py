@@ -43,11 +43,6 @@ def versions() -> dict[str, str]:
     return {"flexquant": flexquant.__version__, **missing, **versions_of(PACKAGES)}
 
 
-def rows_sha256(rows: Rows) -> str:
-    """Return the SHA-256 of calibration rows."""
-    return digest_of([list(row) for row in rows])
-
-
 def variant_inputs(
     source: SourceModel, recipe: VariantRecipe, rows: Rows | None, seed: int
 ) -> dict[str, object]:
@@ -60,7 +55,7 @@ def variant_inputs(
         "weights": source.weights_sha256,
         "model config": source.config_sha256,
         "recipe": digest_of(recipe.to_json(), sort_keys=False),
-        "calibration rows": None if rows is None else rows_sha256(rows),
+        "calibration rows": None if rows is None else digest_of(rows),
         "seed": None if rows is None else seed,
         "versions": versions(),
         **source.files_sha256,
@@ -88,7 +83,7 @@ def resolved_document(
     made_with = {**versions(), "model": source.label, "weights_sha256": source.weights_sha256}
     if rows is not None:
         document["calibration"] = portable_settings(calibration)
-        made_with["calibration_rows_sha256"] = rows_sha256(rows)
+        made_with["calibration_rows_sha256"] = digest_of(rows)
     document["variants"] = {recipe.name: recipe.to_json()}
     document["made_with"] = made_with
     document[KEY] = {kind: loss.model_dump() for kind, loss in losses.items()}

@@ -49,22 +49,14 @@ def test_errors(model: Path, variants: Path, tmp_path: Path, monkeypatch: pytest
     assert not output.exists()
 
 
-def to_int8(state: StateDict) -> StateDict:
-    return {**state, Q_PROJ: (state[Q_PROJ] * 100).to(torch.int8)}
+def changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[StateDict], StateDict]:
+    return lambda state: {**state, Q_PROJ: change(state[Q_PROJ])}
 
 
-def to_float64(state: StateDict) -> StateDict:
-    return {**state, Q_PROJ: state[Q_PROJ].double()}
-
-
-def with_nan(state: StateDict) -> StateDict:
-    state[Q_PROJ][3, 5] = float("nan")
-    return state
-
-
-def with_infinity(state: StateDict) -> StateDict:
-    state[Q_PROJ][0, 0] = float("inf")
-    return state
+def with_one(value: float) -> Callable[[StateDict], StateDict]:
+    return changed(
+        lambda weight: weight.index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(value).to(weight))
+    )
 
 
 def without(*patterns: str) -> Callable[[StateDict], StateDict]:
@@ -99,13 +91,17 @@ NO_NUMBER = r"self_attn.q_proj.weight' in .* holds NaN or infinite numbers"
     [
         ({"intermediate_size": 200}, None, r"layers\.0\.mlp\.down_proj has 200 input features"),
         (
-            {"transform": to_int8},
+            {"transform": changed(lambda weight: (weight * 100).to(torch.int8))},
             None,
             r"self_attn.q_proj.weight' in .*model.safetensors has dtype int8; .* float16, bfloat16 or",
         ),
-        ({"transform": to_float64}, None, r"self_attn.q_proj.weight' in .* has dtype float64"),
-        ({"transform": with_nan}, None, NO_NUMBER),
-        ({"transform": with_infinity}, None, NO_NUMBER),
+        (
+            {"transform": changed(torch.Tensor.double)},
+            None,
+            r"self_attn.q_proj.weight' in .* has dtype float64",
+        ),
+        ({"transform": with_one(float("nan"))}, None, NO_NUMBER),
+        ({"transform": with_one(float("inf"))}, None, NO_NUMBER),
         ({"transform": without("down_proj")}, None, LACKS_DOWN_PROJ),
         (
             {"transform": without("down_proj")},
