@@ -57,6 +57,14 @@ def test_everything_else_is_the_source_s(model: Path, variants: Path, scheme: st
     assert all(torch.equal(tensors[n], source[n]) for n in source if "norm" in n) == (scheme == "w4a16")
 
 
+def assert_folded(model: Path, variant: Path, norm: str, reader: str, offset: int = 0) -> None:
+    """The layer computes the product of the norm's weight and the linear's, which smoothing keeps."""
+    source, made = (load_file(folder / "model.safetensors") for folder in (model, variant))
+    folded = weight(variant, reader) * (offset + made[norm].float())
+    expected = source[f"{reader}.weight"].float() * (offset + source[norm].float())
+    assert relative_error(folded, expected) < 0.03, reader
+
+
 def test_norms_hand_their_scales_to_all_their_readers_so_that_v_stays(model: Path, variants: Path) -> None:
     source = load_file(model / "model.safetensors")
     w8a8 = load_file(variants / "w8a8" / "model.safetensors")
@@ -68,10 +76,7 @@ def test_norms_hand_their_scales_to_all_their_readers_so_that_v_stays(model: Pat
             name = f"{layer}.{norm}.weight"
             assert relative_error(w8a8[name].float(), source[name].float()) > 0.1
             for reader in readers:
-                # The layer computes the product of the norm's weight and the linear's, which smoothing keeps.
-                folded = weight(variants / "w8a8", f"{layer}.{reader}") * w8a8[name].float()
-                expected = source[f"{layer}.{reader}.weight"].float() * source[name].float()
-                assert relative_error(folded, expected) < 0.03, reader
+                assert_folded(model, variants / "w8a8", name, f"{layer}.{reader}")
         o_proj = weight(variants / "w8a8", f"{layer}.self_attn.o_proj")
         assert relative_error(o_proj, source[f"{layer}.self_attn.o_proj.weight"].float()) < 0.03
 
@@ -108,17 +113,10 @@ def test_gemma_s_offset_norms_are_smoothed_right(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "gemma", "gemma3", scheme=None)
     (result,) = quantize(model, tmp_path / "variants", "default", "w8a8")
     assert result.smoothed == 6
-    source = load_file(model / "model.safetensors")
-    w8a8 = load_file(tmp_path / "variants/w8a8/model.safetensors")
-    layer = "model.layers.0"
-    for norm, reader in {
-        "input_layernorm": "self_attn.v_proj",
-        "pre_feedforward_layernorm": "mlp.gate_proj",
-    }.items():
-        name = f"{layer}.{norm}.weight"
-        folded = weight(tmp_path / "variants/w8a8", f"{layer}.{reader}") * (1 + w8a8[name].float())
-        expected = source[f"{layer}.{reader}.weight"].float() * (1 + source[name].float())
-        assert relative_error(folded, expected) < 0.03
+    folder, layer = tmp_path / "variants/w8a8", "model.layers.0"
+    source, w8a8 = load_file(model / "model.safetensors"), load_file(folder / "model.safetensors")
+    for norm, reader in (("input", "self_attn.v_proj"), ("pre_feedforward", "mlp.gate_proj")):
+        assert_folded(model, folder, f"{layer}.{norm}_layernorm.weight", f"{layer}.{reader}", offset=1)
     for norm in ("post_attention_layernorm", "post_feedforward_layernorm", "self_attn.k_norm"):
         name = f"{layer}.{norm}.weight"
         assert torch.equal(w8a8[name], source[name])
