@@ -71,11 +71,6 @@ def test_a_strength_per_mapping_beats_one_for_all(searched: dict[str, Any]) -> N
     assert len({found["chosen"] for found in searched["mappings"].values()}) > 1
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("small") / "model", scheme=None, num_layers=1)
-
-
 def test_one_strength_for_all_is_not_searched(small: Path, tmp_path: Path) -> None:
     (result,) = quantize(small, tmp_path / "variants", "plain", "w8a8")
     assert (result.smoothed, result.mse_gain) == (2, None)

@@ -21,11 +21,6 @@ TWO = recipe(w8a8=RTN, w4a16=W4A16)
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("small") / "model", scheme=None, num_layers=1)
-
-
-@pytest.fixture(scope="module")
 def first_run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("first") / "variants"
     quantize(small, output, TWO)

@@ -60,19 +60,6 @@ def written(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("small") / "model", scheme=None, num_layers=1)
-
-
-@pytest.fixture(scope="module")
-def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the same model with a chat template."""
-    model = make_checkpoint(tmp_path_factory.mktemp("chatting") / "model", scheme=None, num_layers=1)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    return model
-
-
-@pytest.fixture(scope="module")
 def first_run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("first") / "variants"
     quantize(small, output, BY, calibration="self")
@@ -85,8 +72,10 @@ def finished(first_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(first_run, tmp_path / "variants"))
 
 
-def test_half_of_it_is_conversations_where_there_is_a_chat_template(chatting: Path, tmp_path: Path) -> None:
-    found = written(write(chatting, tmp_path / "variants"))
+def test_half_of_it_is_conversations_where_there_is_a_chat_template(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    found = written(write(model, tmp_path / "variants"))
     conversations = [record["messages"] for record in found if "messages" in record]
     assert abs(len(found) - 2 * len(conversations)) <= 1
     for user, assistant in conversations:
@@ -114,7 +103,7 @@ def test_half_of_the_text_is_real_and_of_many_kinds(small: Path, tmp_path: Path)
     assert all(any(passage in page for page in topics.values()) for passage in passages)
 
 
-def test_what_repeats_itself_gives_way_to_real_text(small: Path, tmp_path: Path) -> None:
+def test_what_repeats_itself_gives_way_to_real_text(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, transform=says_one_thing)
     found = write(model, tmp_path / "variants", samples=8, length=128)
     assert not written(found)
