@@ -2,15 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Build a merged checkpoint from a 16-bit model: quantise, compare the KV caches, merge and verify.
 
-Each step's result appears only when it is complete, and nothing written depends on the time or the number of
-attempts: a build that was killed and restarted writes the same bytes as an undisturbed one. A finished
-variant is not quantised again, as its report records all of its inputs; a finished checkpoint is only
-verified. A restarted build reads and hashes the model, the variants and the checkpoint again.
+Each step's result appears only when it is complete: a build that was killed and restarted writes the same
+bytes as an undisturbed one. A finished variant is not quantised again, as its report records all of its
+inputs; a finished checkpoint is only verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,18 +56,15 @@ def build_checkpoint(
     policy: str | None = None,
     overwrite: bool = False,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
-    progress: Callable[[str], None] = lambda message: None,
     stage: Stage = no_stage,
-    verbose: bool = False,
-    **calibration: Any,
+    **quantizing: Any,
 ) -> BuildResult:
     """Quantise ``model`` by ``recipe``, merge the variants into ``output``, and verify it against them.
 
     The variants stay in ``variants_folder`` (default: ``output`` with ``-variants`` appended to its name).
     ``policy``, a built-in name or a file, replaces the recipe's default policy. ``overwrite`` replaces
-    existing folders that other inputs made. ``calibration``, ``progress``, ``stage`` and ``verbose`` are
-    passed to :func:`~flexquant.quantization.quantizing.quantize_variants`; STAGES_AFTER_QUANTISING stages
-    follow those of quantising.
+    existing folders that other inputs made. ``quantizing`` are further arguments of
+    :func:`~flexquant.quantization.quantizing.quantize_variants`; STAGES_AFTER_QUANTISING stages follow its.
 
     Raises FlexQuantError as the steps do; a policy or output that is not possible is refused before the first
     step. Without ``overwrite`` an existing ``output`` has to be a merged checkpoint of these variants.
@@ -84,31 +80,16 @@ def build_checkpoint(
     else:
         prepare_output(output, [folder], overwrite=overwrite)
     variants = quantize_variants(
-        model,
-        folder,
-        recipe,
-        resume=True,
-        overwrite=overwrite,
-        progress=progress,
-        stage=stage,
-        verbose=verbose,
-        **calibration,
+        model, folder, recipe, resume=True, overwrite=overwrite, stage=stage, **quantizing
     )
     sources = [(variant.name, variant.folder) for variant in variants]
     if finished:
         with stage(f"{output} is merged already"):
             _check_files(output, sources)
     else:
+        options: dict[str, Any] = {"policy": policy, "overwrite": overwrite, "max_shard_size": max_shard_size}
         with stage(f"comparing the KV caches, and merging into {output}") as show:
-            merge_checkpoints(
-                sources,
-                output,
-                policy=policy,
-                overwrite=overwrite,
-                max_shard_size=max_shard_size,
-                progress=show,
-                kv_progress=show,
-            )
+            merge_checkpoints(sources, output, progress=show, kv_progress=show, **options)
     with stage(f"comparing {output} with the variants, bit for bit") as show:
         compared = verify_checkpoint(output, sources, show)["tensors_compared_with"]
     merged = MergedCheckpoint.open(output)
@@ -138,18 +119,23 @@ def _check_finished(output: Path, variants: Sequence[str], policy: str | None, m
     except FlexQuantError as e:
         raise FlexQuantError(f"{output} exists and cannot be gone on with ({e}); {ADVICE}") from e
     merged = checkpoint.merged
-    if list(merged.variants) != list(variants):
-        raise FlexQuantError(
-            f"{output} holds the variants {', '.join(merged.variants)}, but this build makes "
-            f"{', '.join(variants)}; {ADVICE}"
-        )
-    if policy_to_store(policy, variants) != merged.policy:
-        raise FlexQuantError(f"{output} stores another default policy than this build's; {ADVICE}")
     prefixes = (SHARED_PREFIX, *(variant.prefix for variant in merged.variants.values()))
     groups = [{k: ref for k, ref in checkpoint.tensors.items() if k.startswith(p)} for p in prefixes]
-    shards = plan_shards(groups, max_shard_size)
-    if any(checkpoint.tensors[k].file.name != shard.file for shard in shards for k, *_ in shard.tensors):
-        raise FlexQuantError(f"{output} has shards of another size than this build's; {ADVICE}")
+    files = {k: shard.file for shard in plan_shards(groups, max_shard_size) for k, *_ in shard.tensors}
+    found, made = ", ".join(merged.variants), ", ".join(variants)
+    for differs, what in (
+        (found != made, f"holds the variants {found}, but this build makes {made}"),
+        (
+            policy_to_store(policy, variants) != merged.policy,
+            "stores another default policy than this build's",
+        ),
+        (
+            any(checkpoint.tensors[k].file.name != file for k, file in files.items()),
+            "has shards of another size than this build's",
+        ),
+    ):
+        if differs:
+            raise FlexQuantError(f"{output} {what}; {ADVICE}")
 
 
 def _check_files(output: Path, sources: Sequence[tuple[str, str]]) -> None:

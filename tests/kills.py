@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests import programs
-from tests.quantize.folders import digests
+from tests.quantize.quantizing import digests
 
 SECONDS = 900
 """Seconds that a command gets to end, however busy the machine is."""

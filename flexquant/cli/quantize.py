@@ -99,7 +99,7 @@ def quantize(args: argparse.Namespace) -> JsonObject:
     with contextlib.redirect_stdout(sys.stderr):  # llmcompressor prints
         variants = quantize_variants(args.model, args.output, recipe, **how)
     _print_variants(variants, args.max_loss)
-    return {"output": args.output, "variants": {v.name: v.to_json() for v in variants}}
+    return {"output": args.output, "variants": {v.name: v.model_dump() for v in variants}}
 
 
 def build(args: argparse.Namespace) -> JsonObject:
@@ -122,7 +122,7 @@ def build(args: argparse.Namespace) -> JsonObject:
     print(f"{args.output}: {format_report(built.report)}")
     return {
         "output": args.output,
-        "variants": {v.name: v.to_json() for v in built.variants},
+        "variants": {v.name: v.model_dump() for v in built.variants},
         "tensors_compared_with": built.tensors_compared,
         **built.report.to_json(),
     }

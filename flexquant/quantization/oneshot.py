@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,25 +34,19 @@ from flexquant.checkpoint.built_model import nothing_fetched
 from flexquant.checkpoint.folder import COPIED, GENERATION_CONFIG, find_files
 from flexquant.checkpoint.writer import Progress, copy_files
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.architecture import decoder_layers
-from flexquant.quantization.distillation import distill_scales
-from flexquant.quantization.modifiers import build_modifiers
+from flexquant.quantization.loss import distill_scales
+from flexquant.quantization.modifiers import SearchedSmoothQuant, build_modifiers, smoothing_report
+from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.report import Report
-from flexquant.quantization.resolve import ResolvedVariant
-from flexquant.quantization.smoothing import SearchedSmoothQuant, smoothing_report
-from flexquant.quantization.source_model import SourceModel
+from flexquant.quantization.resolve import ResolvedVariant, with_strengths
+from flexquant.quantization.source_model import SourceModel, decoder_layers
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
-FEWER_TOKENS = "lower --samples or --length"
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def load_model(source: SourceModel) -> PreTrainedModel:
-    """Return the model in its dtype on a GPU, or in float32 on a CPU, which multiplies 16-bit floats slowly.
-
-    Its experts are separate linears, see :func:`separate_experts`, and are saved under the names in published
-    checkpoints.
-    """
+    """Return the model to quantise: its experts are separate linears, saved under their published names."""
     model = _load(source)
     if get_non_linearized_moes(model):
         loading: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
@@ -62,19 +56,23 @@ def load_model(source: SourceModel) -> PreTrainedModel:
 
 
 def load_whole(source: SourceModel) -> PreTrainedModel:
-    """Return the model to compute with as it is: on GPUs, in 16 bit, or in float32 on a CPU."""
+    """Return the model to compute with as it is, on GPUs if there are any."""
     return _load(source, device_map="auto" if torch.cuda.is_available() else None)
 
 
 def _load(source: SourceModel, **options: Any) -> PreTrainedModel:
-    """Return the model; raise FlexQuantError for parameters that transformers would fill at random."""
+    """Return the model in its dtype on a GPU, or in float32 on a CPU, which multiplies 16-bit floats slowly.
+
+    Raises FlexQuantError for parameters that transformers would fill at random.
+    """
     options["dtype"] = source.dtype if torch.cuda.is_available() else torch.float32
     with nothing_fetched():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.folder, config=source.config, trust_remote_code=False, output_loading_info=True, **options
         )
-    model: PreTrainedModel = loaded[0]
-    found: Mapping[str, set[str]] = loaded[1]
+    model: PreTrainedModel
+    found: Mapping[str, set[str]]
+    model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise FlexQuantError(
             f"{source.folder} lacks {len(missing)} of the parameters of a {type(model).__name__}, the first "
@@ -84,9 +82,8 @@ def _load(source: SourceModel, **options: Any) -> PreTrainedModel:
 
 
 def _names_of_experts(conversions: list[WeightTransform]) -> list[WeightTransform]:
-    """Return the renamings for loading a model whose experts are separate linears.
+    """Return the renamings for separate experts in transformers' ``conversions`` for fused ones.
 
-    ``conversions`` are transformers' conversions for fused experts, of which only the names are kept:
     Mixtral's ``experts.0.w1`` becomes gate_proj, ``w3`` up_proj.
     """
     names: list[WeightTransform] = []
@@ -102,26 +99,12 @@ def _names_of_experts(conversions: list[WeightTransform]) -> list[WeightTransfor
 
 
 def separate_experts(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace transformers' fused tensors of all experts by separate linears for each expert.
-
-    ``model`` has no weights; llmcompressor does the same to a model with weights.
-    """
+    """Replace the fused tensors of all experts, in a model without weights, by linears for each expert."""
     with torch.device("meta"):
         for name, experts in get_non_linearized_moes(model):
             kind = LinearExperts2D.get_linear_experts_cls(type(experts))
             model.set_submodule(name, kind(getattr(experts, "config", model.config)))
     return model
-
-
-@dataclass(frozen=True)
-class QuantizedModel:
-    """A quantised model that is not saved yet, and what was found on the way."""
-
-    model: PreTrainedModel
-    findings: Report
-    """Its part of the report."""
-    strengths: Mapping[str, float | None]
-    """Mapping of SmoothQuant -> the strength that was chosen; None: not smoothed."""
 
 
 def quantize_in_memory(
@@ -130,25 +113,31 @@ def quantize_in_memory(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Sequence[int]] | None,
     seed: int,
-    show: Progress | None = None,
-) -> QuantizedModel:
-    """Return the model of ``variant``, calibrated on ``rows`` of token ids (None: without calibration)."""
+    show: Progress | None,
+) -> tuple[PreTrainedModel, VariantRecipe, Report]:
+    """Quantise a model as ``variant`` says, calibrated on ``rows`` of token ids (None: on none).
+
+    Returns the model, with the values that :func:`save_model` writes, the recipe that makes it without a
+    search, and what was found, which is part of the report.
+    """
     tensors = [torch.tensor(row) for row in rows or ()]
     model = load_model(source)
     modifiers = build_modifiers(variant, sum(map(len, tensors)))
     run_modifiers(model, tokenizer, modifiers, tensors, seed, show)
     findings: Report = {"smoothing": None, "sensitivities": None, "distillation": None}
-    strengths: Mapping[str, float | None] = {}
+    recipe = variant.recipe
     for modifier in modifiers:
         if isinstance(modifier, SearchedSmoothQuant):
-            strengths, findings["smoothing"] = modifier.chosen, smoothing_report(modifier)
-    if (distillation := variant.recipe.scale_distillation) is not None:
-        with explained_memory(f"training the scales of '{variant.recipe.name}'", "remove scale_distillation"):
-            teacher = load_model(source)
-            by_epoch = distill_scales(model, teacher, tensors, distillation.epochs, seed, show)
-            del teacher
+            recipe, findings["smoothing"] = (
+                with_strengths(variant, modifier.chosen),
+                smoothing_report(modifier),
+            )
+    if (distillation := recipe.scale_distillation) is not None:
+        with explained_memory(f"training the scales of '{recipe.name}'", "remove scale_distillation"):
+            by_epoch = distill_scales(model, load_model(source), tensors, distillation.epochs, seed, show)
         findings["distillation"] = {"kl_by_epoch": by_epoch}
-    return QuantizedModel(model, findings, strengths)
+    _round_parameters(model, source.dtype)
+    return model, recipe, findings
 
 
 def run_modifiers(
@@ -159,42 +148,40 @@ def run_modifiers(
     seed: int,
     progress: Progress | None = None,
 ) -> None:
-    """Apply the modifiers in place, each in a pass of its own.
+    """Apply the modifiers in place, each in a pass of its own over ``rows`` of token ids [tokens].
 
-    ``rows`` are token ids [tokens], empty if no modifier needs calibration. ``progress`` is called with
-    (layer that the data has reached, number of layers) in every pass. Raises FlexQuantError, naming the
-    layer, if activations are not finite.
+    ``progress`` is called with (layer that the data has reached, number of layers) in every pass. Raises
+    FlexQuantError, naming the layer, if activations are not finite.
     """
     torch.manual_seed(seed)
+    # llmcompressor 0.14's AWQ pins memory, which torch refuses without a GPU.
+    on_gpu, pin = torch.accelerator.is_available(), "_pin_intermediate"
+    unpinned = nullcontext() if on_gpu else patch_attr(IntermediatesCache, pin, staticmethod(lambda _: None))
     samples = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
     data = DataLoader(cast("Dataset[dict[str, torch.Tensor]]", samples), batch_size=1) if rows else None
     try:
-        with watched_layers(model, progress), _no_pinning_on_a_cpu():
+        with watched_layers(model, progress), unpinned:
             oneshot(model=model, tokenizer=tokenizer, dataset=data, recipe=modifiers)
     except BaseException:
         active_session().reset()  # else it holds the model
         raise
 
 
-def round_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def _round_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give the model the values that :func:`save_model` will write, in the dtype that it computes in.
 
     AutoRound leaves the weights that it quantised in 16 bit, beside others in float32.
     """
-    for parameter in _rounded_parameters(model):
-        parameter.data = parameter.data.to(dtype)
-    common = dtype if torch.cuda.is_available() else torch.float32
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(common)
+    _convert_parameters(model, dtype)
+    _convert_parameters(model, dtype if torch.cuda.is_available() else torch.float32, all_of_them=True)
 
 
-def _rounded_parameters(model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:
-    """Yield scales and unquantised parameters; quantised weights are divided by their scales on saving."""
+def _convert_parameters(model: PreTrainedModel, dtype: torch.dtype, all_of_them: bool = False) -> None:
+    """Convert scales and unquantised parameters; quantised weights are divided by their scales on saving."""
     quantized = {id(m.weight) for m in model.modules() if hasattr(m, "quantization_scheme")}
     for parameter in model.parameters():
-        if parameter.is_floating_point() and id(parameter) not in quantized:
-            yield parameter
+        if parameter.is_floating_point() and (all_of_them or id(parameter) not in quantized):
+            parameter.data = parameter.data.to(dtype)
 
 
 def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder: Path) -> None:
@@ -202,8 +189,7 @@ def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder:
 
     Generation settings are kept unchanged, even those that transformers would refuse to save.
     """
-    for parameter in _rounded_parameters(model):
-        parameter.data = parameter.data.to(dtype)
+    _convert_parameters(model, dtype)
     settings = model.generation_config
     model.generation_config = GenerationConfig()
     with _errors_of_the_system(folder):
@@ -227,7 +213,7 @@ def _errors_of_the_system(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def explained_memory(doing: str, remedy: str = FEWER_TOKENS) -> Iterator[None]:
+def explained_memory(doing: str, remedy: str = "lower --samples or --length") -> Iterator[None]:
     """Turn an out-of-memory error, on the GPU or the CPU, into a FlexQuantError."""
     try:
         yield
@@ -238,13 +224,6 @@ def explained_memory(doing: str, remedy: str = FEWER_TOKENS) -> Iterator[None]:
             f"the memory ran out while {doing}; {remedy}, choose a smaller model, or use a machine with "
             "more memory"
         ) from e
-
-
-def _no_pinning_on_a_cpu() -> AbstractContextManager[None]:
-    """Keep llmcompressor 0.14's AWQ from pinning memory without a GPU, which torch refuses."""
-    if torch.accelerator.is_available():
-        return nullcontext()
-    return patch_attr(IntermediatesCache, "_pin_intermediate", staticmethod(lambda intermediate: None))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -261,21 +240,19 @@ def watched_layers(model: PreTrainedModel, progress: Progress | None) -> Iterato
     """Report the layer that the data reaches, and raise FlexQuantError if activations are not finite."""
     names = decoder_layers([name for name, _ in model.named_modules()])
 
-    def checker(number: int, name: str) -> Callable[..., None]:
-        def check(module: torch.nn.Module, args: object, output: object) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            if isinstance(hidden, torch.Tensor) and not torch.isfinite(hidden).all():
-                raise FlexQuantError(
-                    f"the activations of {name} have NaN or infinite values on the calibration data, though "
-                    "all weights are finite; check the norms' weights, and that the model answers sensibly"
-                )
-            if progress is not None:
-                progress(number, len(names))
-
-        return check
+    def check(number: int, module: torch.nn.Module, args: object, output: object) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if isinstance(hidden, torch.Tensor) and not torch.isfinite(hidden).all():
+            raise FlexQuantError(
+                f"the activations of {names[number - 1]} have NaN or infinite values on the calibration "
+                "data, though all weights are finite; check the norms' weights, and that the model answers "
+                "sensibly"
+            )
+        if progress is not None:
+            progress(number, len(names))
 
     with ExitStack() as stack:
         for number, name in enumerate(names, 1):
-            handle = model.get_submodule(name).register_forward_hook(checker(number, name))
+            handle = model.get_submodule(name).register_forward_hook(partial(check, number))
             stack.callback(handle.remove)
         yield

@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
 MODIFIERS = "llmcompressor.modifiers"
 Stage = Callable[..., AbstractContextManager[Progress | None]]
-"""Shows a stage to the user, e.g. as a progress bar.
+"""Shows a stage to the user, e.g. as a progress bar: called with its title and, if it has one, a ``unit``.
 
-It is called with the stage's title and, if progress can be counted, its ``unit``. It returns a context
-manager that is entered while the stage lasts, and that yields a function of (units done, units in all), or
-None.
+The context lasts as long as the stage, and yields a function of (units done, units in all), or None.
 """
 
 
@@ -43,8 +41,7 @@ def quiet_libraries(warn: Callable[[str], None]) -> Iterator[None]:
     """Discard the bars, logs and Python warnings of all libraries in the block.
 
     Inside, write only to streams that were obtained before. ``warn`` receives, once each, the warnings of
-    llmcompressor's modifiers, which concern the result, such as a linear that GPTQ could only round to
-    nearest. Errors are raised as usual.
+    llmcompressor's modifiers, such as a linear that GPTQ could only round to nearest.
     """
     discard = _Discard()
     disabled = logging.root.manager.disable

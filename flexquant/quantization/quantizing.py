@@ -14,39 +14,30 @@ from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.built_model import load_tokenizer
 from flexquant.checkpoint.folder import RECIPE
-from flexquant.checkpoint.output import (
-    check_free_space,
-    prepare_output,
-    remove_leftovers,
-    staged_folder,
-)
+from flexquant.checkpoint.output import check_free_space, prepare_output, remove_leftovers, staged_folder
 from flexquant.checkpoint.writer import Progress
+from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.architecture import empty_model
 from flexquant.quantization.progress import Stage, no_stage, quiet_libraries
 from flexquant.quantization.recipe import Calibration, Recipe, VariantRecipe
 from flexquant.quantization.report import (
     QuantizedVariant,
-    Report,
+    Rows,
     find_difference,
     portable_settings,
     read_quantized,
     read_report,
     resolved_document,
-    rows_sha256,
     variant_inputs,
     write_report,
 )
-from flexquant.quantization.resolve import ResolvedVariant, resolve_variant, with_strengths
-from flexquant.quantization.source_model import SourceModel, find_folder, read_source
+from flexquant.quantization.resolve import ResolvedVariant, resolve_variant
+from flexquant.quantization.source_model import SourceModel, empty_model, find_folder, read_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from flexquant.quantization.loss import Reference
-
-ProgressLine = Callable[[str], None]
-Rows = Sequence[Sequence[int]]
 
 STAGES_BEFORE_VARIANTS = 3
 """Stages of :func:`quantize_variants` before the variants: model, calibration text, texts to measure with."""
@@ -64,6 +55,15 @@ class _Job:
     rows: Rows | None
     """Calibration rows; None for a recipe that needs none."""
 
+    def title(self, finished: bool) -> str:
+        """Return what its stage is called."""
+        name = self.variant.recipe.name
+        if finished:
+            return f"{name}: {self.folder} is finished, and kept"
+        if self.rows is None:
+            return f"{name}: quantising without calibration"
+        return f"{name}: quantising on {len(self.rows)} samples of {len(self.rows[0])} tokens"
+
 
 def quantize_variants(
     model: str | Path,
@@ -77,7 +77,7 @@ def quantize_variants(
     seed: int | None = None,
     overwrite: bool = False,
     resume: bool = False,
-    progress: ProgressLine = lambda message: None,
+    progress: Callable[[str], None] = lambda message: None,
     stage: Stage = no_stage,
     verbose: bool = False,
 ) -> list[QuantizedVariant]:
@@ -87,22 +87,24 @@ def quantize_variants(
     (default: all). ``calibration``, ``samples``, ``length`` (tokens in a sample) and ``seed`` replace the
     recipe's values if given; ``calibration`` is "self" (the model writes ``output``/calibration.jsonl) or
     what :func:`~flexquant.documents.texts.read_documents` takes. ``resume`` keeps variants that an earlier
-    run finished from the same model, recipe, data and versions; ``overwrite`` replaces others, each once the
-    new one is complete. ``progress`` receives notes of one line; ``stage`` is entered for the model, for the
-    calibration text and for each variant. Output of llmcompressor and the libraries below it is discarded
-    unless ``verbose``.
+    run finished from the same inputs; ``overwrite`` replaces others, each once the new one is complete.
+    ``progress`` receives notes of one line; ``stage`` is entered for each stage. Output of the libraries is
+    discarded unless ``verbose``.
 
     Equal inputs give equal bytes on one machine with one number of threads. A folder appears only when
     complete; in it, ``recipe.yaml`` reproduces the variant and ``quantization_report.json`` records what was
     searched.
 
     Raises FlexQuantError, before any calibration and with nothing deleted, for a model, recipe or calibration
-    data that cannot be used, an output that may not be replaced, too little disk space even at 4 bits a
-    parameter, and a missing llmcompressor. Also raises it for activations that are not finite and for memory
-    that runs out.
+    data that cannot be used, an output that may not be replaced, too little disk space, and a missing
+    llmcompressor. Also raises it for activations that are not finite and for memory that runs out.
     """
-    _check_installed()
-    recipes = _choose_variants(recipe, variants)
+    if importlib.util.find_spec("llmcompressor") is None:
+        raise FlexQuantError(
+            "quantising needs llmcompressor, which is not installed; install flexquant[quantize] in an "
+            "environment of its own, since vLLM needs another compressed-tensors"
+        )
+    recipes = _choose(recipe, variants)
     folder = find_folder(model, progress)
     for chosen in recipes:
         target = Path(output) / chosen.name
@@ -117,32 +119,30 @@ def quantize_variants(
         return run.quantize(folder, recipes)
 
 
-def _check_installed() -> None:
-    if importlib.util.find_spec("llmcompressor") is None:
-        raise FlexQuantError(
-            "quantising needs llmcompressor, which is not installed; install flexquant[quantize] in an "
-            "environment of its own, since vLLM needs another compressed-tensors"
-        )
-
-
 @dataclass(frozen=True)
 class _Run:
-    """The arguments of :func:`quantize_variants` that are the same for every variant."""
+    """The arguments of :func:`quantize_variants` that all variants have in common."""
 
     recipe: Recipe
     settings: Calibration
     output: Path
     overwrite: bool
     resume: bool
-    progress: ProgressLine
+    progress: Callable[[str], None]
     stage: Stage
 
     def quantize(self, folder: Path, recipes: Sequence[VariantRecipe]) -> list[QuantizedVariant]:
         """Make the variants that no earlier run has finished from the model in ``folder``."""
+        from flexquant.quantization.oneshot import separate_experts
+
         with self.stage(f"reading {folder}"):
             source = read_source(folder)
             tokenizer = load_tokenizer(folder)
-            resolved = self._resolve(recipes, source)
+            empty = separate_experts(empty_model(source.config))
+            resolved = [resolve_variant(recipe, empty, source.config.model_type) for recipe in recipes]
+            for variant in resolved:
+                for note in variant.notes:
+                    self.progress(f"{variant.recipe.name}: {note}")
         jobs = self._jobs(resolved, source, tokenizer)
         kept = self._find_finished(jobs) if self.resume else [False] * len(jobs)
         check_free_space(self.output, kept.count(False) * source.parameters * LEAST_BITS // 8)
@@ -151,23 +151,12 @@ class _Run:
         for job, finished in zip(jobs, kept, strict=True):
             started = time.monotonic()
             unit = " layers" if job.variant.recipe.scale_distillation is None else ""
-            with self.stage(_title(job, finished), unit=unit) as show:
+            with self.stage(job.title(finished), unit=unit) as show:
                 if reference is not None and not finished:
                     self._quantize(job, source, tokenizer, reference, show)
             seconds = 0.0 if finished else time.monotonic() - started
             results.append(read_quantized(job.variant, job.folder, finished, seconds))
         return results
-
-    def _resolve(self, recipes: Sequence[VariantRecipe], source: SourceModel) -> list[ResolvedVariant]:
-        """Resolve every recipe for the model, and report the notes."""
-        from flexquant.quantization.oneshot import separate_experts
-
-        empty = separate_experts(empty_model(source.config))
-        resolved = [resolve_variant(r, empty, source.config.model_type) for r in recipes]
-        for variant in resolved:
-            for note in variant.notes:
-                self.progress(f"{variant.recipe.name}: {note}")
-        return resolved
 
     def _jobs(
         self, resolved: Sequence[ResolvedVariant], source: SourceModel, tokenizer: PreTrainedTokenizerBase
@@ -197,7 +186,7 @@ class _Run:
     ) -> Reference | None:
         """Return the 16-bit model's answers to the texts with which variants are measured; None: none are."""
         from flexquant.quantization.loss import read_reference
-        from flexquant.quantization.oneshot import explained_memory
+        from flexquant.quantization.oneshot import explained_memory, load_whole
 
         if not needed:
             with self.stage("all variants are finished"):
@@ -206,7 +195,7 @@ class _Run:
             self.stage("the 16-bit model reads texts to measure the variants with"),
             explained_memory("reading texts with the 16-bit model", "free memory"),
         ):
-            reference = read_reference(source, tokenizer)
+            reference = read_reference(load_whole(source), tokenizer)
         for kind in reference.rows.keys() - reference.answers.keys():
             self.progress(f"what variants lose on {kind} is not measured: the 16-bit model itself gives NaN")
         return reference
@@ -219,14 +208,12 @@ class _Run:
         finished, problems = [], []
         for job in jobs:
             report = read_report(job.folder, replaceable=self.overwrite)
-            if report is None:
-                finished.append(False)
-                continue
-            self.progress(f"{job.variant.recipe.name}: comparing {job.folder} with its hashes")
-            problem = find_difference(job.folder, report, job.made_from)
-            finished.append(problem is None)
-            if problem is not None:
-                problems.append(f"{job.folder} {problem}")
+            problem = None
+            if report is not None:
+                self.progress(f"{job.variant.recipe.name}: comparing {job.folder} with its hashes")
+                if problem := find_difference(job.folder, report, job.made_from):
+                    problems.append(f"{job.folder} {problem}")
+            finished.append(report is not None and problem is None)
         if problems and not self.overwrite:
             raise FlexQuantError(
                 f"{'; '.join(problems)}; replace what differs with --overwrite, or choose another folder"
@@ -242,38 +229,37 @@ class _Run:
         show: Progress | None,
     ) -> None:
         from flexquant.quantization.loss import measure_loss
-        from flexquant.quantization.oneshot import (
-            explained_memory,
-            quantize_in_memory,
-            round_parameters,
-            save_model,
-        )
+        from flexquant.quantization.oneshot import explained_memory, quantize_in_memory, save_model
 
+        calibration = None
+        if job.rows is not None:
+            calibration = {**portable_settings(self.settings), "rows_sha256": digest_of(job.rows)}
         with explained_memory(f"quantising '{job.variant.recipe.name}'"):
-            made = quantize_in_memory(job.variant, source, tokenizer, job.rows, self.settings.seed, show)
-            round_parameters(made.model, source.dtype)
-            losses = measure_loss(made.model, reference)
+            model, resolved, findings = quantize_in_memory(
+                job.variant, source, tokenizer, job.rows, self.settings.seed, show
+            )
+            losses = measure_loss(model, reference)
             with staged_folder(job.folder, overwrite=self.overwrite) as stage:
-                save_model(made.model, source.dtype, source.folder, stage)
-                resolved = with_strengths(job.variant, made.strengths)
-                findings = made.findings
-                del made
-                description = self.recipe.description
-                document = resolved_document(resolved, description, self.settings, source, job.rows, losses)
+                save_model(model, source.dtype, source.folder, stage)
+                del model
+                document = resolved_document(
+                    resolved, self.recipe.description, self.settings, source, job.rows, losses
+                )
                 (stage / RECIPE).write_text(document, encoding="utf-8")
-                write_report(stage, {**_facts(job, self.settings), **findings})
+                write_report(
+                    stage,
+                    {
+                        "made_from": job.made_from,
+                        "calibration": calibration,
+                        "group_size": job.variant.group_size,
+                        "quantized_linears": len(job.variant.linears),
+                        "notes": list(job.variant.notes),
+                        **findings,
+                    },
+                )
 
 
-def _title(job: _Job, finished: bool) -> str:
-    name = job.variant.recipe.name
-    if finished:
-        return f"{name}: {job.folder} is finished, and kept"
-    if job.rows is None:
-        return f"{name}: quantising without calibration"
-    return f"{name}: quantising on {len(job.rows)} samples of {len(job.rows[0])} tokens"
-
-
-def _choose_variants(recipe: Recipe, names: Sequence[str] | None) -> list[VariantRecipe]:
+def _choose(recipe: Recipe, names: Sequence[str] | None) -> list[VariantRecipe]:
     names = list(recipe.variants) if names is None else list(dict.fromkeys(names))
     for name in names:
         if name not in recipe.variants:
@@ -283,16 +269,3 @@ def _choose_variants(recipe: Recipe, names: Sequence[str] | None) -> list[Varian
     if not names:
         raise FlexQuantError(f"no variant is chosen; the recipe has {', '.join(recipe.variants)}")
     return [recipe.variants[name] for name in names]
-
-
-def _facts(job: _Job, settings: Calibration) -> Report:
-    calibration = None
-    if job.rows is not None:
-        calibration = {**portable_settings(settings), "rows_sha256": rows_sha256(job.rows)}
-    return {
-        "made_from": dict(job.made_from),
-        "calibration": calibration,
-        "group_size": job.variant.group_size,
-        "quantized_linears": len(job.variant.linears),
-        "notes": list(job.variant.notes),
-    }

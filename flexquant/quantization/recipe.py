@@ -7,10 +7,9 @@
         SmoothQuantModifier: {smoothing_strength: [0.3, 0.5, 0.7]}      # searched per layer
         GPTQModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}
 
-A variant lists llmcompressor's modifiers with their arguments; the last modifier quantises. The key
-``scale_distillation`` is ours. Lists stand for choices that are searched or depend
-on the model; the ``recipe.yaml`` in each variant's folder is the same document with every choice made.
-Recipes that would change the KV cache are refused. Nothing here imports torch or llmcompressor.
+A variant lists llmcompressor's modifiers with their arguments; the last modifier quantises. Lists stand for
+choices that are searched or depend on the model; the ``recipe.yaml`` in each variant's folder is the same
+document with every choice made. Nothing here imports torch or llmcompressor.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from flexquant.documents.yaml_document import (
     says,
 )
 from flexquant.policy.schema import VariantName
-from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, REFUSED
+from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, ROTATIONS
 
 SCHEMA: Literal["flexquant.recipe/v1"] = "flexquant.recipe/v1"
 DEFAULT_RECIPE = "default"
@@ -70,7 +69,7 @@ _modifiers: dict[str, Any] = {name: (arguments, None) for name, arguments in MOD
 class VariantSection(create_model("Modifiers", __base__=Section, **_modifiers)):  # type: ignore[misc]
     """A variant's modifiers, and the key that is FlexQuant's own."""
 
-    refused = REFUSED
+    refused = ROTATIONS
     scale_distillation: Annotated[ScaleDistillation | None, says("give a mapping with the key epochs")] = None
 
 
@@ -81,9 +80,7 @@ class RecipeSection(Section):
         alias="schema"
     )
     variants: Annotated[
-        dict[VariantName, VariantSection],
-        Field(min_length=1),
-        says("give a mapping from names to modifiers"),
+        dict[VariantName, VariantSection], Field(min_length=1), says("give a mapping from names to modifiers")
     ]
     description: Text = ""
     policy: Annotated[Text | None, says("give text, in quotes if need be")] = None

@@ -2,8 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Write and read the files beside a variant's weights: its resolved recipe, and the report of the search.
 
-Neither holds a time or a path of this machine, so equal inputs give equal bytes. The report's ``made_from``
-records all inputs of the variant: a restarted run keeps a variant that has the same inputs.
+Neither holds a time or a path of this machine, so equal inputs give equal bytes.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict, cast
+
+from pydantic import BaseModel
 
 import flexquant
 from flexquant.checkpoint.folder import RECIPE, read_json
@@ -33,6 +33,9 @@ REPORT_FILE = "quantization_report.json"
 REPORT_SCHEMA = "flexquant.quantization_report/v2"
 PACKAGES = ("llmcompressor", "auto-round", "compressed-tensors", "torch", "transformers")
 
+Rows = Sequence[Sequence[int]]
+"""Calibration rows of token ids."""
+
 
 def versions() -> dict[str, str]:
     """Return the versions of FlexQuant and of the packages that determine a variant's bytes."""
@@ -40,25 +43,19 @@ def versions() -> dict[str, str]:
     return {"flexquant": flexquant.__version__, **missing, **versions_of(PACKAGES)}
 
 
-def rows_sha256(rows: Sequence[Sequence[int]]) -> str:
-    """Return the SHA-256 of calibration rows of token ids."""
-    return digest_of([list(row) for row in rows])
-
-
 def variant_inputs(
-    source: SourceModel, recipe: VariantRecipe, rows: Sequence[Sequence[int]] | None, seed: int
+    source: SourceModel, recipe: VariantRecipe, rows: Rows | None, seed: int
 ) -> dict[str, object]:
     """Return all that determines a variant, by what messages call it: hashes, the seed, the versions.
 
-    ``rows`` of token ids is None for a recipe that needs no calibration, whose variant depends neither on
-    them nor on the seed. What only names things (the model's folder, the recipe's description, the file of
-    the calibration text) is no part of it.
+    ``rows`` is None for a recipe that needs no calibration, whose variant does not depend on the seed. What
+    only names things (the model's folder, the recipe's description, the calibration file) is no part of it.
     """
     return {
         "weights": source.weights_sha256,
         "model config": source.config_sha256,
         "recipe": digest_of(recipe.to_json(), sort_keys=False),
-        "calibration rows": None if rows is None else rows_sha256(rows),
+        "calibration rows": None if rows is None else digest_of(rows),
         "seed": None if rows is None else seed,
         "versions": versions(),
         **source.files_sha256,
@@ -78,7 +75,7 @@ def resolved_document(
     description: str,
     calibration: Calibration,
     source: SourceModel,
-    rows: Sequence[Sequence[int]] | None,
+    rows: Rows | None,
     losses: LossByKind,
 ) -> str:
     """Return the text of ``recipe.yaml``: the recipe with all choices made, its inputs, and what it lost."""
@@ -86,7 +83,7 @@ def resolved_document(
     made_with = {**versions(), "model": source.label, "weights_sha256": source.weights_sha256}
     if rows is not None:
         document["calibration"] = portable_settings(calibration)
-        made_with["calibration_rows_sha256"] = rows_sha256(rows)
+        made_with["calibration_rows_sha256"] = digest_of(rows)
     document["variants"] = {recipe.name: recipe.to_json()}
     document["made_with"] = made_with
     document[KEY] = {kind: loss.model_dump() for kind, loss in losses.items()}
@@ -105,9 +102,9 @@ class Report(TypedDict, total=False):
     quantized_linears: int
     notes: list[str]
     smoothing: JsonObject | None
-    """What :func:`flexquant.quantization.smoothing.smoothing_report` returns."""
+    """What :func:`flexquant.quantization.modifiers.smoothing_report` returns."""
     sensitivities: None
-    """Nothing: the key of a search that is gone stays, so that equal inputs give equal bytes."""
+    """Always None; kept, since equal inputs are to give equal bytes."""
     distillation: JsonObject | None
     """Mean KL divergence of every epoch, in nats a token; None if no scales were trained."""
     files: Mapping[str, str]
@@ -155,8 +152,7 @@ def find_difference(folder: Path, report: Report, made_from: Mapping[str, object
     return f"was changed after it was made: {changed}" if changed else None
 
 
-@dataclass(frozen=True)
-class QuantizedVariant:
+class QuantizedVariant(BaseModel, frozen=True):
     """A folder that ``quantize_variants`` wrote, or found finished."""
 
     name: str
@@ -174,11 +170,7 @@ class QuantizedVariant:
     mse_gain: float | None
     """Summed output MSE of all mappings with one alpha of 0.5, divided by that with the chosen alphas."""
     losses: LossByKind
-    """What the variant lost against the 16-bit model; empty if an older release made it."""
-
-    def to_json(self) -> JsonObject:
-        losses = {kind: loss.model_dump() for kind, loss in self.losses.items()}
-        return {**asdict(self), "losses": losses}
+    """What the variant lost against the 16-bit model."""
 
 
 def read_quantized(variant: ResolvedVariant, folder: Path, kept: bool, seconds: float) -> QuantizedVariant:

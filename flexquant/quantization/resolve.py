@@ -1,31 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Resolve a recipe for a model: choose mappings, schemes and group sizes, check names, and find the linears.
-
-:func:`with_strengths` adds the strengths of smoothing that calibration has found, and returns the recipe that
-reproduces the variant without a search.
-"""
+"""Resolve a recipe for a model: choose mappings, schemes and group sizes, check names, find the linears."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import LATENT_UP, LAYER
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.architecture import ScaleMapping, default_mappings, gates, resolve_mappings
 from flexquant.quantization.recipe import VariantRecipe
+from flexquant.quantization.source_model import ScaleMapping, default_mappings, gates, resolve_mappings
 from flexquant.quantization.vocabulary import TRANSFORMS, split_mapping
 
 if TYPE_CHECKING:
-    import torch
     from compressed_tensors.quantization import QuantizationScheme
     from transformers import PreTrainedModel
-
-GROUP_SIZES = (128, 64, 32)
 
 
 def in_layer(name: str) -> str:
@@ -38,8 +31,8 @@ class ResolvedVariant:
     """A variant's recipe, with the choices made that depend on the model."""
 
     recipe: VariantRecipe
-    linears: Mapping[str, int]
-    """Name of each quantised linear -> its number of input features."""
+    linears: Collection[str]
+    """Names of the quantised linears."""
     group_size: int | None
     """Input features that share one weight scale; None: one scale per output channel or tensor."""
     smoothed: Sequence[str]
@@ -69,41 +62,43 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
                     _check_strengths(arguments["smoothing_strength"], names)
                     smoothed = names
             modifiers[name] = arguments
-        groups = quantization_groups(modifiers[recipe.quantizer])
-        if left := _gates_left_out(groups, modifiers[recipe.quantizer], model):
-            modifiers[recipe.quantizer]["ignore"] = [*modifiers[recipe.quantizer].get("ignore", []), *left]
+        quantizer = modifiers[recipe.quantizer]
+        groups = quantization_groups(quantizer)
+        if left := _gates_left_out(groups, quantizer, model):
+            quantizer["ignore"] = [*quantizer.get("ignore", []), *left]
             notes.append(
                 f"{', '.join(left)} left in 16 bit: gates, which only a recipe that names them quantises"
             )
-        linears = _quantized_linears(groups, modifiers[recipe.quantizer], model)
-        group_size = _group_size(modifiers[recipe.quantizer], groups, linears)
-        if "group_size" in modifiers[recipe.quantizer]:
-            modifiers[recipe.quantizer]["group_size"] = group_size
+        linears = _quantized_linears(groups, quantizer, model)
+        group_size = _group_size(quantizer, groups, linears)
+        if "group_size" in quantizer:
+            quantizer["group_size"] = group_size
         if recipe.scale_distillation is not None:
             _check_distillable(linears)
     except FlexQuantError as e:
         raise FlexQuantError(f"{recipe.place}: {e}") from e
-    features = {name: module.in_features for name, (module, _) in linears.items()}
-    return ResolvedVariant(replace(recipe, modifiers=modifiers), features, group_size, smoothed, notes)
+    return ResolvedVariant(replace(recipe, modifiers=modifiers), list(linears), group_size, smoothed, notes)
 
 
 def with_strengths(variant: ResolvedVariant, strengths: Mapping[str, float | None]) -> VariantRecipe:
-    """Return the recipe with the ``strengths`` of smoothing that were chosen (None: not smoothed)."""
-    modifiers = {name: dict(arguments) for name, arguments in variant.recipe.modifiers.items()}
-    if "SmoothQuantModifier" in modifiers:
-        modifiers["SmoothQuantModifier"]["smoothing_strength"] = {
-            name: strengths.get(name) for name in variant.smoothed
-        }
-    return replace(variant.recipe, modifiers=modifiers)
+    """Return the recipe with the ``strengths`` of smoothing that were chosen (None: not smoothed).
+
+    It makes the variant again without a search.
+    """
+    name, modifiers = "SmoothQuantModifier", variant.recipe.modifiers
+    chosen = {front: strengths.get(front) for front in variant.smoothed}
+    return replace(
+        variant.recipe, modifiers={**modifiers, name: {**modifiers[name], "smoothing_strength": chosen}}
+    )
 
 
 def _mappings(
     given: str | list[object] | None, model_type: str, model: PreTrainedModel
 ) -> list[ScaleMapping]:
-    if given is None or isinstance(given, str):
-        names = [name for name, _ in model.named_modules()]
-        return default_mappings(model_type, given or "norms-and-up", names)
-    return [pair for mapping in given if (pair := split_mapping(mapping))]
+    if isinstance(given, list):
+        return [pair for mapping in given if (pair := split_mapping(mapping))]
+    names = [name for name, _ in model.named_modules()]
+    return default_mappings(model_type, given or "norms-and-up", names)
 
 
 def _check_strengths(strengths: object, smoothed: Sequence[str]) -> None:
@@ -135,17 +130,14 @@ def _gates_left_out(
     matched = {name for name, _ in match_named_modules(model, targets, ignored)}
     left = [name for name in gates(model) if name in matched - asked]
     kept = {in_layer(name) for name in matched - {*left}}
-    return list(
-        dict.fromkeys(
-            name if in_layer(name) in kept else f"re:.*\\.{re.escape(in_layer(name))}$" for name in left
-        )
-    )
+    patterns = {name: f"re:.*\\.{re.escape(in_layer(name))}$" for name in left}
+    return list(dict.fromkeys(name if in_layer(name) in kept else patterns[name] for name in left))
 
 
 def _quantized_linears(
     groups: Mapping[str, QuantizationScheme], arguments: JsonObject, model: PreTrainedModel
-) -> dict[str, tuple[torch.nn.Linear, QuantizationScheme]]:
-    """Return the module and the scheme of every linear that a quantising modifier quantises, by name."""
+) -> dict[str, tuple[int, QuantizationScheme]]:
+    """Return the input features and scheme of every linear that a quantising modifier quantises, by name."""
     import torch
     from compressed_tensors.utils import match_named_modules
     from compressed_tensors.utils.match import match_targets
@@ -154,7 +146,7 @@ def _quantized_linears(
     found = {}
     for name, module in match_named_modules(model, schemes, arguments.get("ignore", [])):
         if isinstance(module, torch.nn.Linear):
-            found[name] = (module, schemes[match_targets(name, module, schemes)[0]])
+            found[name] = (module.in_features, schemes[match_targets(name, module, schemes)[0]])
     if "lm_head" in found:
         raise FlexQuantError(
             "lm_head would be quantised; add 'ignore: [lm_head]', which vLLM keeps in 16 bit and many models "
@@ -170,7 +162,7 @@ def _quantized_linears(
     return found
 
 
-def _check_distillable(linears: Mapping[str, tuple[torch.nn.Linear, QuantizationScheme]]) -> None:
+def _check_distillable(linears: Mapping[str, tuple[int, QuantizationScheme]]) -> None:
     for name, (_, scheme) in linears.items():
         weights = scheme.weights
         by_weight_alone = weights is not None and scheme.input_activations is None
@@ -184,20 +176,20 @@ def _check_distillable(linears: Mapping[str, tuple[torch.nn.Linear, Quantization
 def _group_size(
     arguments: JsonObject,
     groups: Mapping[str, QuantizationScheme],
-    linears: Mapping[str, tuple[torch.nn.Linear, QuantizationScheme]],
+    linears: Mapping[str, tuple[int, QuantizationScheme]],
 ) -> int | None:
-    grouped = {name: module.in_features for name, (module, s) in linears.items() if _is_grouped(s)}
+    grouped = {name: features for name, (features, scheme) in linears.items() if _is_grouped(scheme)}
     given = arguments.get("group_size")
     if not grouped:
         if given is not None:
             raise FlexQuantError("group_size is given, but the scheme has no groups; remove it")
         return None
     if given is None:
-        given = next(group.weights.group_size for group in groups.values() if _is_grouped(group))
+        given = next(scheme.weights.group_size for scheme in groups.values() if _is_grouped(scheme))
     return choose_group_size(grouped, given if isinstance(given, list) else [given])
 
 
-def choose_group_size(input_features: Mapping[str, int], sizes: Sequence[int] = GROUP_SIZES) -> int:
+def choose_group_size(input_features: Mapping[str, int], sizes: Sequence[int]) -> int:
     """Return the first of ``sizes`` that divides the input features of every linear.
 
     Raises FlexQuantError, naming a linear, if none does.
@@ -216,39 +208,27 @@ def choose_group_size(input_features: Mapping[str, int], sizes: Sequence[int] = 
 
 def quantization_groups(arguments: JsonObject) -> dict[str, QuantizationScheme]:
     """Return group -> scheme from the arguments of a quantising modifier."""
-    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
-    if "config_groups" in arguments:
-        try:
-            groups = {
-                name: QuantizationScheme.model_validate(group)
-                for name, group in arguments["config_groups"].items()
-            }
-        except ValueError as e:
-            raise FlexQuantError(
-                f"config_groups is not what compressed-tensors reads ({e}); correct it"
-            ) from e
-    else:
-        scheme = arguments["scheme"]
+    try:
+        given = arguments.get("config_groups", {})
+        groups = {name: QuantizationScheme.model_validate(group) for name, group in given.items()}
+    except ValueError as e:
+        raise FlexQuantError(f"config_groups is not what compressed-tensors reads ({e}); correct it") from e
+    if (scheme := arguments.get("scheme")) is not None:
         targets = scheme if isinstance(scheme, dict) else {scheme: arguments.get("targets", ["Linear"])}
-        groups = {f"group_{i}": _preset(name, list(ts)) for i, (name, ts) in enumerate(targets.items())}
+        for number, (name, of_preset) in enumerate(targets.items()):
+            if name.upper() not in PRESET_SCHEMES:
+                raise FlexQuantError(
+                    f"'{name}' is no scheme of compressed-tensors; choose among {', '.join(PRESET_SCHEMES)}"
+                )
+            groups[f"group_{number}"] = preset_name_to_scheme(name, list(of_preset))
     size = arguments.get("group_size")
     for group in groups.values():
         if isinstance(size, int) and _is_grouped(group):
             group.weights.group_size = size
     return groups
-
-
-def _preset(name: str, targets: list[str]) -> QuantizationScheme:
-    from compressed_tensors.quantization import preset_name_to_scheme
-    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-
-    try:
-        return preset_name_to_scheme(name, targets)
-    except KeyError as e:
-        raise FlexQuantError(
-            f"'{name}' is no scheme of compressed-tensors; choose among {', '.join(PRESET_SCHEMES)}"
-        ) from e
 
 
 def _is_grouped(scheme: QuantizationScheme) -> bool:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Draw prompts from which a 16-bit model writes text, and sample it: all in one batch, each at a temperature.
+"""Tell which languages a 16-bit model knows, and let it continue prompts, each at a temperature of its own.
 
-openings.yaml holds requests and first words. English, the first language there, has requests with a place for
-a topic, and code; the other languages are used if the model knows them. ``sentence`` has the same meaning in
-every language, so a model that knows two languages finds it about as likely in both.
+openings.yaml holds requests and first words of texts, for English and the languages that a model may know.
 """
 
 from __future__ import annotations
 
 import importlib.resources
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -33,37 +32,25 @@ KNOWN = 1.6
 VOCABULARY_TRIES = 100
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Language:
     """A language that a model may know."""
 
     code: str
     """Code by ISO 639-1, e.g. ``de``."""
     sentence: str
-    requests: tuple[str, ...]
+    """It has the same meaning in every language: about as likely in all that a model knows."""
+    requests: Sequence[str]
     """Questions of users; ``{}`` stands for one of TOPICS."""
-    openings: tuple[str, ...]
+    openings: Sequence[str]
     """First words of texts."""
 
 
 _DATA: JsonObject = yaml.safe_load(
     importlib.resources.files("flexquant.quantization").joinpath("openings.yaml").read_text("utf-8")
 )
-TOPICS: tuple[str, ...] = tuple(_DATA["topics"])
-ENGLISH, *OTHERS = (
-    Language(entry["code"], entry["sentence"], tuple(entry["requests"]), tuple(entry["openings"]))
-    for entry in _DATA["languages"]
-)
-
-
-def draw_request(languages: tuple[Language, ...], draw: Random) -> str:
-    """Return a request in one of the languages."""
-    return draw.choice(draw.choice(languages).requests).replace("{}", draw.choice(TOPICS))
-
-
-def draw_opening(languages: tuple[Language, ...], draw: Random) -> str:
-    """Return the first words of a text in one of the languages, or of code."""
-    return draw.choice(draw.choice(languages).openings)
+TOPICS: Sequence[str] = _DATA["topics"]
+ENGLISH, *OTHERS = (Language(**entry) for entry in _DATA["languages"])
 
 
 class RowTemperatures(LogitsProcessor):
@@ -112,11 +99,8 @@ def sample(
         ),
         logits_processor=LogitsProcessorList([RowTemperatures(temperatures)]),
     )
-    written = []
-    for row in output[:, longest:].tolist():
-        end = next((i for i, token in enumerate(row) if token in ends), len(row))
-        written.append(row[:end])
-    return written
+    rows = output[:, longest:].tolist()
+    return [list(itertools.takewhile(lambda token: token not in ends, row)) for row in rows]
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

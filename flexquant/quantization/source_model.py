@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Find, check and hash the 16-bit model before any calibration."""
+"""Find, check and hash the 16-bit model, and tell its layers, gates and which norm feeds which linears."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.built_model import build_config, find_model_class
+from flexquant.checkpoint.built_model import build_config, build_model, find_model_class
 from flexquant.checkpoint.folder import (
     COPIED,
     GENERATION_CONFIG,
@@ -24,17 +25,59 @@ from flexquant.checkpoint.folder import (
 )
 from flexquant.checkpoint.merged_checkpoint import folder_label
 from flexquant.checkpoint.model_config import reads_more_than_text
+from flexquant.checkpoint.module_names import LAYER
 from flexquant.checkpoint.safetensors_io import DTYPES, TensorRef, read_finite
 from flexquant.documents.results import digest_of, hash_file
 from flexquant.errors import FlexQuantError, explained
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 WEIGHT_DTYPES = ("F16", "BF16", "F32")
 ADAPTER = "adapter_config.json"
-"""File of a LoRA adapter, which transformers would load too where peft is installed."""
+"""File of a LoRA adapter, which transformers would load too."""
+
+ATTENTION = [r"re:.*self_attn\.q_proj$", r"re:.*self_attn\.k_proj$", r"re:.*self_attn\.v_proj$"]
+QKV = r"re:.*self_attn\.qkv_proj$"
+MLP = [r"re:.*mlp\.gate_proj$", r"re:.*mlp\.up_proj$"]
+GATE_UP = r"re:.*mlp\.gate_up_proj$"
+UP, DOWN = r"re:.*mlp\.up_proj$", r"re:.*mlp\.down_proj$"
+
+# The norm that feeds the MLP. A model type is listed once its norms are known to feed nothing else.
+# fmt: off
+MLP_NORM = dict.fromkeys(
+    (
+        "llama", "mistral", "ministral", "ministral3", "cwm", "hyperclovax", "granite",
+        "granite_swa", "smollm3", "seed_oss", "helium", "hunyuan_v1_dense",
+        "ernie4_5", "phi3", "glm", "glm4", "qwen2", "qwen3", "gemma", "qwen3_5_text",
+    ),
+    "post_attention_layernorm",
+) | {
+    "gemma2": "pre_feedforward_layernorm",
+    "gemma3_text": "pre_feedforward_layernorm",
+}
+# fmt: on
+
+ATTENTION_NORM_ONLY = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Mixtures of experts: the norm before q, k and v feeds only these; the other norm also feeds a router."""
+
+NORM_BEFORE_STATES = dict.fromkeys(
+    ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1", "granitemoehybrid", "bamba", "jamba"),
+    "input_layernorm",
+) | {"nemotron_h": "norm", "lfm2": "operator_norm", "lfm2_moe": "operator_norm"}
+"""Models with states -> the norm that feeds a layer's first projections, `FIRST`, and nothing else."""
+FIRST = re.compile(r"(self_attn\.|mixer\.)[qkv]_proj|linear_attn\.in_proj_\w+|(mamba|mixer|conv)\.in_proj")
+
+LARGE = ("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "q_proj", "k_proj", "v_proj", "g_proj")
+"""Last parts of the names of a state's large projections, by which its gates can be told."""
+OUT_OF_STATES = ("out_proj", "o_proj")
+"""Last parts of the names of the projections behind a state."""
+SMALL_GATES = ("shared_expert_gate",)
+"""Last parts of the names of other gates, for which vLLM has 16 bit only."""
+
+ScaleMapping = tuple[list[str], str]
+"""Linears, and the module in front of them, each a name or a regular expression after ``re:``."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +133,14 @@ def read_source(folder: Path) -> SourceModel:
         model.check({name: ref.shape for name, ref in tensors.items()}, str(folder))
     hashes = {name: hash_file(path) for name, path in files.items()}
     parameters = sum(math.prod(ref.shape) for ref in tensors.values())
-    weights = check_weights(tensors)
+    weights = _hash_weights(tensors)
     return SourceModel(folder, folder_label(folder), config, parameters, weights, digest_of(written), hashes)
 
 
-def find_folder(model: str | Path, progress: Callable[[str], None] = lambda message: None) -> Path:
+def find_folder(model: str | Path, progress: Callable[[str], None]) -> Path:
     """Return a model's folder; a Hugging Face id is fetched.
 
-    Raises FlexQuantError if there is no such model, or if it is quantised already.
+    Raises FlexQuantError if there is no such model, and for one that is quantised, or an adapter.
     """
     progress(f"looking for {model}")
     folder = find_model(model)
@@ -120,7 +163,7 @@ def _check_names(folder: Path, tensors: Mapping[str, TensorRef]) -> None:
         )
 
 
-def check_weights(tensors: Mapping[str, TensorRef]) -> str:
+def _hash_weights(tensors: Mapping[str, TensorRef]) -> str:
     """Return the SHA-256 over all tensors; raise FlexQuantError for a weight that cannot be quantised."""
     digest = hashlib.sha256()
     for name, ref in sorted(tensors.items()):
@@ -134,3 +177,130 @@ def check_weights(tensors: Mapping[str, TensorRef]) -> str:
         for chunk in read_finite(ref):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Return a configuration's model without memory for its weights (torch's meta device)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    problem = f"'{config.model_type}' is not a language model that transformers can build"
+    with explained(problem, "give a causal language model", (Exception,)), torch.device("meta"):
+        return build_model(AutoModelForCausalLM, config)
+
+
+def decoder_layers(names: Sequence[str]) -> list[str]:
+    """Return the names of the decoder layers that hold the modules of these names, in order."""
+    found = (LAYER.match(name) for name in names)
+    return list(dict.fromkeys(match[0].removesuffix(".") for match in found if match))
+
+
+def gates(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linears that stay in 16 bit unless a recipe names them, as publishers do.
+
+    These are the gates and steps of time of a state (of each module with a short convolution), with what vLLM
+    computes together with them or only in 16 bit: all of a Mamba-1 mixer, and Kimi's linear q, k and v.
+    """
+    from torch import nn
+
+    found = [name for name, _ in model.named_modules() if name.endswith(SMALL_GATES)]
+    for name, module in model.named_modules():
+        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            inside = [own for own, one in module.named_modules() if isinstance(one, nn.Linear)]
+            leaves = {own.rpartition(".")[2] for own in inside}
+            large = () if {"x_proj", "f_a_proj"} & leaves else LARGE
+            behind = () if "x_proj" in leaves else OUT_OF_STATES
+            found += [f"{name}.{own}" for own in inside if own not in (*large, *behind)]
+    return found
+
+
+def first_projections(model_type: str, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the norm in front of each layer of a model with states -> all linears that read it."""
+    found: dict[str, list[str]] = {}
+    for name in names if model_type in NORM_BEFORE_STATES else ():
+        layer = LAYER.match(name)
+        if layer is not None and FIRST.fullmatch(name[layer.end() :]):
+            found.setdefault(layer[0] + NORM_BEFORE_STATES[model_type], []).append(name)
+    return found
+
+
+def default_mappings(model_type: str, which: str, names: Iterable[str]) -> list[ScaleMapping]:
+    """Return the mappings that do not change K and V; none if it is unknown which linears the norms feed.
+
+    Scales move from each norm to all linears that read it and, with ``norms-and-up``, from up_proj to
+    down_proj; in a mixture of experts only from the norm to q, k and v. ``names`` are those of the model's
+    modules: they tell which linears are fused.
+    """
+    attention, mlp = readers_of_norms(names)
+    before_attention: list[ScaleMapping] = [(attention, r"re:.*\.input_layernorm$")]
+    if model_type in NORM_BEFORE_STATES:
+        before_attention = [(linears, norm) for norm, linears in first_projections(model_type, names).items()]
+    if model_type in ATTENTION_NORM_ONLY or model_type not in MLP_NORM:
+        known = model_type in ATTENTION_NORM_ONLY or model_type in NORM_BEFORE_STATES
+        return before_attention if known else []
+    norms = [*before_attention, (mlp, rf"re:.*\.{MLP_NORM[model_type]}$")]
+    return norms if which == "norms" or GATE_UP in mlp else [*norms, ([DOWN], UP)]
+
+
+def readers_of_norms(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return patterns of the linears, fused in Phi-3, that the norms before attention and the MLP feed."""
+    ends = {name.rpartition(".")[2] for name in names}
+    return [QKV] if "qkv_proj" in ends else ATTENTION, [GATE_UP] if "gate_up_proj" in ends else MLP
+
+
+def resolve_mappings(
+    mappings: Sequence[ScaleMapping], model: PreTrainedModel, model_type: str
+) -> dict[str, list[str]]:
+    """Return module in front -> linears that its scales move into, by name, in a ``model`` without weights.
+
+    Raises FlexQuantError for a mapping that matches nothing, and for one that omits a linear that reads the
+    norm, because that linear would compute something else.
+    """
+    from compressed_tensors.utils import match_modules_set
+
+    names = {module: name for name, module in model.named_modules()}
+    resolved: dict[str, list[str]] = {}
+    for balance, smooth in mappings:
+        try:
+            sets = list(match_modules_set(model, [*balance, smooth]))
+        except ValueError as e:
+            raise FlexQuantError(f"the mapping from '{smooth}' does not fit this model ({e})") from e
+        if not sets:
+            raise FlexQuantError(
+                f"the mapping from '{smooth}' to {', '.join(balance)} matches no module of this model; "
+                "correct the names, or leave 'mappings' out"
+            )
+        for *linears, (front, *more) in sets:
+            found = [names[module] for modules in linears for module in modules]
+            if more or names[front] in resolved:
+                raise FlexQuantError(
+                    f"two mappings or modules share the linears {', '.join(found)}; give each mapping one "
+                    "module in front of its linears"
+                )
+            _check_readers(names[front], found, model_type, names.values())
+            resolved[names[front]] = found
+    return resolved
+
+
+def _check_readers(front: str, linears: Sequence[str], model_type: str, names: Collection[str]) -> None:
+    first, (attention, mlp) = first_projections(model_type, names), readers_of_norms(names)
+    readers = {} if first else {"input_layernorm": attention}
+    readers["mlp.up_proj"] = [DOWN]
+    if model_type in MLP_NORM:
+        readers[MLP_NORM[model_type]] = mlp
+    expected = set(first.get(front, ()))
+    for suffix, patterns in readers.items():
+        if front.endswith(f".{suffix}"):
+            layer = front.removesuffix(suffix)
+            expected = {layer + re.sub(r"^re:\.\*|\\|\$$", "", pattern) for pattern in patterns}
+    if expected and set(linears) != expected:
+        raise FlexQuantError(
+            f"the mapping from {front} covers {', '.join(sorted(linears))}; it has to cover exactly "
+            f"{', '.join(sorted(expected))}, which read it, or the model computes something else"
+        )
+    if not expected and (first or model_type in MLP_NORM or model_type in ATTENTION_NORM_ONLY):
+        known = [*readers, *([NORM_BEFORE_STATES[model_type]] if first else [])]
+        raise FlexQuantError(
+            f"the mapping from {front} is not known to leave the model as it is; in a {model_type} model "
+            f"scales may move from {', '.join(known)} only"
+        )

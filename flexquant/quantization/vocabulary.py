@@ -3,15 +3,13 @@
 """Define what a recipe may hold: llmcompressor's modifiers, their arguments, and the allowed values.
 
 The names are llmcompressor's, except ``group_size``, which its presets fix, and GPTQ's
-``first_token_weight``, which selects :class:`flexquant.quantization.modifiers.TokenNormalizedGPTQ`. The list
-is kept here, so that a recipe can be checked, line by line, before anything heavy is imported.
+``first_token_weight``, which selects :class:`flexquant.quantization.modifiers.TokenNormalizedGPTQ`. A recipe
+is checked by them, line by line, before anything heavy is imported.
 
-What would change K, V and states is refused with the reason, so that the variants can share one KV cache.
-Scales may move from a norm into all linears that read it: q, k and v then compute the same. They may move
-from up_proj into down_proj, which only the residual stream follows. They may not move out of v_proj (into
-o_proj) or k_proj, nor into a norm of the heads: each such model is right on its own cache, and wrong on the
-other variants'. The same holds for a state (linear attention, state spaces, short convolutions): scales move
-from a norm into all projections in front of it, gates included, and not out of a projection or a convolution.
+What would change K, V and states is refused, so that the variants can share one KV cache. Scales may move
+from a norm into all linears that read it, gates of a state included, and from up_proj into down_proj, which
+only the residual stream follows. They may not move out of v_proj or k_proj, into a norm of the heads, or out
+of what writes a state: such a model is right on its own cache, and wrong on the other variants'.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ SHARED_CACHE = (
 
 _LAYER = "model.layers.0."
 _UP, _DOWN = "mlp.up_proj", "mlp.down_proj"
+_CONVOLUTIONS = ("linear_attn.conv1d", "mamba.conv1d", "mixer.conv1d", "conv.conv")
 _CACHED = {
     "self_attn.v_proj": "scales V",
     "self_attn.k_proj": "scales K",
@@ -37,23 +36,14 @@ _CACHED = {
     "self_attn.qkv_proj": "scales Q, K and V",
     "self_attn.k_norm": "scales K",
     "self_attn.q_norm": "scales Q, and K in return",
-    "linear_attn.in_proj_qkvz": "scales the state",
-    "linear_attn.in_proj_qkv": "scales the state",
-    "linear_attn.in_proj_ba": "changes what the state forgets",
-    "linear_attn.in_proj_a": "changes what the state forgets",
+    **dict.fromkeys(("linear_attn.in_proj_qkvz", "linear_attn.in_proj_qkv"), "scales the state"),
+    **dict.fromkeys(("linear_attn.in_proj_ba", "linear_attn.in_proj_a"), "changes what the state forgets"),
     "linear_attn.in_proj_b": "scales what goes into the state",
-    "linear_attn.conv1d": "scales the state",
-    "mamba.in_proj": "scales the state",
-    "mamba.conv1d": "scales the state",
-    "mamba.x_proj": "scales the state",
+    **dict.fromkeys(("mamba.in_proj", "mamba.x_proj", "mixer.in_proj", "conv.in_proj"), "scales the state"),
     "mamba.dt_proj": "changes what the state forgets",
-    "mixer.in_proj": "scales the state",
-    "mixer.conv1d": "scales the state",
-    "conv.in_proj": "scales the state",
-    "conv.conv": "scales the state",
+    **dict.fromkeys(_CONVOLUTIONS, "scales the state"),
 }
 """Module -> how moving scales out of it changes the KV cache."""
-_CONVOLUTIONS = ("linear_attn.conv1d", "mamba.conv1d", "mixer.conv1d", "conv.conv")
 _UNBALANCED = {
     "self_attn.o_proj": "has no linear behind it that could take the scales back",
     "mlp.gate_proj": "is not linear in what follows it",
@@ -65,11 +55,6 @@ _UNBALANCED = {
 NAMED_MAPPINGS = ("norms", "norms-and-up")
 """Names of sets of mappings: from norms to the linears that read them; the same and up_proj to down_proj."""
 NAMES = 'give a list of module names, classes or regular expressions such as "re:.*q_proj$"'
-
-
-def matches(name: str, target: str) -> bool:
-    """Whether a name equals the target, or matches the regular expression after ``re:``."""
-    return bool(re.match(target[3:], name)) if target.startswith("re:") else name == target
 
 
 def check_mapping(balance: Sequence[str], smooth: str) -> str | None:
@@ -102,7 +87,7 @@ def check_targets(targets: Sequence[str]) -> str | None:
 
 def _may_match(name: str, target: str, layer: str = _LAYER) -> bool:
     if target.startswith("re:"):
-        return matches(layer + name, target)
+        return bool(re.match(target[3:], layer + name))
     return target == name or target.endswith(f".{name}")
 
 
@@ -126,11 +111,13 @@ def _targets(value: object) -> str | None:
 
 
 def _scheme(value: object) -> str | None:
-    if isinstance(value, str) and value:
-        return None
     if isinstance(value, dict) and value:
         return next((problem for targets in value.values() if (problem := _targets(targets))), None)
-    return "give the name of a preset such as W8A8, or a mapping from presets to lists of targets"
+    return (
+        None
+        if isinstance(value, str) and value
+        else "give the name of a preset such as W8A8, or a mapping from presets to lists of targets"
+    )
 
 
 def _config_groups(value: object) -> str | None:
@@ -176,38 +163,15 @@ def split_mapping(mapping: object) -> tuple[list[str], str] | None:
 
 
 Share = Annotated[float, Field(strict=True, ge=0, le=1)]
-Fraction = Annotated[Share, says("give a number from 0 to 1")]
 AboveZero = Annotated[float, Field(strict=True, gt=0), says("give a number above 0")]
 Name = Annotated[str, Field(strict=True, min_length=1), says("give text")]
 Names = Annotated[list[Annotated[str, Field(strict=True)]], Field(min_length=1), says(NAMES, whole=True)]
 Size = Annotated[int, Field(strict=True, ge=1)]
-GroupSize = Annotated[
-    Size | Annotated[list[Size], Field(min_length=1)],
-    says("give a number of input features, or a list of which the first that fits is taken", whole=True),
-]
-Observers = Annotated[
-    dict[Literal["weights", "input"], Name],
-    Field(min_length=1),
-    says("give a mapping such as {weights: memoryless_mse}, or use weight_observer", whole=True),
-]
-Strength = Annotated[
-    Share
-    | Annotated[list[Share], Field(min_length=1)]
-    | Annotated[dict[str, Share | None], Field(min_length=1)],
-    says(
-        "give a number from 0 to 1, a list of them to search, or a mapping from the names of smooth "
-        "modules to a number or null",
-        whole=True,
-    ),
-]
 Mappings = Annotated[object, _checked(_mappings)]
 
 
 class Modifier(Section):
-    """The arguments of one of llmcompressor's modifiers.
-
-    A default here says no more than that the key may be left out; llmcompressor then takes its own.
-    """
+    """The arguments of one of llmcompressor's modifiers; what is left out gets llmcompressor's default."""
 
     refused = {
         "kv_cache_scheme": f"a variant's own scales for K and V {SHARED_CACHE}; set vLLM's --kv-cache-dtype",
@@ -219,7 +183,16 @@ class Modifier(Section):
 class SmoothQuant(Modifier):
     """SmoothQuant, whose strength may be searched."""
 
-    smoothing_strength: Strength
+    smoothing_strength: Annotated[
+        Share
+        | Annotated[list[Share], Field(min_length=1)]
+        | Annotated[dict[str, Share | None], Field(min_length=1)],
+        says(
+            "give a number from 0 to 1, a list of them to search, or a mapping from the names of smooth "
+            "modules to a number or null",
+            whole=True,
+        ),
+    ]
     mappings: Mappings = None
     ignore: Names = []
 
@@ -239,7 +212,10 @@ class Quantizer(Modifier):
     ignore: Names = []
     scheme: Annotated[object, _checked(_scheme)] = None
     config_groups: Annotated[object, _checked(_config_groups)] = None
-    group_size: GroupSize = 1
+    group_size: Annotated[
+        Size | Annotated[list[Size], Field(min_length=1)],
+        says("give a number of input features, or a list of which the first that fits is taken", whole=True),
+    ] = 1
 
     @model_validator(mode="after")
     def _check(self) -> Quantizer:
@@ -256,14 +232,18 @@ class Rounding(Quantizer):
 
     weight_observer: Name = ""
     input_observer: Name = ""
-    observer: Observers = {}
+    observer: Annotated[
+        dict[Literal["weights", "input"], Name],
+        Field(min_length=1),
+        says("give a mapping such as {weights: memoryless_mse}, or use weight_observer", whole=True),
+    ] = {}
 
 
 class GPTQ(Rounding):
     """GPTQ."""
 
     block_size: Positive = 128
-    dampening_frac: Fraction = 0.01
+    dampening_frac: Annotated[Share, says("give a number from 0 to 1")] = 0.01
     actorder: Annotated[object, _checked(_actorder)] = None
     first_token_weight: AboveZero = 1.0
 
@@ -286,12 +266,8 @@ QUANTIZERS: Mapping[str, type[Modifier]] = {
 """Modifier that quantises -> its arguments."""
 MODIFIERS: Mapping[str, type[Modifier]] = {**TRANSFORMS, **QUANTIZERS}
 
-REFUSED = {
-    **{
-        name: f"it rotates heads and the residual stream, and rotated K and V {SHARED_CACHE}"
-        for name in ("SpinQuantModifier", "QuIPModifier", "TransformModifier")
-    },
-    "sensitive_layers": "FlexQuant no longer searches for linears to spare, which gained less than zero "
-    "points do; remove it, and take 'scheme: W4A16_ASYM', or name linears to keep in 16 bit in 'ignore'",
-}
+ROTATIONS = dict.fromkeys(
+    ("SpinQuantModifier", "QuIPModifier", "TransformModifier"),
+    f"it rotates heads and the residual stream, and rotated K and V {SHARED_CACHE}",
+)
 """Keys of a variant that are refused -> the reason."""

@@ -23,6 +23,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model of one layer, which tests only read."""
+    return make_checkpoint(tmp_path_factory.mktemp("small") / "model", scheme=None, num_layers=1)
+
+
+@pytest.fixture(scope="session")
 def variants(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with w8a8 and w4a16, which tests only read."""
     output = tmp_path_factory.mktemp("quantised") / "variants"

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""`flexquant build`: one command from the 16-bit model to the merged checkpoint, whatever interrupts it."""
+"""`flexquant build` and `flexquant quantize`: what they print and leave, whatever interrupts them."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
-import multiprocessing.context
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,11 +24,11 @@ from safetensors.torch import load_file
 
 from flexquant import cli
 from flexquant.merge import merge_checkpoints, verify_checkpoint
-from tests import programs
+from tests import readme
 from tests.checkpoints import make_checkpoint
-from tests.quantize.folders import digests, report
+from tests.kills import kill_often
+from tests.quantize.quantizing import OPTIONS, digests, report, section
 
-FEW = ["--samples", "4", "--length", "64"]
 FLEXQUANT = [sys.executable, "-m", "flexquant"]
 SECONDS = 300
 
@@ -35,7 +37,7 @@ SECONDS = 300
 def first_build(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return what an undisturbed build leaves, ``merged`` and ``merged-variants``, and what it prints."""
     folder = tmp_path_factory.mktemp("built")
-    return folder, run([*FLEXQUANT, "build", str(model), "--output", str(folder / "merged"), *FEW])
+    return folder, run([*FLEXQUANT, "build", str(model), "--output", str(folder / "merged"), *OPTIONS])
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def test_a_log_file_gets_one_line_a_stage(
     assert len(lines) <= 36
 
     before = digests(folder)
-    assert cli.main(["build", str(model), "--output", str(folder / "merged"), *FEW]) == 0
+    assert cli.main(["build", str(model), "--output", str(folder / "merged"), *OPTIONS]) == 0
     again = capsys.readouterr().err.splitlines()
     assert [line[:6] for line in again if line.startswith("[")] == [f"[{i}/7] " for i in range(1, 8)]
     assert sum("is finished, and kept" in line for line in again) == 2
@@ -72,7 +74,7 @@ def test_a_log_file_gets_one_line_a_stage(
 # It finds what hides llmcompressor's own lines, which nobody but a developer asks for.
 @pytest.mark.full
 def test_verbose_shows_what_llmcompressor_prints(model: Path, tmp_path: Path) -> None:
-    command = [*FLEXQUANT, "quantize", str(model), "--output", str(tmp_path / "variants"), *FEW]
+    command = [*FLEXQUANT, "quantize", str(model), "--output", str(tmp_path / "variants"), *OPTIONS]
     output = run([*command, "--variants", "w4a16", "--verbose"])
     assert "Calibrating" in output and "[4/4] w4a16: " in output
 
@@ -114,73 +116,95 @@ def build(arguments: list[str]) -> None:
     sys.exit(cli.main(arguments))
 
 
-@pytest.fixture(scope="module")
-def processes() -> multiprocessing.context.ForkServerContext:
-    """Return a context whose processes are forked from one that has only imported llmcompressor."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["flexquant.cli", "llmcompressor", "flexquant.quantization.oneshot"])
-    return context
-
-
 @pytest.mark.parametrize(
     "stages", [pytest.param(SOME, id="some"), pytest.param(list(STAGES), id="every", marks=pytest.mark.full)]
 )
 def test_killed_at_a_stage_and_started_again_it_ends_in_the_same_bytes(
-    stages: list[str],
-    model: Path,
-    built: Path,
-    tmp_path: Path,
-    processes: multiprocessing.context.ForkServerContext,
+    stages: list[str], model: Path, built: Path, tmp_path: Path
 ) -> None:
-    arguments = ["build", str(model), "--output", str(tmp_path / "merged"), *FEW]
-    for stage in stages:
-        process = processes.Process(target=build, args=(arguments,))
+    processes = multiprocessing.get_context("forkserver")  # forks one that has only imported llmcompressor
+    processes.set_forkserver_preload(["flexquant.cli", "llmcompressor", "flexquant.quantization.oneshot"])
+
+    def start_and_wait(until: str) -> int | None:
+        """Kill a build when a file is there that matches the pattern; return its exit code."""
+        process = processes.Process(
+            target=build, args=(["build", str(model), "--output", str(tmp_path / "merged"), *OPTIONS],)
+        )
         process.start()
         deadline = time.monotonic() + SECONDS
-        while process.is_alive() and time.monotonic() < deadline and not list(tmp_path.glob(STAGES[stage])):
+        while process.is_alive() and time.monotonic() < deadline and not list(tmp_path.glob(until)):
             time.sleep(0.0005)
         process.kill()
         process.join()
-        assert process.exitcode == -signal.SIGKILL, f"it ended before {stage}"
+        return process.exitcode
+
+    for stage in stages:
+        assert start_and_wait(STAGES[stage]) == -signal.SIGKILL, f"it ended before {stage}"
     finished = {p: p.stat().st_mtime_ns for p in (tmp_path / "merged-variants").glob("*/*")}
-    programs.run([*FLEXQUANT, *arguments], timeout=SECONDS)
+    assert start_and_wait("nothing that a build writes") == 0
     assert {p: p.stat().st_mtime_ns for p in finished} == finished, "a finished variant was written again"
     assert digests(tmp_path) == digests(built)
 
 
-def test_a_build_that_differs_needs_overwrite(model: Path, built: Path, tmp_path: Path, capsys) -> None:
+# It kills at random moments of writing, where the test above kills at chosen ones.
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "written"), [("quantize", ["variants", "--resume"]), ("build", ["merged"])])
+def test_killed_it_leaves_nothing_half_done_and_can_run_again(
+    name: str, written: list[str], model: Path, tmp_path: Path
+) -> None:
+    folder, *options = written
+    kill_often(
+        lambda output: [name, str(model), "--output", str(output / folder), *options, *OPTIONS], tmp_path, 2
+    )
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Return a function that asserts that a build is refused, and changes nothing; it returns the message."""
+
+    def run(model: Path, output: Path, *options: str) -> str:
+        before = digests(tmp_path)
+        assert cli.main(["build", str(model), "--output", str(output), *OPTIONS, *options]) == 1
+        assert digests(tmp_path) == before
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_a_build_that_differs_needs_overwrite(
+    model: Path, built: Path, tmp_path: Path, refused: Refused
+) -> None:
     shutil.copytree(built, tmp_path / "again")
-    command = ["build", str(model), "--output", str(tmp_path / "again/merged"), *FEW, "--seed", "1"]
-    assert cli.main(command) == 1
-    assert "--overwrite" in capsys.readouterr().err
-    assert digests(tmp_path / "again") == digests(built)
-    assert cli.main([*command, "--overwrite"]) == 0
+    output = tmp_path / "again/merged"
+    assert "--overwrite" in refused(model, output, "--seed", "1")
+    command = ["build", str(model), "--output", str(output), *OPTIONS, "--seed", "1", "--overwrite"]
+    assert cli.main(command) == 0
     assert digests(tmp_path / "again") != digests(built)
-    verify_checkpoint(tmp_path / "again/merged")
+    verify_checkpoint(output)
 
 
 def test_an_edited_variant_is_told_and_not_quantised_again(
-    model: Path, built: Path, tmp_path: Path, capsys
+    model: Path, built: Path, tmp_path: Path, refused: Refused
 ) -> None:
     shutil.copytree(built, tmp_path / "again")
     edited = tmp_path / "again/merged-variants/w4a16/tokenizer_config.json"
     edited.write_text(edited.read_text() + "\n")
-    before = digests(tmp_path / "again")
-    assert cli.main(["build", str(model), "--output", str(tmp_path / "again/merged"), *FEW]) == 1
-    message = capsys.readouterr().err
+    message = refused(model, tmp_path / "again/merged")
     assert "tokenizer_config.json has other content" in message and "--overwrite" in message
-    assert digests(tmp_path / "again") == before
 
 
 def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(
-    model: Path, built: Path, tmp_path: Path, capsys
+    model: Path, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The variants are gone, so that nothing but the checkpoint remembers the old generation settings."""
     shutil.copytree(model, tmp_path / "tiny")
     shutil.copytree(built / "merged", tmp_path / "merged")
     (tmp_path / "tiny/generation_config.json").write_text('{"do_sample": true, "temperature": 0.5}')
     before = digests(tmp_path / "merged")
-    command = ["build", str(tmp_path / "tiny"), "--output", str(tmp_path / "merged"), *FEW]
+    command = ["build", str(tmp_path / "tiny"), "--output", str(tmp_path / "merged"), *OPTIONS]
     assert cli.main(command) == 1
     message = capsys.readouterr().err
     assert "generation_config.json" in message and "--overwrite" in message
@@ -188,68 +212,60 @@ def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["nothing", "a file of mine", "one variant", "another policy", "a policy of its own", "larger shards"],
+    ("content", "options"),
+    [
+        ("nothing", []),
+        ("a file of mine", []),
+        ("one variant", []),
+        ("merged", ["--policy", "w8a8"]),
+        ("merged", ["--max-shard-size", "100KB"]),
+        ("a policy of its own", []),
+    ],
 )
 def test_an_output_that_cannot_be_gone_on_with_is_refused_before_quantising(
-    model: Path, built: Path, tmp_path: Path, capsys, content: str
+    model: Path, built: Path, tmp_path: Path, refused: Refused, content: str, options: list[str]
 ) -> None:
-    output, options = tmp_path / "merged", []
-    if content == "one variant":
-        shutil.copytree(built / "merged-variants/w8a8", output)
-    elif content == "another policy":
-        shutil.copytree(built / "merged", output)
-        options = ["--policy", "w8a8"]
-    elif content == "larger shards":
-        shutil.copytree(built / "merged", output)
-        options = ["--max-shard-size", "100KB"]
-    elif content == "a policy of its own":
-        merge_checkpoints(
-            {n: built / "merged-variants" / n for n in ("w8a8", "w4a16")}, output, policy="w8a8"
-        )
+    output, variants = tmp_path / "merged", {n: built / "merged-variants" / n for n in ("w8a8", "w4a16")}
+    if content == "a policy of its own":
+        merge_checkpoints(variants, output, policy="w8a8")
+    elif content in ("merged", "one variant"):
+        shutil.copytree(built / "merged" if content == "merged" else variants["w8a8"], output)
     else:
         output.mkdir()
         if content == "a file of mine":
             (output / "thesis.txt").write_text("years of work")
-    before = digests(tmp_path)
-    assert cli.main(["build", str(model), "--output", str(output), *FEW, *options]) == 1
-    message = capsys.readouterr().err
+    message = refused(model, output, *options)
     assert f"{output}" in message and "choose another folder" in message
     assert "calibrating" not in message
-    assert digests(tmp_path) == before and not (tmp_path / "merged-variants").exists()
+    assert not (tmp_path / "merged-variants").exists()
 
 
-def test_a_policy_that_the_recipe_cannot_serve_is_refused_first(model: Path, tmp_path: Path, capsys) -> None:
-    command = ["build", str(model), "--output", str(tmp_path / "merged"), "--recipe", "fp8"]
-    assert cli.main([*command, "--policy", "phase"]) == 1
-    assert "uses the variant 'w8a8', but the recipe 'fp8' makes fp8, w4a16" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_default_policy_is_one_that_the_recipe_can_serve(model: Path, tmp_path: Path, capsys) -> None:
+def test_a_policy_that_the_recipe_cannot_serve_is_refused_first(
+    model: Path, tmp_path: Path, refused: Refused
+) -> None:
+    message = refused(model, tmp_path / "merged", "--recipe", "fp8", "--policy", "phase")
+    assert "uses the variant 'w8a8', but the recipe 'fp8' makes fp8, w4a16" in message
     modifiers = "{GPTQModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}}"
     recipe = f"schema: flexquant.recipe/v1\nvariants: {{a: {modifiers}, b: {modifiers}}}\n"
     (tmp_path / "recipe.yaml").write_text(recipe)
-    output = tmp_path / "merged"
-    command = ["build", str(model), "--output", str(output), "--recipe", str(tmp_path / "recipe.yaml"), *FEW]
-    assert cli.main(command) == 1
-    assert "the policy 'phase-batch' uses the variant" in capsys.readouterr().err
-    assert not output.exists()
+    message = refused(model, tmp_path / "merged", "--recipe", str(tmp_path / "recipe.yaml"))
+    assert "the policy 'phase-batch' uses the variant" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
 def test_a_finished_checkpoint_has_the_variants_in_the_recipes_order(
-    tmp_path: Path, model: Path, capsys
+    tmp_path: Path, model: Path, refused: Refused
 ) -> None:
     sources = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w4a16", "w8a8")}
     merge_checkpoints(sources, tmp_path / "merged")
-    assert cli.main(["build", str(model), "--output", str(tmp_path / "merged"), *FEW]) == 1
-    assert "holds the variants w4a16, w8a8, but this build makes w8a8, w4a16" in capsys.readouterr().err
+    message = refused(model, tmp_path / "merged")
+    assert "holds the variants w4a16, w8a8, but this build makes w8a8, w4a16" in message
 
 
 def test_the_fp8_recipe_needs_data_for_w4a16_alone_and_stores_its_policy(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["build", str(model), "--output", str(tmp_path / "merged"), "--recipe", "fp8", *FEW]
+    command = ["build", str(model), "--output", str(tmp_path / "merged"), "--recipe", "fp8", *OPTIONS]
     assert cli.main(command) == 0
     assert "fp8: quantising without calibration" in capsys.readouterr().err
     tensors = load_file(tmp_path / "merged-variants/fp8/model.safetensors")
@@ -258,3 +274,65 @@ def test_the_fp8_recipe_needs_data_for_w4a16_alone_and_stores_its_policy(
     section = json.loads((tmp_path / "merged/config.json").read_text())["quantization_config"]
     assert section["policy"]["rules"][-1] == {"use": "fp8"}
     assert (tmp_path / "merged/recipe.fp8.yaml").is_file()
+
+
+def test_summary_and_json(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["quantize", str(model), "--output", str(tmp_path / "variants"), *OPTIONS, "--json"]
+    assert cli.main([*command, "--variants", "w8a8"]) == 0
+    printed = capsys.readouterr()
+    file = tmp_path / "variants/calibration.jsonl"
+    assert f"[2/4] the model writes its calibration text, {file} ..." in printed.err and file.read_text()
+    first, second, lost, *table, last = printed.out.splitlines()
+    assert first.startswith("w8a8: ") and "6 groups of linears smoothed" in first
+    assert "alpha searched per layer: quantisation MSE" in second
+    assert lost.startswith("lost against the 16-bit model") and table[0].startswith("text ")
+    (variant,) = json.loads(last)["variants"].values()
+    assert {row.split()[0] for row in table[1:] if "%" in row} >= variant["losses"].keys()
+    assert variant["num_bytes"] == (tmp_path / "variants/w8a8/model.safetensors").stat().st_size
+
+    assert cli.main([*command, "--recipe", "rtn", "--variants", "w4a16", "--resume"]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert "groups of 128" in first and list(json.loads(last)["variants"]) == ["w4a16"]
+    assert cli.main([*command, "--recipe", "rtn", "--variants", "w4a16", "--resume"]) == 0
+    assert "kept from an earlier run" in capsys.readouterr().out
+
+
+def test_a_recipe_file_with_a_mistake(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("schema: flexquant.recipe/v1\nvariants:\n  w8a8:\n    GPTQModifer: {}\n")
+    command = ["quantize", str(model), "--output", str(tmp_path / "out"), "--recipe", str(file)]
+    assert cli.main(command) == 1
+    assert "line 4: variants.w8a8.GPTQModifer is an unknown key" in capsys.readouterr().err
+
+
+def test_without_llmcompressor(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *a: None if name == "llmcompressor" else find_spec(name, *a)
+    )
+    assert cli.main(["quantize", str(model), "--output", str(tmp_path / "variants")]) == 1
+    assert "install flexquant[quantize] in an environment of its own" in capsys.readouterr().err
+
+
+def test_the_readmes_commands(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my-model").symlink_to(model)
+    monkeypatch.chdir(tmp_path)
+    commands = [c for c in readme.commands() if c.startswith(("flexquant quantize", "flexquant build"))]
+    for command in commands:
+        assert cli.main([*shlex.split(command)[1:], *OPTIONS]) == 0
+    assert {p.name for p in (tmp_path / "my-variants").iterdir()} == {"calibration.jsonl", "w8a8", "w4a16"}
+    assert {p.name for p in tmp_path.iterdir()} > {"my-model-merged", "my-other-variants"}
+
+
+def test_the_readmes_recipe(tmp_path: Path) -> None:
+    # Large enough that one unit is less than the recipe's budget.
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=4)
+    (tmp_path / "recipe.yaml").write_text(readme.documents("flexquant.recipe/v1")[0])
+    command = ["quantize", str(model), "--output", str(tmp_path / "variants"), *OPTIONS]
+    assert cli.main([*command, "--recipe", str(tmp_path / "recipe.yaml")]) == 0
+    ignored = section(tmp_path / "variants/w8a8")["ignore"]
+    assert len(ignored) > 1 and "lm_head" in ignored

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -12,56 +13,66 @@ from pathlib import Path
 
 import pytest
 
+from flexquant import cli
 from flexquant.merge import verify_checkpoint
 from tests import programs
-from tests.quantize.folders import digests
+from tests.quantize.quantizing import OPTIONS, digests
 
-FEW = ["--samples", "4", "--length", "64"]
-FLEXQUANT = [sys.executable, "-m", "flexquant"]
 SECONDS = 600
 
 
-def fails(command: list[object], most: int) -> str:
+def fails(command: list[str], most: int, capsys: pytest.CaptureFixture[str]) -> str:
     """Run with files of at most ``most`` bytes; return the sentence in which the command ends."""
-    done = programs.run(programs.with_small_files(command, most), timeout=SECONDS, status=1)
-    assert "Traceback" not in done.stderr
-    return done.stderr.splitlines()[-1]
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limit[1]))
+    try:
+        assert cli.main(command) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said.splitlines()[-1]
 
 
 @pytest.mark.parametrize("most", [pytest.param(4096, marks=pytest.mark.full), 65536])
-def test_a_variant_that_does_not_fit(model: Path, tmp_path: Path, most: int) -> None:
+def test_a_variant_that_does_not_fit(
+    model: Path, tmp_path: Path, most: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "variants"
-    command = [*FLEXQUANT, "quantize", model, "--output", output, "--resume", *FEW]
-    sentence = fails(command, most)
-    assert sentence.startswith(
+    command = ["quantize", str(model), "--output", str(output), "--resume", *OPTIONS]
+    assert fails(command, most, capsys).startswith(
         f"flexquant quantize: error: the disk ran full while writing {output / 'w8a8'}"
     )
     assert digests(tmp_path).keys() == {"variants/calibration.jsonl"}, "which is whole"
-    programs.run(command, timeout=SECONDS)
+    assert cli.main(command) == 0
     assert {"w8a8/config.json", "w4a16/config.json"} <= digests(output).keys()
 
 
+# The unit tests know the check of free space; this one finds that quantising no longer asks it.
+@pytest.mark.full
 def test_a_disk_without_room_is_told_before_quantising(model: Path, tmp_path: Path) -> None:
-    mounted = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    mounted = [*programs.OWN_MOUNTS, "sh", "-c"]
     mounted += ['mount -t tmpfs -o size=128k tmpfs "$0" || exit 77; "$@"', str(tmp_path)]
     if subprocess.run([*mounted, "true"], capture_output=True, timeout=SECONDS).returncode:
         pytest.skip("this machine does not let its users mount a disk of their own")
-    command = [*FLEXQUANT, "quantize", model, "--output", tmp_path / "variants", "--recipe", "rtn"]
-    done = programs.run([*mounted, *command], timeout=SECONDS, status=1)
+    command = ["quantize", model, "--output", tmp_path / "variants", "--recipe", "rtn"]
+    done = programs.run([*mounted, sys.executable, "-m", "flexquant", *command], timeout=SECONDS, status=1)
     assert re.search(r"needs [\d.]+ KiB of free disk space, but .* has [\d.]+ KiB", done.stderr)
     assert "quantising" not in done.stderr
 
 
-def test_a_merge_that_does_not_fit_keeps_the_variants(model: Path, variants: Path, tmp_path: Path) -> None:
+def test_a_merge_that_does_not_fit_keeps_the_variants(
+    model: Path, variants: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The variants are from an earlier run, with files larger than now fit."""
     output, kept = tmp_path / "merged", tmp_path / "merged-variants"
     shutil.copytree(variants, kept)
     before = digests(tmp_path)
-    command = [*FLEXQUANT, "build", model, "--output", output, *FEW]
-    assert fails(command, 65536).startswith(
+    command = ["build", str(model), "--output", str(output), *OPTIONS]
+    assert fails(command, 65536, capsys).startswith(
         f"flexquant build: error: the disk ran full while writing {output}"
     )
     assert digests(tmp_path) == before
-    programs.run(command, timeout=SECONDS)
+    assert cli.main(command) == 0
     assert digests(kept) == digests(variants)
     verify_checkpoint(output, {name: kept / name for name in ("w8a8", "w4a16")})

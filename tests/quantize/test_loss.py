@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a build says that quantising lost: as measured on what was written, and against a bound."""
+"""What quantising lost, measured on what was written and against a bound; what training of scales regains."""
 
 from __future__ import annotations
 
 from math import log
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 from flexquant import cli
 from flexquant.checkpoint.measured_loss import Loss, loss_lines, read_losses
-from flexquant.documents.texts import read_corpus
+from flexquant.documents.texts import draw_rows, read_corpus, read_documents
 from flexquant.quantization.loss import (
     _answers,
     _compare,
@@ -24,9 +26,9 @@ from flexquant.quantization.loss import (
     read_reference,
     reference_of,
 )
-from flexquant.quantization.source_model import read_source
+from flexquant.quantization.recipe import load_recipe
 from tests.checkpoints import StateDict, make_checkpoint
-from tests.quantize.quantizing import FEW, RTN, W4A16, quantize, recipe
+from tests.quantize.quantizing import FEW, RTN, W4A16, digests, quantize, recipe, report
 
 COARSE = {"QuantizationModifier": {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": 128}}
 
@@ -36,10 +38,16 @@ def tokenizer(model: Path) -> AutoTokenizer:
     return AutoTokenizer.from_pretrained(model)
 
 
+def load(folder: Path) -> Any:
+    """Return a model in float32, its weights decompressed."""
+    quantised = "quantization_config" in (folder / "config.json").read_text()
+    how = {"quantization_config": CompressedTensorsConfig(run_compressed=False)} if quantised else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
+
+
 def test_a_model_loses_nothing_against_itself(model: Path, tokenizer: AutoTokenizer) -> None:
-    reference = read_reference(read_source(model), tokenizer)
-    same = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    losses = measure_loss(same, reference)
+    same = load(model)
+    losses = measure_loss(same, read_reference(same, tokenizer))
     assert {"prose", "code", "conversation"} <= losses.keys()
     for loss in losses.values():
         assert (loss.kl, loss.perplexity, loss.same_top) == (0, 0, 1)
@@ -51,12 +59,7 @@ def test_what_is_recorded_is_the_loss_of_what_was_written(
 ) -> None:
     """The reference computes both models' whole logits by itself."""
     recorded = read_losses({variant: variants / variant / "recipe.yaml"})[variant]
-    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    written = AutoModelForCausalLM.from_pretrained(
-        variants / variant,
-        dtype=torch.float32,
-        quantization_config=CompressedTensorsConfig(run_compressed=False),
-    )
+    original, written = load(model), load(variants / variant)
     for kind, rows in measuring_rows(read_corpus(held_out=True), (), tokenizer).items():
         divergences, growth = [], []
         for row in rows:
@@ -109,7 +112,7 @@ def test_a_kind_to_which_the_model_itself_answers_nan_is_not_measured(
     model: Path, tokenizer: AutoTokenizer
 ) -> None:
     rows = measuring_rows(read_corpus(held_out=True), (), tokenizer)
-    broken = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    broken = load(model)
     only_code = set(sum(rows["code"], [])) - set(sum(rows["prose"], []))
     broken.get_input_embeddings().weight.data[list(only_code)] = torch.nan
     answers = reference_of(broken, {kind: rows[kind] for kind in ("code", "prose")}).answers
@@ -156,3 +159,65 @@ def test_a_restarted_run_keeps_what_was_measured(model: Path, tmp_path: Path) ->
     (first,) = quantize(model, tmp_path / "out", by)
     (again,) = quantize(model, tmp_path / "out", by, resume=True, **FEW)
     assert again.kept and again.losses == first.losses and first.losses
+
+
+EPOCHS = 8
+WAYS = {"plain": W4A16, "distilled": {**W4A16, "scale_distillation": {"epochs": EPOCHS}}}
+WITH_ZEROS = {"GPTQModifier": {**W4A16["GPTQModifier"], "scheme": "W4A16_ASYM"}}
+
+
+@pytest.fixture(scope="module")
+def both(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("distilled") / "variants"
+    quantize(model, output, recipe(**WAYS), samples=32)
+    return output
+
+
+def divergence(model: Path, variant: Path) -> float:
+    """Return the KL divergence of a variant to the 16-bit model on other rows of the text calibrated on."""
+    tokenizer, teacher, student = AutoTokenizer.from_pretrained(model), load(model), load(variant)
+    found = []
+    for ids in draw_rows(read_documents(None), tokenizer, samples=8, length=64, seed=1):
+        with torch.inference_mode():
+            expected, given = (m(torch.tensor([ids])).logits.log_softmax(-1) for m in (teacher, student))
+        found.append(float((expected.exp() * (expected - given)).sum(-1).mean()))
+    return sum(found) / len(found)
+
+
+def test_the_answers_are_nearer_to_16_bit(model: Path, both: Path) -> None:
+    plain, distilled = (divergence(model, both / way) for way in WAYS)
+    assert distilled < 0.98 * plain
+
+
+def test_every_epoch_is_told(both: Path) -> None:
+    found = report(both / "distilled")["distillation"]["kl_by_epoch"]
+    assert len(found) == EPOCHS
+    assert found[-1] < 0.95 * found[0]
+    assert report(both / "plain")["distillation"] is None
+
+
+def only_scales_differ(folder: Path) -> dict[str, torch.Tensor]:
+    """Assert that the two ways gave equal integers, and return the tensors of the plain one."""
+    plain, distilled = (load_file(folder / way / "model.safetensors") for way in WAYS)
+    different = {name.rpartition(".")[2] for name in plain if not plain[name].equal(distilled[name])}
+    assert different == {"weight_scale"}
+    assert {name: w.shape for name, w in plain.items()} == {name: w.shape for name, w in distilled.items()}
+    return plain
+
+
+def test_the_integers_are_those_of_gptq(both: Path) -> None:
+    assert only_scales_differ(both)
+
+
+def test_scales_are_trained_beside_zero_points_and_the_recipe_makes_them_again(
+    model: Path, tmp_path: Path
+) -> None:
+    ways = {"plain": WITH_ZEROS, "distilled": {**WITH_ZEROS, "scale_distillation": {"epochs": 1}}}
+    quantize(model, tmp_path, recipe(**ways), samples=8)
+    assert any(name.endswith("weight_zero_point") for name in only_scales_differ(tmp_path))
+
+    again = load_recipe(tmp_path / "distilled/recipe.yaml")
+    assert again.variants["distilled"].scale_distillation is not None
+    quantize(model, tmp_path / "again", again, samples=8)
+    first, second = (digests(folder / "distilled") for folder in (tmp_path, tmp_path / "again"))
+    assert first["model.safetensors"] == second["model.safetensors"]

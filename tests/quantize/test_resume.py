@@ -6,22 +6,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from flexquant.errors import FlexQuantError
+from flexquant.quantization.recipe import Recipe
 from flexquant.quantization.report import REPORT_FILE
 from tests.checkpoints import make_checkpoint
-from tests.quantize.folders import digests
-from tests.quantize.quantizing import RTN, W4A16, quantize, recipe, recorder
+from tests.quantize.quantizing import RTN, W4A16, digests, quantize, recipe, recorder
 
 TWO = recipe(w8a8=RTN, w4a16=W4A16)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("small") / "model", scheme=None, num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +33,28 @@ def finished(first_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(first_run, tmp_path / "variants"))
 
 
+def refused(match: str, model: Path, output: Path, by: Recipe = TWO, **options: Any) -> None:
+    """Assert that starting again is refused, that it names --overwrite, and that nothing is changed."""
+    before = digests(output)
+    with pytest.raises(FlexQuantError, match=f"{match}; .*--overwrite"):
+        quantize(model, output, by, resume=True, **options)
+    assert digests(output) == before
+
+
+def kept(model: Path, output: Path, by: Recipe = TWO, **options: Any) -> list[bool]:
+    """Start again, and return which variants were kept."""
+    return [result.kept for result in quantize(model, output, by, resume=True, **options)]
+
+
 def test_what_is_finished_stays_and_what_is_gone_is_made_again(small: Path, finished: Path) -> None:
     written = finished / "w8a8/model.safetensors"
     expected, time = digests(finished), written.stat().st_mtime_ns
     said: list[str] = []
-    results = quantize(small, finished, TWO, resume=True, stage=recorder(said))
-    assert [result.kept for result in results] == [True, True]
+    assert kept(small, finished, stage=recorder(said)) == [True, True]
     assert f"w8a8: {finished / 'w8a8'} is finished, and kept" in said
 
     shutil.rmtree(finished / "w4a16")
-    results = quantize(small, finished, TWO, resume=True)
-    assert [result.kept for result in results] == [True, False]
+    assert kept(small, finished) == [True, False]
     assert written.stat().st_mtime_ns == time and digests(finished) == expected
 
 
@@ -57,38 +64,28 @@ def test_what_a_killed_run_left_beside_finished_variants_goes(small: Path, finis
     (finished / ".w8a8.flexquant-tmp").mkdir()
     (finished / ".w8a8.flexquant-tmp/config.json").write_text("{}")
     (finished / "w4a16").rename(finished / ".w4a16.flexquant-old")
-    results = quantize(small, finished, TWO, resume=True)
-    assert [result.kept for result in results] == [True, True]
+    assert kept(small, finished) == [True, True]
     assert digests(finished) == expected
 
 
-def test_a_changed_or_missing_file_is_named_and_the_variant_replaced_only_when_told_to(
+def test_changed_files_are_named_and_the_variant_replaced_only_when_told_to(
     small: Path, finished: Path
 ) -> None:
-    expected = digests(finished)
-    edited, missing = finished / "w8a8/tokenizer_config.json", finished / "w8a8/config.json"
-    edited.write_text(edited.read_text() + "\n")
-    missing.unlink()
-    (finished / "w8a8/chat_template.jinja").write_text("{{ messages }}")
-    before = digests(finished)
-    named = "w8a8 was changed after it was made: config.json is missing, "
-    named += "tokenizer_config.json has other content, chat_template.jinja was added"
-    with pytest.raises(FlexQuantError, match=f"{named}; .*--overwrite"):
-        quantize(small, finished, TWO, resume=True)
-    assert digests(finished) == before
-    results = quantize(small, finished, TWO, resume=True, overwrite=True)
-    assert [result.kept for result in results] == [False, True]
-    assert digests(finished) == expected
-
-
-def test_a_variant_damaged_at_equal_size_is_told(small: Path, finished: Path) -> None:
-    file = finished / "w8a8/model.safetensors"
-    tensors, size = load_file(file), file.stat().st_size
+    expected, w8a8 = digests(finished), finished / "w8a8"
+    weights = w8a8 / "model.safetensors"
+    tensors, size = load_file(weights), weights.stat().st_size
     tensors["model.layers.0.mlp.gate_proj.weight"].zero_()
-    save_file(tensors, file, metadata={"format": "pt"})
-    assert file.stat().st_size == size
-    with pytest.raises(FlexQuantError, match=r"w8a8 was changed .*: model.safetensors has other content; "):
-        quantize(small, finished, TWO, resume=True)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert weights.stat().st_size == size
+    refused(r"w8a8 was changed .*: model.safetensors has other content", small, finished)
+    (w8a8 / "tokenizer_config.json").write_text((w8a8 / "tokenizer_config.json").read_text() + "\n")
+    (w8a8 / "config.json").unlink()
+    (w8a8 / "chat_template.jinja").write_text("{{ messages }}")
+    named = "w8a8 was changed after it was made: config.json is missing, model.safetensors has other content"
+    named += ", tokenizer_config.json has other content, chat_template.jinja was added"
+    refused(named, small, finished)
+    assert kept(small, finished, overwrite=True) == [False, True]
+    assert digests(finished) == expected
 
 
 def test_a_damaged_report_is_told_and_the_variant_made_again_when_told_to(
@@ -97,10 +94,8 @@ def test_a_damaged_report_is_told_and_the_variant_made_again_when_told_to(
     expected = digests(finished)
     for damaged in ('{"schema": ', "[]", '{"files": {}}'):
         (finished / "w8a8" / REPORT_FILE).write_text(damaged)
-        with pytest.raises(FlexQuantError, match=f"w8a8/{REPORT_FILE} .*--overwrite"):
-            quantize(small, finished, TWO, resume=True)
-    results = quantize(small, finished, TWO, resume=True, overwrite=True)
-    assert [result.kept for result in results] == [False, True]
+        refused(f"w8a8/{REPORT_FILE} .*", small, finished)
+    assert kept(small, finished, overwrite=True) == [False, True]
     assert digests(finished) == expected
 
 
@@ -109,69 +104,55 @@ def test_changed_files_beside_the_weights_are_noticed(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
     by, output = recipe(w8a8=RTN), tmp_path / "variants"
     quantize(model, output, by)
-    names = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE")
-    before = {name: (model / name).read_text() if (model / name).exists() else None for name in names}
-    for name, text in before.items():
-        (model / name).write_text(f"{text} " if text is not None else "{}")
-        with pytest.raises(FlexQuantError, match=f"w8a8 was made with different {name}; .*--overwrite"):
-            quantize(model, output, by, resume=True)
+    for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE"):
+        text = (model / name).read_text() if (model / name).exists() else None
+        (model / name).write_text("{}" if text is None else f"{text} ")
+        refused(f"w8a8 was made with different {name}", model, output, by)
         if text is None:
             (model / name).unlink()
         else:
             (model / name).write_text(text)
     (model / "LICENSE").write_text("mine")
-    quantize(model, output, by, resume=True, overwrite=True)
+    assert kept(model, output, by, overwrite=True) == [False]
     assert (output / "w8a8/LICENSE").read_text() == "mine"
     (model / "LICENSE").unlink()
-    with pytest.raises(FlexQuantError, match="w8a8 was made with different LICENSE; .*--overwrite"):
-        quantize(model, output, by, resume=True)
+    refused("w8a8 was made with different LICENSE", model, output, by)
 
 
 def test_the_order_of_modifiers_is_noticed(small: Path, tmp_path: Path) -> None:
     """Both orders smooth the same norms, so the first one decides what the second one sees."""
     smooth = {"SmoothQuantModifier": {"smoothing_strength": 0.5, "mappings": "norms"}}
     awq = {"AWQModifier": {"mappings": "norms"}}
-    quantize(small, tmp_path / "variants", recipe(w4a16={**smooth, **awq, **W4A16}))
-    with pytest.raises(FlexQuantError, match="w4a16 was made with different recipe; .*--overwrite"):
-        quantize(small, tmp_path / "variants", recipe(w4a16={**awq, **smooth, **W4A16}), resume=True)
+    quantize(small, tmp_path, recipe(w4a16={**smooth, **awq, **W4A16}))
+    other = recipe(w4a16={**awq, **smooth, **W4A16})
+    refused("w4a16 was made with different recipe", small, tmp_path, other)
 
 
 def test_a_run_that_is_refused_has_deleted_nothing(small: Path, finished: Path) -> None:
     """The first variant lost a file, the second was made otherwise: the refusal names both, and both stay."""
     (finished / "w8a8/generation_config.json").unlink()
-    before = digests(finished)
-    with pytest.raises(FlexQuantError) as refusal:
-        quantize(small, finished, TWO, seed=1, resume=True)
-    assert "generation_config.json is missing" in str(refusal.value)
-    assert "w4a16 was made with different" in str(refusal.value)
-    assert digests(finished) == before
+    both = "generation_config.json is missing.*w4a16 was made with different calibration rows, seed"
+    refused(both, small, finished, seed=1)
 
 
-def test_what_was_made_otherwise_is_replaced_only_when_told_to(small: Path, finished: Path) -> None:
+def test_what_was_made_otherwise_is_replaced_only_when_told_to(
+    small: Path, finished: Path, tmp_path: Path
+) -> None:
+    other = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, seed=1)
+    refused("w8a8 was made with different weights", other, finished)
+    changed = {"QuantizationModifier": {**RTN["QuantizationModifier"], "weight_observer": "memoryless_mse"}}
+    refused("w8a8 was made with different recipe", small, finished, recipe(w8a8=changed))
+    refused("w4a16 was made with different calibration rows, seed", small, finished, seed=1)
     before = digests(finished)
     with pytest.raises(FlexQuantError, match=r"w8a8 exists; .*--overwrite"):
         quantize(small, finished, TWO)
-    with pytest.raises(
-        FlexQuantError, match=r"w4a16 was made with different calibration rows, seed; .*--overwrite"
-    ):
-        quantize(small, finished, TWO, seed=1, resume=True)
     assert digests(finished) == before
-    results = quantize(small, finished, TWO, seed=1, resume=True, overwrite=True)
     # The calibration-free variant does not depend on the samples.
-    assert [result.kept for result in results] == [True, False]
+    assert kept(small, finished, seed=1, overwrite=True) == [True, False]
     after = digests(finished)
     assert after.keys() == before.keys()
     assert after["w8a8/model.safetensors"] == before["w8a8/model.safetensors"]
     assert after["w4a16/model.safetensors"] != before["w4a16/model.safetensors"]
-
-
-def test_another_model_or_recipe_is_noticed(small: Path, finished: Path, tmp_path: Path) -> None:
-    other = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, seed=1)
-    with pytest.raises(FlexQuantError, match="w8a8 was made with different weights; .*--overwrite"):
-        quantize(other, finished, TWO, resume=True)
-    changed = {"QuantizationModifier": {**RTN["QuantizationModifier"], "weight_observer": "memoryless_mse"}}
-    with pytest.raises(FlexQuantError, match="w8a8 was made with different recipe; .*--overwrite"):
-        quantize(small, finished, recipe(w8a8=changed), resume=True)
 
 
 def test_a_folder_of_something_else_is_never_replaced(small: Path, tmp_path: Path) -> None:

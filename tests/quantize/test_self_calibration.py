@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Text that the model writes itself to be calibrated on: what is in it, and that it is kept."""
+"""Text that the model writes to be calibrated on: how it is sampled, what is in it, and that it is kept."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flexquant import cli
+from flexquant.checkpoint.built_model import load_tokenizer
 from flexquant.documents.texts import SELF, plain_text, read_corpus
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.calibration import calibration_rows
 from flexquant.quantization.progress import no_stage
 from flexquant.quantization.recipe import Calibration, load_recipe
+from flexquant.quantization.sampling import ENGLISH, end_tokens, known_languages, sample, vocabulary_word
 from flexquant.quantization.source_model import read_source
 from tests.checkpoints import StateDict, make_checkpoint
-from tests.quantize.folders import digests, report
-from tests.quantize.quantizing import FEW, RTN, W4A16, quantize, recipe, recorder
+from tests.quantize.quantizing import FEW, RTN, W4A16, digests, quantize, recipe, recorder, report
 
 BY = recipe(w4a16=W4A16)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -48,34 +49,14 @@ def write(model: Path, output: Path, overwrite: bool = False, **settings: int) -
 
 
 def records(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in _lines(output / "calibration.jsonl")]
-
-
-def _lines(file: Path) -> list[str]:
-    """Return a file's lines; ``splitlines`` may take characters of a model's text for line ends."""
-    return file.read_text().removesuffix("\n").split("\n")
+    """Return the file's records; ``splitlines`` may take characters of a model's text for line ends."""
+    lines = (output / "calibration.jsonl").read_text().removesuffix("\n").split("\n")
+    return [json.loads(line) for line in lines]
 
 
 def written(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the records of what the model wrote."""
     return [record for record in found if "temperature" in record]
-
-
-def texts(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in record.items() if key != "made_with"} for record in found]
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("small") / "model", scheme=None, num_layers=1)
-
-
-@pytest.fixture(scope="module")
-def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the same model with a chat template."""
-    model = make_checkpoint(tmp_path_factory.mktemp("chatting") / "model", scheme=None, num_layers=1)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +72,10 @@ def finished(first_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(first_run, tmp_path / "variants"))
 
 
-def test_half_of_it_is_conversations_where_there_is_a_chat_template(chatting: Path, tmp_path: Path) -> None:
-    found = written(write(chatting, tmp_path / "variants"))
+def test_half_of_it_is_conversations_where_there_is_a_chat_template(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    found = written(write(model, tmp_path / "variants"))
     conversations = [record["messages"] for record in found if "messages" in record]
     assert abs(len(found) - 2 * len(conversations)) <= 1
     for user, assistant in conversations:
@@ -120,7 +103,7 @@ def test_half_of_the_text_is_real_and_of_many_kinds(small: Path, tmp_path: Path)
     assert all(any(passage in page for page in topics.values()) for passage in passages)
 
 
-def test_what_repeats_itself_gives_way_to_real_text(small: Path, tmp_path: Path) -> None:
+def test_what_repeats_itself_gives_way_to_real_text(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, transform=says_one_thing)
     found = write(model, tmp_path / "variants", samples=8, length=128)
     assert not written(found)
@@ -149,8 +132,7 @@ def test_a_model_without_an_end_token_writes_text(small: Path, tmp_path: Path) -
             settings = json.loads((model / name).read_text())
             kept = {key: value for key, value in settings.items() if not key.startswith("eos_token")}
             (model / name).write_text(json.dumps(kept))
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    assert tokenizer.eos_token_id is None
+    assert AutoTokenizer.from_pretrained(model).eos_token_id is None
     assert written(write(model, tmp_path / "variants"))
 
 
@@ -159,23 +141,20 @@ def test_equal_seeds_give_equal_text_and_other_seeds_other_text(
 ) -> None:
     assert write(small, tmp_path / "again") == records(finished)
     assert digests(tmp_path / "again").items() <= digests(finished).items()
-    assert texts(write(small, tmp_path / "other", seed=1)) != texts(records(finished))
+    assert write(small, tmp_path / "other", seed=1)[1:] != records(finished)[1:]
 
 
-def test_report_and_recipe_name_it(small: Path, finished: Path, tmp_path: Path) -> None:
+def test_report_and_recipe_name_it_and_it_can_be_named_as_a_file(
+    small: Path, finished: Path, tmp_path: Path
+) -> None:
     calibration = report(finished / "w4a16")["calibration"]
     assert calibration["data"] == "self" and len(calibration["rows_sha256"]) == 64
     resolved = finished / "w4a16/recipe.yaml"
     assert yaml.safe_load(resolved.read_text())["calibration"]["data"] == "self"
     quantize(small, tmp_path / "again", load_recipe(resolved))
     assert report(tmp_path / "again/w4a16")["calibration"] == calibration
-
-
-def test_it_can_be_named_as_a_file(small: Path, finished: Path, tmp_path: Path) -> None:
     quantize(small, tmp_path / "other", BY, calibration=finished / "calibration.jsonl")
-    found = report(tmp_path / "other/w4a16")["calibration"]
-    assert found["data"] == "calibration.jsonl"
-    assert found["rows_sha256"] == report(finished / "w4a16")["calibration"]["rows_sha256"]
+    assert report(tmp_path / "other/w4a16")["calibration"] == {**calibration, "data": "calibration.jsonl"}
 
 
 def test_a_later_run_takes_the_same_text(small: Path, finished: Path) -> None:
@@ -199,32 +178,20 @@ def test_an_interrupted_writing_begins_anew(small: Path, finished: Path, tmp_pat
 
 
 def test_text_made_otherwise_or_changed_is_replaced_only_when_told_to(small: Path, finished: Path) -> None:
-    file = finished / "calibration.jsonl"
-    expected = digests(finished)
-    with pytest.raises(
-        FlexQuantError, match=r"calibration.jsonl was made with different seed; .*--overwrite"
+    file, expected = finished / "calibration.jsonl", digests(finished)
+    for content, seed, named in (
+        (file.read_text(), 1, r"seed; .*--overwrite"),
+        (file.read_text() + '{"text": "mine"}\n', 0, "text; .*--overwrite"),
+        ("not JSON\n", 0, "content"),
     ):
-        write(small, finished, seed=1)
-    file.write_text(file.read_text() + '{"text": "mine"}\n')
-    with pytest.raises(FlexQuantError, match="calibration.jsonl was made with different text; .*--overwrite"):
-        write(small, finished)
-    file.write_text("not JSON\n")
-    with pytest.raises(FlexQuantError, match="calibration.jsonl was made with different content"):
-        write(small, finished)
+        file.write_text(content)
+        with pytest.raises(FlexQuantError, match=f"calibration.jsonl was made with different {named}"):
+            write(small, finished, seed=seed)
     write(small, finished, overwrite=True)
     assert digests(finished) == expected
 
 
-def test_text_by_another_chat_template_is_replaced_only_when_told_to(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
-    write(model, tmp_path / "variants")
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    with pytest.raises(FlexQuantError, match=r"jsonl was made with different chat_template\.jinja; .*--over"):
-        write(model, tmp_path / "variants")
-    assert any("messages" in r for r in write(model, tmp_path / "variants", overwrite=True))
-
-
-def test_a_licence_decides_nothing_about_the_text_but_the_models_own_code_does(tmp_path: Path) -> None:
+def test_licences_decide_nothing_about_the_text_but_code_and_chat_template_do(tmp_path: Path) -> None:
     model, output = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1), tmp_path / "variants"
     (model / "LICENSE").write_text("one")
     text = write(model, output)
@@ -233,9 +200,12 @@ def test_a_licence_decides_nothing_about_the_text_but_the_models_own_code_does(t
     (model / "NOTICE").write_text("by somebody")
     assert write(model, output) == text
     assert (output / "calibration.jsonl").stat().st_mtime_ns == time
-    (model / "modeling_own.py").write_text("")
-    with pytest.raises(FlexQuantError, match=r"jsonl was made with different modeling_own\.py; .*--over"):
-        write(model, output)
+    for name, content in {"modeling_own.py": "", "chat_template.jinja": TEMPLATE}.items():
+        (model / name).write_text(content)
+        with pytest.raises(FlexQuantError, match=rf"jsonl was made with different {name}; .*--over"):
+            write(model, output)
+        found = write(model, output, overwrite=True)
+    assert any("messages" in record for record in found)
 
 
 def test_a_recipe_without_calibration_writes_nothing(small: Path, tmp_path: Path) -> None:
@@ -276,11 +246,49 @@ def test_a_chat_template_that_refuses_is_told(tmp_path: Path) -> None:
         write(model, tmp_path / "variants")
 
 
-def test_on_the_command_line(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "variants"
-    command = ["quantize", str(small), "--output", str(output), "--calibration", "self", "--samples", "2"]
-    assert cli.main([*command, "--length", "32", "--variants", "w4a16"]) == 0
-    assert f"[2/4] the model writes its calibration text, {output / 'calibration.jsonl'} ..." in (
-        capsys.readouterr().err
-    )
-    assert records(output)
+COLD = 1e-5
+PROMPTS = [[5, 6, 7, 8, 9], [50]]
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), load_tokenizer(model)
+
+
+def test_every_row_has_its_own_temperature_and_is_the_same_beside_longer_ones(
+    loaded: tuple[Any, Any],
+) -> None:
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        found.append(sample(*loaded, PROMPTS, [COLD, 1.0], 12))
+    (cold, warm), (cold_again, warm_again) = found
+    assert cold == cold_again and warm != warm_again
+    assert len(cold) <= 12 and len(warm) <= 12
+    beside = sample(*loaded, PROMPTS, [COLD, COLD], 12)
+    assert beside == [sample(*loaded, [prompt], [COLD], 12)[0] for prompt in PROMPTS]
+
+
+def test_what_is_written_fits_into_the_models_positions(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    prompt = [65] * (model.config.max_position_embeddings - 3)
+    (written,) = sample(model, tokenizer, [prompt], [1.0], 12)
+    assert len(written) <= 3
+
+
+def test_the_end_token_is_left_out(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    assert end_tokens(model, tokenizer) == [257]
+    (whole,) = sample(model, tokenizer, [[50]], [COLD], 12)
+    model.generation_config.eos_token_id = [257, whole[4]]
+    try:
+        (ended,) = sample(model, tokenizer, [[50]], [COLD], 12)
+    finally:
+        model.generation_config.eos_token_id = 257
+    assert ended == whole[: whole.index(whole[4])]
+
+
+def test_english_is_known_and_words_come_from_the_vocabulary(loaded: tuple[Any, Any]) -> None:
+    assert known_languages(*loaded)[0] is ENGLISH
+    # a vocabulary of single bytes has no words
+    assert vocabulary_word(loaded[1], Random(0)) == ENGLISH.openings[0]

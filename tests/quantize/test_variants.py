@@ -15,21 +15,26 @@ from flexquant.merge import merge_checkpoints
 from flexquant.quantization.recipe import SCHEMA, load_recipe
 from flexquant.quantization.vocabulary import MODIFIERS
 from tests.checkpoints import make_checkpoint
-from tests.quantize.folders import digests, relative_error, report, section, weight
-from tests.quantize.quantizing import FEW, RTN, W4A16, quantize, recipe
+from tests.quantize.quantizing import (
+    FEW,
+    RTN,
+    W4A16,
+    digests,
+    quantize,
+    recipe,
+    relative_error,
+    report,
+    section,
+    weight,
+)
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
-
-def test_w8a8_is_int8_per_channel_with_dynamic_per_token_activations(variants: Path) -> None:
+def test_schemes_are_int8_per_channel_and_int4_in_groups(variants: Path) -> None:
     (group,) = section(variants / "w8a8")["config_groups"].values()
     weights, activations = group["weights"], group["input_activations"]
     assert (weights["num_bits"], weights["strategy"], weights["symmetric"]) == (8, "channel", True)
     assert (activations["num_bits"], activations["strategy"], activations["dynamic"]) == (8, "token", True)
     assert section(variants / "w8a8")["format"] == "int-quantized"
-
-
-def test_w4a16_is_int4_in_groups_without_a_group_index(variants: Path) -> None:
     (group,) = section(variants / "w4a16")["config_groups"].values()
     weights = group["weights"]
     assert (weights["num_bits"], weights["group_size"], weights["symmetric"]) == (4, 128, True)
@@ -38,21 +43,26 @@ def test_w4a16_is_int4_in_groups_without_a_group_index(variants: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
-def test_everything_else_stays_in_the_source_dtype(model: Path, variants: Path, scheme: str) -> None:
+def test_everything_else_is_the_source_s(model: Path, variants: Path, scheme: str) -> None:
     assert section(variants / scheme)["ignore"] == ["lm_head"]
     source = load_file(model / "model.safetensors")
     tensors = load_file(variants / scheme / "model.safetensors")
-    assert torch.equal(tensors["lm_head.weight"], source["lm_head.weight"])
-    assert torch.equal(tensors["model.embed_tokens.weight"], source["model.embed_tokens.weight"])
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert torch.equal(tensors[name], source[name])
     assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.bfloat16}
     assert json.loads((variants / scheme / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
-def test_files_beside_the_weights_are_the_source_s(model: Path, variants: Path, scheme: str) -> None:
-    for name in TOKENIZER_FILES:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (variants / scheme / name).read_bytes() == (model / name).read_bytes()
     assert sorted(p.name for p in variants.iterdir()) == ["calibration.jsonl", "w4a16", "w8a8"]
+    assert all(torch.equal(tensors[n], source[n]) for n in source if "norm" in n) == (scheme == "w4a16")
+
+
+def assert_folded(model: Path, variant: Path, norm: str, reader: str, offset: int = 0) -> None:
+    """The layer computes the product of the norm's weight and the linear's, which smoothing keeps."""
+    source, made = (load_file(folder / "model.safetensors") for folder in (model, variant))
+    folded = weight(variant, reader) * (offset + made[norm].float())
+    expected = source[f"{reader}.weight"].float() * (offset + source[norm].float())
+    assert relative_error(folded, expected) < 0.03, reader
 
 
 def test_norms_hand_their_scales_to_all_their_readers_so_that_v_stays(model: Path, variants: Path) -> None:
@@ -66,10 +76,7 @@ def test_norms_hand_their_scales_to_all_their_readers_so_that_v_stays(model: Pat
             name = f"{layer}.{norm}.weight"
             assert relative_error(w8a8[name].float(), source[name].float()) > 0.1
             for reader in readers:
-                # The layer computes the product of the norm's weight and the linear's, which smoothing keeps.
-                folded = weight(variants / "w8a8", f"{layer}.{reader}") * w8a8[name].float()
-                expected = source[f"{layer}.{reader}.weight"].float() * source[name].float()
-                assert relative_error(folded, expected) < 0.03, reader
+                assert_folded(model, variants / "w8a8", name, f"{layer}.{reader}")
         o_proj = weight(variants / "w8a8", f"{layer}.self_attn.o_proj")
         assert relative_error(o_proj, source[f"{layer}.self_attn.o_proj.weight"].float()) < 0.03
 
@@ -84,13 +91,6 @@ def test_what_up_proj_lost_down_proj_gained(model: Path, variants: Path) -> None
         assert relative_error(lost, torch.ones_like(lost)) > 0.1
         down = weight(folder, f"{layer}mlp.down_proj") / lost
         assert relative_error(down, source[f"{layer}mlp.down_proj.weight"].float()) < 0.03
-
-
-def test_w4a16_is_not_smoothed(model: Path, variants: Path) -> None:
-    source, w4a16 = (load_file(f / "model.safetensors") for f in (model, variants / "w4a16"))
-    for name in source:
-        if "norm" in name:
-            assert torch.equal(w4a16[name], source[name])
 
 
 def test_the_quantised_model_computes_what_the_source_computes(model: Path, variants: Path) -> None:
@@ -113,17 +113,10 @@ def test_gemma_s_offset_norms_are_smoothed_right(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "gemma", "gemma3", scheme=None)
     (result,) = quantize(model, tmp_path / "variants", "default", "w8a8")
     assert result.smoothed == 6
-    source = load_file(model / "model.safetensors")
-    w8a8 = load_file(tmp_path / "variants/w8a8/model.safetensors")
-    layer = "model.layers.0"
-    for norm, reader in {
-        "input_layernorm": "self_attn.v_proj",
-        "pre_feedforward_layernorm": "mlp.gate_proj",
-    }.items():
-        name = f"{layer}.{norm}.weight"
-        folded = weight(tmp_path / "variants/w8a8", f"{layer}.{reader}") * (1 + w8a8[name].float())
-        expected = source[f"{layer}.{reader}.weight"].float() * (1 + source[name].float())
-        assert relative_error(folded, expected) < 0.03
+    folder, layer = tmp_path / "variants/w8a8", "model.layers.0"
+    source, w8a8 = load_file(model / "model.safetensors"), load_file(folder / "model.safetensors")
+    for norm, reader in (("input", "self_attn.v_proj"), ("pre_feedforward", "mlp.gate_proj")):
+        assert_folded(model, folder, f"{layer}.{norm}_layernorm.weight", f"{layer}.{reader}", offset=1)
     for norm in ("post_attention_layernorm", "post_feedforward_layernorm", "self_attn.k_norm"):
         name = f"{layer}.{norm}.weight"
         assert torch.equal(w8a8[name], source[name])
@@ -138,9 +131,19 @@ def test_the_default_recipe_on_other_architectures(tmp_path: Path, architecture:
     merge_checkpoints([(r.name, r.folder) for r in results], tmp_path / "merged")
 
 
-def test_same_inputs_give_the_same_bytes(model: Path, variants: Path, tmp_path: Path) -> None:
+def test_same_inputs_give_the_same_bytes_and_so_does_the_recipe_beside_a_variant(
+    model: Path, variants: Path, tmp_path: Path
+) -> None:
+    first = digests(variants)
     quantize(model, tmp_path / "again")
-    assert digests(tmp_path / "again") == digests(variants)
+    assert digests(tmp_path / "again") == first
+    for name in ("w8a8", "w4a16"):
+        resolved = load_recipe(variants / name / "recipe.yaml")
+        assert (resolved.calibration.samples, resolved.calibration.length) == (FEW["samples"], FEW["length"])
+        quantize(model, tmp_path / name, resolved)
+        again = digests(tmp_path / name)
+        different = {file for file in first if file.startswith(f"{name}/") and again[file] != first[file]}
+        assert different <= {f"{name}/quantization_report.json"}
 
 
 def test_smaller_groups_reach_the_config(tmp_path: Path) -> None:
@@ -148,17 +151,6 @@ def test_smaller_groups_reach_the_config(tmp_path: Path) -> None:
     (result,) = quantize(model, tmp_path / "variants", "rtn", "w4a16")
     (group,) = section(tmp_path / "variants/w4a16")["config_groups"].values()
     assert group["weights"]["group_size"] == result.group_size == 64
-
-
-@pytest.mark.parametrize("name", ["w8a8", "w4a16"])
-def test_the_recipe_beside_a_variant_reproduces_it(
-    model: Path, variants: Path, tmp_path: Path, name: str
-) -> None:
-    resolved = load_recipe(variants / name / "recipe.yaml")
-    assert (resolved.calibration.samples, resolved.calibration.length) == (FEW["samples"], FEW["length"])
-    quantize(model, tmp_path / "again", resolved)
-    again, first = digests(tmp_path / "again" / name), digests(variants / name)
-    assert {k for k in first if again[k] != first[k]} <= {"quantization_report.json"}
 
 
 def test_the_files_say_what_a_variant_was_made_of(model: Path, variants: Path) -> None:

@@ -23,9 +23,9 @@ def tokenizer():
 
 
 def test_text_file_is_one_document(tmp_path: Path) -> None:
-    file = tmp_path / "prose.txt"
-    file.write_text("one paragraph\n\nanother, with umlauts: äöü\n", encoding="utf-8")
-    assert list(read_documents(file)) == ["one paragraph\n\nanother, with umlauts: äöü\n"]
+    file, text = tmp_path / "prose.txt", "one paragraph\n\nanother, with umlauts: äöü\n"
+    file.write_text(text, encoding="utf-8")
+    assert list(read_documents(file)) == [text]
 
 
 def test_jsonl_holds_text_and_messages(tmp_path: Path) -> None:
@@ -164,14 +164,8 @@ def test_messages_take_the_chat_template(tokenizer) -> None:
     assert tokenizer.decode(rows[0]) == "[user]hi[assistant]ho"
 
 
-def test_messages_that_the_chat_template_refuses(tokenizer) -> None:
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(FlexQuantError, match="refuses messages of the calibration data .*must alternate"):
-        draw_rows([[{"role": "user", "content": "a"}]], tokenizer, samples=1, length=4, seed=0)
-
-
 @pytest.mark.parametrize(
-    ("documents", "samples", "length", "problem"),
+    ("documents", "samples", "length", "expected"),
     [
         (["too short"], 4, 512, "has 9 tokens, but 4 samples of 512 tokens need 2,048"),
         ([], 4, 512, "the calibration data has no text; give text like"),
@@ -179,8 +173,15 @@ def test_messages_that_the_chat_template_refuses(tokenizer) -> None:
         (["text"], 0, 512, "at least 1 sample of 2 tokens"),
         (["text"], -1, 512, "at least 1 sample of 2 tokens"),
         (["text"], 4, 1, "at least 1 sample of 2 tokens"),
+        (
+            [[{"role": "user", "content": "a"}]],
+            1,
+            4,
+            "refuses messages of the calibration data .*must alternate",
+        ),
     ],
 )
-def test_what_gives_no_rows_is_refused(tokenizer, documents, samples, length, problem) -> None:
-    with pytest.raises(FlexQuantError, match=problem):
+def test_what_gives_no_rows_is_told(tokenizer, documents, samples: int, length: int, expected: str) -> None:
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(FlexQuantError, match=expected):
         draw_rows(documents, tokenizer, samples=samples, length=length, seed=0)

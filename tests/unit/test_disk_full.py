@@ -12,7 +12,7 @@ from flexquant.checkpoint.output import staged_file
 from flexquant.cli import explain_os_error
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from tests import programs
-from tests.quantize.folders import digests
+from tests.quantize.quantizing import digests
 
 SMALL = [4096, 65536]
 """Most bytes of a file: fewer than a tokenizer has, and fewer than a shard has."""

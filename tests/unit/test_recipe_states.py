@@ -14,9 +14,9 @@ import yaml
 
 from flexquant.errors import FlexQuantError
 from flexquant.quantization import vocabulary
-from flexquant.quantization.architecture import default_mappings, empty_model, resolve_mappings
 from flexquant.quantization.recipe import SCHEMA, parse_recipe
 from flexquant.quantization.resolve import ResolvedVariant, in_layer, resolve_variant
+from flexquant.quantization.source_model import default_mappings, empty_model, resolve_mappings
 from flexquant.quantization.vocabulary import SHARED_CACHE, check_mapping, check_targets
 from tests.architectures.models import small_config
 
@@ -64,7 +64,7 @@ def test_what_kimis_linear_attention_computes_at_once_stays_in_16_bit_together()
         "kimi_linear", {"QuantizationModifier": {**W8A8["QuantizationModifier"], "ignore": ignore}}
     )
     assert "model.layers.0.self_attn.o_proj" in resolved.linears
-    assert not {f"model.layers.0.self_attn.{p}_proj" for p in "qkvb"} & resolved.linears.keys()
+    assert not {f"model.layers.0.self_attn.{p}_proj" for p in "qkvb"} & set(resolved.linears)
     latent = [name for name in resolved.linears if name.startswith("model.layers.3.self_attn.")]
     assert any("q_" in name for name in latent), "layers of latent attention are quantised"
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The search for SmoothQuant's strength: what it tries, what it gains, and the scales it gives."""
+"""The search for SmoothQuant's strength: what it tries and gains; GPTQ on normalised tokens."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from typing import Any
 
 import pytest
 import torch
+from llmcompressor.modifiers.gptq import GPTQModifier
 from safetensors.torch import load_file
 
-from flexquant.quantization.architecture import MLP_NORM, empty_model
-from flexquant.quantization.modifiers import build_modifiers
+from flexquant.errors import FlexQuantError
+from flexquant.quantization.modifiers import (
+    SearchedSmoothQuant,
+    TokenNormalizedGPTQ,
+    build_modifiers,
+    smoothing_scales,
+)
 from flexquant.quantization.oneshot import load_model, run_modifiers
 from flexquant.quantization.recipe import load_recipe
 from flexquant.quantization.resolve import resolve_variant
-from flexquant.quantization.smoothing import SearchedSmoothQuant, smoothing_scales
-from flexquant.quantization.source_model import read_source
+from flexquant.quantization.source_model import MLP_NORM, empty_model, read_source
 from tests.architectures.models import random_model, small_config
 from tests.checkpoints import StateDict, byte_tokenizer, make_checkpoint
-from tests.quantize.folders import report
-from tests.quantize.quantizing import RTN, quantize, recipe
+from tests.quantize.quantizing import RTN, digests, quantize, recipe, report
 
 GRID = [0.3, 0.5, 0.7, 0.9]
-NORM = "model.layers.0.post_attention_layernorm"
+DIFFERENT = ("llama", "gemma2", "gemma3_text", "phi3", "glm4", "granite", "qwen3", "qwen3_5_text")
+"""Model types whose layers differ; the full run finds a release of transformers that changes another."""
+FIRST_NORM, NORM = "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"
 W8A8 = {"GPTQModifier": {"ignore": ["lm_head"], "scheme": "W8A8"}}
 
 
@@ -65,23 +71,24 @@ def test_a_strength_per_mapping_beats_one_for_all(searched: dict[str, Any]) -> N
     assert len({found["chosen"] for found in searched["mappings"].values()}) > 1
 
 
-def test_one_strength_for_all_is_not_searched(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
-    (result,) = quantize(model, tmp_path / "variants", "plain", "w8a8")
+def test_one_strength_for_all_is_not_searched(small: Path, tmp_path: Path) -> None:
+    (result,) = quantize(small, tmp_path / "variants", "plain", "w8a8")
     assert (result.smoothed, result.mse_gain) == (2, None)
     resolved = load_recipe(Path(result.folder) / "recipe.yaml").variants["w8a8"]
-    assert resolved.modifiers["SmoothQuantModifier"]["smoothing_strength"] == {
-        "model.layers.0.input_layernorm": 0.5,
-        "model.layers.0.post_attention_layernorm": 0.5,
-    }
+    assert resolved.modifiers["SmoothQuantModifier"]["smoothing_strength"] == {FIRST_NORM: 0.5, NORM: 0.5}
 
 
-def test_a_mapping_fixed_at_null_is_not_smoothed(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
-    strengths = {"model.layers.0.input_layernorm": None, "model.layers.0.post_attention_layernorm": 0.8}
+def smoothed_at(strengths: dict[str, float | None], model: Path, output: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a W8A8 variant that is smoothed with fixed strengths."""
     front = {"smoothing_strength": strengths, "mappings": "norms"}
-    (result,) = quantize(model, tmp_path / "variants", recipe(w8a8={"SmoothQuantModifier": front, **W8A8}))
-    source, made = (load_file(Path(f) / "model.safetensors") for f in (model, result.folder))
+    (result,) = quantize(model, output, recipe(w8a8={"SmoothQuantModifier": front, **RTN}))
+    return load_file(Path(result.folder) / "model.safetensors")
+
+
+def test_a_mapping_fixed_at_null_is_not_smoothed(small: Path, tmp_path: Path) -> None:
+    strengths = {FIRST_NORM: None, NORM: 0.8}
+    source = load_file(small / "model.safetensors")
+    made = smoothed_at(strengths, small, tmp_path / "variants")
     for name, alpha in strengths.items():
         assert torch.equal(source[f"{name}.weight"], made[f"{name}.weight"]) == (alpha is None)
 
@@ -98,17 +105,18 @@ def test_a_fixed_strength_is_the_one_that_scales(tmp_path: Path) -> None:
     source = load_file(model / "model.safetensors")[f"{NORM}.weight"].float()
 
     def log_scales(alpha: float) -> torch.Tensor:
-        strengths = {"model.layers.0.input_layernorm": None, NORM: alpha}
-        front = {"smoothing_strength": strengths, "mappings": "norms"}
-        (result,) = quantize(model, tmp_path / str(alpha), recipe(w8a8={"SmoothQuantModifier": front, **RTN}))
-        return (source / load_file(Path(result.folder) / "model.safetensors")[f"{NORM}.weight"]).log()
+        made = smoothed_at({FIRST_NORM: None, NORM: alpha}, model, tmp_path / str(alpha))
+        return (source / made[f"{NORM}.weight"]).log()
 
     low, half, high = (log_scales(alpha) for alpha in (0.2, 0.5, 0.8))
     assert torch.allclose(half, (low + high) / 2, atol=0.02)  # bfloat16's rounding
     assert (high - low).abs().min() > 0.1
 
 
-@pytest.mark.parametrize("kind", sorted(MLP_NORM))
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in DIFFERENT else pytest.mark.full) for kind in sorted(MLP_NORM)],
+)
 def test_a_smoothed_model_computes_the_same(kind: str, tmp_path: Path) -> None:
     """The norms of each architecture feed nothing but the linears into which their scales move."""
     random_model(small_config(kind, num_hidden_layers=4)).save_pretrained(tmp_path)
@@ -147,3 +155,58 @@ def test_scales_are_smoothquants() -> None:
 def test_dead_channels_are_left_as_they_are() -> None:
     scales = smoothing_scales(0.5, torch.tensor([0.0, 4.0, 4.0]), torch.tensor([1.0, 0.0, 1.0]))
     assert torch.equal(scales, torch.tensor([1.0, 1.0, 2.0]))
+
+
+W4A16 = {"ignore": ["lm_head"], "scheme": "W4A16"}
+
+
+def normalised(first_token_weight: float) -> TokenNormalizedGPTQ:
+    return TokenNormalizedGPTQ(**W4A16, first_token_weight=first_token_weight)
+
+
+def hessian(modifier: GPTQModifier, x: torch.Tensor) -> torch.Tensor:
+    linear = torch.nn.Linear(x.shape[-1], 4, bias=False)
+    modifier.calibrate_module(linear, (x,), None)
+    return modifier._hessians[linear]
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    """Return inputs [rows, tokens, in] of one row."""
+    return torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_huge_token_changes_the_hessian_of_plain_gptq_only(x: torch.Tensor) -> None:
+    huge = x.clone()
+    huge[:, 5] *= 1000
+
+    def change(make) -> float:
+        before, after = hessian(make(), x), hessian(make(), huge)
+        return float((after - before).norm() / before.norm())
+
+    assert change(lambda: GPTQModifier(**W4A16)) > 1000
+    assert change(lambda: normalised(10)) < 1e-5
+
+
+def test_the_first_token_counts_for_several(x: torch.Tensor) -> None:
+    once, tenfold = (hessian(normalised(weight), x) for weight in (1, 10))
+    first = hessian(normalised(1), x[:, :1])
+    assert torch.allclose(tenfold - once, 9 * first, rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_of_an_expert_are_those_of_one_row(x: torch.Tensor) -> None:
+    assert torch.equal(hessian(normalised(10), x), hessian(normalised(10), x[0]))
+
+
+def test_an_input_of_another_shape_is_refused_and_no_feature_scaled(x: torch.Tensor) -> None:
+    with pytest.raises(FlexQuantError, match=r"\[8\].*expected \[rows, tokens, in\].*first_token_weight"):
+        hessian(normalised(10), x[0, 0])
+    plain, flat = (hessian(normalised(1), inputs) for inputs in (x, x[0]))
+    assert torch.allclose(plain / plain.trace(), flat / flat.trace(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_recipe_chooses_it(model: Path, tmp_path: Path) -> None:
+    ways = {"plain": W4A16, "normalised": {**W4A16, "first_token_weight": 10}}
+    quantize(model, tmp_path, recipe(**{way: {"GPTQModifier": arguments} for way, arguments in ways.items()}))
+    plain, other = (digests(tmp_path / way)["model.safetensors"] for way in ways)
+    assert plain != other
