@@ -22,7 +22,7 @@ import torch
 from vllm import SamplingParams
 
 from flexquant.checkpoint.output import staged_file
-from flexquant.evaluation.scores import EXTRA_ARGS_KEY, kl_divergence, log_probabilities, same_top_token
+from flexquant.evaluation.measure import EXTRA_ARGS_KEY, kl_divergence, log_probabilities, same_top_token
 from flexquant.serving.vllm_api import AdapterLogitsProcessor
 
 

@@ -18,19 +18,43 @@ from flexquant.documents.results import align_cells, new_figure
 from flexquant.errors import FlexQuantError
 from flexquant.policy.pass_times import device_name
 
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _with_error(quality: JsonObject, name: str) -> str:
+    value, error = quality[name], quality[f"{name}_error"]
+    return _number(value, "{:.4f}") + ("" if error is None else f" ± {error:.4f}")
+
+
+def _plans(result: JsonObject) -> str:
+    return " > ".join(dict.fromkeys(result[key] for key in ("prefill_plan", "decode_plan") if key in result))
+
+
+def _same_answers(result: JsonObject) -> str:
+    answers = result.get("answers")
+    return f"{answers['identical']}/{answers['questions']}, {answers['matched']:.0%}" if answers else "-"
+
+
+def _same_as(result: JsonObject) -> str:
+    source = result.get("same_as")
+    return f"{source['policy']} at {source['batch_size']}" if source else "-"
+
+
 COLUMNS: tuple[tuple[str, Callable[[JsonObject], str]], ...] = (
     ("policy", lambda r: r["policy"]),
     ("batch", lambda r: str(r["batch_size"])),
-    ("prefill > decode", lambda r: _plans(r)),
+    ("prefill > decode", lambda r: _plans(r) or "-"),
     ("perplexity", lambda r: f"{r['quality']['perplexity']:.3f}"),
     ("log-ppl diff.", lambda r: _with_error(r["quality"], "log_perplexity_difference")),
     ("mean KL", lambda r: _with_error(r["quality"], "mean_kl")),
     ("p99 KL", lambda r: _number(r["quality"]["p99_kl"], "{:.3g}")),
     ("top-1", lambda r: _number(r["quality"]["top1_agreement"], "{:.1%}")),
-    ("same answers", lambda r: _answers(r.get("answers"))),
+    ("same answers", _same_answers),
     ("B/weight", lambda r: f"{r['bytes_per_weight']['resident']:.2f}"),
     ("decode", lambda r: f"{r['bytes_per_weight']['decode']:.2f}"),
-    ("same as", lambda r: _same_as(r.get("same_as"))),
+    ("same as", _same_as),
 )
 
 
@@ -69,8 +93,8 @@ def writable_folder(folder: str | Path, option: str) -> Iterator[Path]:
         raise
 
 
-def write_results(document: JsonObject, folder: str | Path) -> list[Path]:
-    """Write ``quality.json`` and ``quality.md`` into ``folder``, made if need be; return their paths.
+def write_results(document: JsonObject, folder: str | Path) -> None:
+    """Write ``quality.json`` and ``quality.md`` into ``folder``, made if need be.
 
     Existing files are replaced once the new ones are complete. Raises FlexQuantError if a file cannot be
     written; the results are then kept in a temporary file, if possible, which the message names.
@@ -86,7 +110,6 @@ def write_results(document: JsonObject, folder: str | Path) -> list[Path]:
     except (OSError, FlexQuantError) as e:
         reason = e.strerror if isinstance(e, OSError) else e
         raise FlexQuantError(f"cannot write {file} ({reason}); {_keep_aside(numbers)}") from e
-    return list(files)
 
 
 def _keep_aside(numbers: str) -> str:
@@ -124,32 +147,6 @@ def _notes(document: JsonObject) -> list[str]:
         for deviation in result.get("deviations", ()):
             notes.append(f"Warning: {result['policy']}, batch {result['batch_size']}: {deviation}.")
     return [line for note in notes for line in (note, "")][:-1]
-
-
-def _plans(result: JsonObject) -> str:
-    if "decode_plan" not in result:
-        return "-"
-    plans = dict.fromkeys([result["prefill_plan"], result["decode_plan"]])
-    return " > ".join(plans)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _with_error(quality: JsonObject, name: str) -> str:
-    value, error = quality[name], quality[f"{name}_error"]
-    return _number(value, "{:.4f}") + ("" if error is None else f" ± {error:.4f}")
-
-
-def _answers(answers: JsonObject | None) -> str:
-    if answers is None:
-        return "-"
-    return f"{answers['identical']}/{answers['questions']}, {answers['matched']:.0%}"
-
-
-def _same_as(source: JsonObject | None) -> str:
-    return "-" if source is None else f"{source['policy']} at {source['batch_size']}"
 
 
 def save_quality_plot(document: JsonObject, files: list[Path]) -> None:
