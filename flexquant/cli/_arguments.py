@@ -222,7 +222,7 @@ def study_of(args: argparse.Namespace) -> Study:
     settings = Settings((args.batch_size,), args.samples, args.prompt_tokens, args.tokens, args.seed)
     subject = Subject.open(args.folder)
     variants = find_variants(subject.checkpoint.merged, args.variants)
-    return Study.of(subject, variants, args.text, args.reference, settings)
+    return Study(subject, variants, args.text, args.reference, settings)
 
 
 def tell(message: str) -> None:

@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     decision = decide(measured.samples, measured.names, goal, measured.requests_of(goal))
     tuned = tuned_policy(measured, decision, goal, remarks)
     if study is not None:
-        from flexquant.layers.quality_limit import limit_loss
+        from flexquant.layers.searching import limit_loss
 
         tuned = limit_loss(
             tuned, study, args.max_quality_loss, output.sensitivity, overwrite=args.overwrite, progress=tell
@@ -218,7 +218,7 @@ def _study(args: argparse.Namespace, variants: Mapping[str, Policy]) -> Study:
     from flexquant.layers.sensitivity import Study
 
     subject = Subject.open(args.folder)
-    study = Study.of(subject, variants, args.text, args.reference, DEFAULTS)
+    study = Study(subject, variants, args.text, args.reference, DEFAULTS)
     read_rows(args.text, subject.tokenizer, DEFAULTS)
     return study
 

@@ -16,7 +16,7 @@ from flexquant import cli
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.inputs import Settings, Subject
-from flexquant.layers.quality_limit import limit_loss
+from flexquant.layers.searching import limit_loss
 from flexquant.layers.sensitivity import Study
 from flexquant.policy.plans import describe_layers
 from flexquant.policy.rules import load_policy
@@ -134,7 +134,7 @@ def study(merged: Path, folder: Path) -> Study:
     subject = Subject.open(merged)
     variants = find_variants(subject.checkpoint.merged, None)
     settings = Settings((2,), SAMPLES, PROMPT, TOKENS)
-    return Study.of(subject, variants, folder / "text.txt", str(folder / "16-bit"), settings)
+    return Study(subject, variants, folder / "text.txt", str(folder / "16-bit"), settings)
 
 
 def limited_rules(study: Study, most: float, folder: Path) -> list[dict[str, Any]]:

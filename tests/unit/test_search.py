@@ -16,8 +16,7 @@ import pytest
 from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings, Subject
-from flexquant.layers.quality_limit import limit_loss
-from flexquant.layers.search_report import searched_policy_document
+from flexquant.layers.report import searched_policy_document
 from flexquant.layers.searching import (
     Budget,
     MeasuredPlan,
@@ -26,6 +25,7 @@ from flexquant.layers.searching import (
     beside,
     front,
     greedy_chain,
+    limit_loss,
 )
 from flexquant.layers.sensitivity import Study
 from flexquant.merge import merge_checkpoints
@@ -208,7 +208,7 @@ def study(merged: Path, tmp_path: Path) -> Study:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     variants = find_variants(read_merged_config(merged)[0], None)
     settings = Settings(batch_sizes=(2,), samples=2, prompt_tokens=8, tokens=4)
-    return Study.of(Subject.open(merged), variants, tmp_path / "text.txt", None, settings)
+    return Study(Subject.open(merged), variants, tmp_path / "text.txt", None, settings)
 
 
 @pytest.fixture

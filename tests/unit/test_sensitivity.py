@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from flexquant.layers.sensitivity_report import Estimate, costs, estimate, format_sensitivity_table, wins
+from flexquant.layers.report import Estimate, costs, estimate, format_sensitivity_table, wins
 from flexquant.policy.plans import Layers, Plan, describe_layers, with_layer
 from flexquant.policy.rules import parse_policy
 
