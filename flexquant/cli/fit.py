@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> JsonObject:
 def _fit(args: argparse.Namespace) -> Fit:
     """Return what fits into --memory, or beside --kv-tokens; raise FlexQuantError if nothing does."""
     from flexquant.checkpoint.served_config import read_merged_config
-    from flexquant.doctor.loaded_bytes import count_bytes
+    from flexquant.doctor.examining import count_bytes
     from flexquant.layers.memory_fit import Fit, PlanLosses
     from flexquant.layers.sensitivity import policy_that_loads
     from flexquant.tuning.candidates import FROM_INT4, SOURCE, eight_bit, find_variants

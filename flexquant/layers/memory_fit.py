@@ -19,7 +19,7 @@ from statistics import fmean
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import describe_ranges
 from flexquant.checkpoint.weight_bytes import format_bytes
-from flexquant.doctor.loaded_bytes import LoadedBytes
+from flexquant.doctor.examining import LoadedBytes
 from flexquant.documents.results import table_lines
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.layers.sensitivity import SCHEMA as SENSITIVITY

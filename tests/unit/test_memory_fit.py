@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flexquant.doctor.loaded_bytes import LoadedBytes
+from flexquant.doctor.examining import LoadedBytes
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.layers.memory_fit import Fit, PlanLosses
 from flexquant.layers.sensitivity import SCHEMA
