@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -143,25 +144,23 @@ class Search:
 
     def run(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> SearchResult:
         """Measure what ``file`` lacks, and choose a plan; raise FlexQuantError if the budget allows none."""
-        number = self.study.subject.num_layers
-        seconds = {variant: self._seconds(all_in(variant, number)) for variant in self.study.variants}
         with self.study.measuring(file, overwrite=overwrite, progress=progress) as (document, measure):
 
             def measured(plan: Layers) -> MeasuredPlan:
                 return MeasuredPlan(plan, fmean(measure(plan)), self._seconds(plan))
 
             pure = self.study.alone()
+            highest = pure[0]
             if self.budget.max_kl is not None:
                 fastest = min(map(measured, pure), key=lambda plan: plan.seconds)
                 if fastest.kl <= self.budget.max_kl:
                     return SearchResult(document, fastest, [*map(measured, pure)], {})
             alone = [*pure, *self.study.leaving(self.study.highest)]
             self.study.measure_layers(document, measure, alone, progress)
-            highest = pure[0]
             chain = greedy_chain(
                 lambda layer, v: fmean(measure(with_layer(highest, layer, v))) - fmean(measure(highest)),
-                seconds,
-                number,
+                {plan[0]: self._seconds(plan) for plan in pure},
+                len(highest),
             )
             progress("whole plans")
             if self.budget.max_kl is not None:
@@ -191,13 +190,8 @@ class Search:
     def _bisect(self, chain: list[Layers], measure: Measure) -> list[Layers]:
         """Return the chain's first plan within the budget's KL divergence, and its two neighbours."""
         assert self.budget.max_kl is not None
-        first, last = 0, len(chain) - 1
-        while first < last:
-            middle = (first + last) // 2
-            if fmean(measure(chain[middle])) <= self.budget.max_kl:
-                last = middle
-            else:
-                first = middle + 1
+        most = self.budget.max_kl
+        first = bisect_left(chain[:-1], True, key=lambda plan: fmean(measure(plan)) <= most)
         return chain[max(0, first - 1) : first + 2]
 
     def _others(self, layers: Layers) -> list[tuple[str, Layers]]:
@@ -224,9 +218,8 @@ def greedy_chain(
     """Return plans from all layers in the last variant of ``seconds`` to all in the first.
 
     Each step raises the layer, and to the variant, that gains most for its time. ``costs(layer, variant)`` is
-    the KL divergence that the layer costs in that variant while all others are in the first variant. (The
-    gain while all others are in the last variant tells less: it includes the interaction of all layers'
-    errors, which differs from plan to plan and from text to text.) ``seconds`` maps each variant, the most
+    the KL divergence that the layer costs in that variant while all others are in the first one: with all
+    others in the last, the errors of all layers would interact. ``seconds`` maps each variant, the most
     precise first, to the time of a decode pass with all layers in it.
     """
     variants = list(seconds)
