@@ -108,7 +108,7 @@ def test_tasks_under_two_policies(real_merged, tmp_path):
         assert policy["results"]["choose_the_end"]["acc,none"] == 1
         assert 0.5 <= policy["results"]["write_the_end"]["exact_match,none"] <= 1
     # Text is scored in prefill passes, which are W8A8 under `phase`, so the two policies read different
-    # weights. test_quality asks of more text that W8A8 predicts it better.
+    # weights. test_eval asks of more text that W8A8 predicts it better.
     perplexity = {p: run["results"]["running_text"]["word_perplexity,none"] for p, run in measured.items()}
     assert all(1 < value < 1000 for value in perplexity.values())
     assert perplexity["phase"] != perplexity["w4a16"]
