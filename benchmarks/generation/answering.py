@@ -19,11 +19,11 @@ from benchmarks.generation.arithmetic import arithmetic
 from benchmarks.generation.instructions import instructions
 from benchmarks.generation.task import Task, long, prompt_of
 from flexquant.errors import FlexQuantError
+from flexquant.evaluation.engine import engine, environment, prepare_environment, take_policy
 from flexquant.evaluation.evaluating import REFERENCE
 from flexquant.evaluation.inputs import Subject
 from flexquant.evaluation.measure import TokenIds, engine_options, greedy_answers, most_tokens
 from flexquant.evaluation.schedule import Passes, PolicyRun, find_candidates, make_schedule
-from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
 from flexquant.policy.schema import SCHEMA
 
 if TYPE_CHECKING:

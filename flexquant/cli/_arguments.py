@@ -98,7 +98,7 @@ def parse_share(text: str) -> float:
 
 
 def add_effort(add: Callable[..., object], measured: str) -> None:
-    """Add the options of :class:`flexquant.measuring.comparison.Effort`."""
+    """Add the options of :class:`flexquant.evaluation.comparison.Effort`."""
     add(
         "--rounds",
         type=parse_count,

@@ -55,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> JsonObject:
-    from flexquant.measuring.workers import import_ahead
+    from flexquant.evaluation.workers import import_ahead
     from flexquant.tuning.objectives import decide
     from flexquant.tuning.policy_file import tuned_policy
 

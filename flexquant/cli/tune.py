@@ -176,7 +176,7 @@ def read_goal(args: argparse.Namespace) -> tuple[Goal, TuningFiles]:
 
 def measure(args: argparse.Namespace, variants: Mapping[str, Policy], output: TuningFiles) -> Measurement:
     """Measure the variants as the options of :func:`add_measuring` say."""
-    from flexquant.measuring.workers import import_ahead
+    from flexquant.evaluation.workers import import_ahead
 
     import_ahead()
     from vllm.platforms import current_platform

@@ -23,8 +23,7 @@ from flexquant.checkpoint.merged_config import QUANT_METHOD, SHARED
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.doctor import Finding
 from flexquant.errors import FlexQuantError
-from flexquant.measuring.engine import environment
-from flexquant.measuring.machine import describe_machine, describe_versions
+from flexquant.evaluation.engine import describe_machine, describe_versions, environment
 from flexquant.policy.plans import Layers
 
 if TYPE_CHECKING:

@@ -18,6 +18,14 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space
 from flexquant.checkpoint.weight_bytes import bytes_by_layer, weights_in_layers
 from flexquant.documents.results import hash_file
+from flexquant.evaluation.engine import (
+    describe_command,
+    describe_machine,
+    describe_versions,
+    engine,
+    environment,
+    prepare_environment,
+)
 from flexquant.evaluation.inputs import Settings, Subject, question_prompts, read_questions, read_rows
 from flexquant.evaluation.measure import (
     Quality,
@@ -31,8 +39,6 @@ from flexquant.evaluation.measure import (
     summarise_scores,
 )
 from flexquant.evaluation.schedule import Passes, PolicyRun, find_candidates, make_schedule
-from flexquant.measuring.engine import engine, environment, prepare_environment
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable
 

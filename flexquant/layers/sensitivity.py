@@ -21,10 +21,17 @@ from flexquant.checkpoint.merged_checkpoint import folder_label
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, read_earlier, staged_file
 from flexquant.documents.results import hash_file
+from flexquant.evaluation.engine import (
+    describe_command,
+    describe_machine,
+    describe_versions,
+    engine,
+    environment,
+    prepare_environment,
+    take_policy,
+)
 from flexquant.evaluation.inputs import Settings, Subject, read_rows
 from flexquant.evaluation.measure import Scores, decode_forced, engine_options
-from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
 from flexquant.policy.rules import Policy, add_derivations
 from flexquant.policy.schema import SCHEMA as POLICY_SCHEMA

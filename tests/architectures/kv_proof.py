@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from flexquant.errors import FlexQuantError
-from flexquant.measuring.machine import describe_versions
+from flexquant.evaluation.engine import describe_versions
 from flexquant.merge.formats import open_source
 from flexquant.merge.kv.compatibility import check_kv_compatibility
 from tests.architectures.models import random_model, small_config, source, split

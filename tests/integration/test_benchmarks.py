@@ -15,8 +15,8 @@ import pytest
 from benchmarks import own_cost
 from benchmarks.speed.results import read_cells
 from benchmarks.speed.shapes import SHAPES
-from flexquant.measuring.comparison import Effort
-from flexquant.measuring.machine import describe_machine, describe_versions
+from flexquant.evaluation.comparison import Effort
+from flexquant.evaluation.engine import describe_machine, describe_versions
 from tests import programs
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]

@@ -10,7 +10,7 @@ import pytest
 
 from examples.vllm_server import default_environment
 from flexquant.doctor import Finding
-from flexquant.measuring.machine import describe_command, describe_machine
+from flexquant.evaluation.engine import describe_command, describe_machine
 from flexquant.policy.pass_times import device_name
 
 

@@ -16,7 +16,7 @@ from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import StoredVariant
 from flexquant.checkpoint.served_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.measuring.comparison import Effort
+from flexquant.evaluation.comparison import Effort
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.default_policy import find_policies
 from flexquant.policy.routes import build_route_table
