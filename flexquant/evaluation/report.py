@@ -158,9 +158,8 @@ def save_quality_plot(document: JsonObject, files: list[Path]) -> None:
     figure, canvas = new_figure(7, 5)
     axes = figure.subplots()
     has_kl = document["reference"] is not None
-    for marker, ((x, y, error), label) in zip(
-        cycle("osD^vPX"), _points(document, has_kl).items(), strict=False
-    ):
+    points = _points(document, has_kl).items()
+    for marker, ((x, y, error), label) in zip(cycle("osD^vPX"), points, strict=False):
         axes.errorbar(x, y, yerr=error, fmt=marker, capsize=3, label=label)
     if has_kl:
         axes.set_yscale("log")

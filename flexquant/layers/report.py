@@ -86,18 +86,12 @@ def format_sensitivity_table(document: StudyDocument) -> str:
 
 def _effects(document: StudyDocument) -> list[tuple[str, list[Estimate]]]:
     """Return columns, (title, estimate of each layer); the last is the gain in the highest precision."""
-    variants, layers = document["variants"], range(document["layers"])
-    highest, lowest = variants[0], variants[-1]
-    return [
-        *(
-            (f"costs in {v}, all others in {highest}", [costs(document, layer, v) for layer in layers])
-            for v in variants[1:]
-        ),
-        *(
-            (f"wins in {v}, all others in {lowest}", [wins(document, layer, v) for layer in layers])
-            for v in reversed(variants[:-1])
-        ),
-    ]
+    highest, *lower = document["variants"]
+    *higher, lowest = document["variants"]
+    asked = [(f"costs in {v}, all others in {highest}", costs, v) for v in lower]
+    asked += [(f"wins in {v}, all others in {lowest}", wins, v) for v in reversed(higher)]
+    layers = range(document["layers"])
+    return [(title, [effect(document, layer, v) for layer in layers]) for title, effect, v in asked]
 
 
 def save_sensitivity_plot(document: StudyDocument, file: Path) -> None:
@@ -127,28 +121,19 @@ def format_search_table(found: SearchResult) -> str:
     The table has the variants alone, the chosen plan, the baselines of ``--compare``, and the plans to which
     no other is both faster and better.
     """
-    named = {
-        describe_layers(plan.layers): "chosen by no measurement: " + name
-        for name, plan in found.others.items()
-    }
     plans = {plan.layers: plan for plan in [*found.searched, *found.others.values()]}
-    best = {plan.layers for plan in front(list(plans.values()))}
-    rows = [
-        "| plan | decode pass, ms | KL divergence, nats a token | |",
-        "| --- | --- | --- | --- |",
-    ]
+    notes: dict[Layers, list[str]] = {layers: [] for layers in plans}
+    notes[found.chosen.layers].append("**chosen**")
+    for name, plan in found.others.items():
+        notes[plan.layers].append(f"chosen by no measurement: {name}")
+    for plan in front(list(plans.values())):
+        notes[plan.layers].append("no other is faster and better")
+    rows = ["| plan | decode pass, ms | KL divergence, nats a token | |", "| --- | --- | --- | --- |"]
     for plan in sorted(plans.values(), key=lambda plan: (plan.seconds, plan.kl)):
-        text = describe_layers(plan.layers)
-        is_pure = len(set(plan.layers)) == 1
-        if not (is_pure or plan.layers in best or text in named or plan.layers == found.chosen.layers):
-            continue
-        notes = [
-            *(["**chosen**"] if plan.layers == found.chosen.layers else []),
-            *([named[text]] if text in named else []),
-            *(["no other is faster and better"] if plan.layers in best else []),
-        ]
-        kl = estimate(found.document["kl"][text])
-        rows.append(f"| {text} | {1000 * plan.seconds:.4g} | {kl} | {'; '.join(notes)} |")
+        if notes[plan.layers] or len(set(plan.layers)) == 1:
+            text, told = describe_layers(plan.layers), "; ".join(notes[plan.layers])
+            kl = estimate(found.document["kl"][text])
+            rows.append(f"| {text} | {1000 * plan.seconds:.4g} | {kl} | {told} |")
     return "\n".join(rows)
 
 
@@ -204,13 +189,8 @@ def save_search_plot(found: SearchResult, file: Path) -> None:
     ]
     for title, plans, marker in kinds:
         if plans:
-            axes.plot(
-                [1000 * plan.seconds for plan in plans],
-                [plan.kl for plan in plans],
-                marker,
-                markersize=12 if marker == "*" else 6,
-                label=title,
-            )
+            places = [1000 * plan.seconds for plan in plans], [plan.kl for plan in plans]
+            axes.plot(*places, marker, markersize=12 if marker == "*" else 6, label=title)
     axes.set_xlabel("decode pass, ms")
     axes.set_ylabel("KL divergence, nats a token")
     axes.set_title(found.document["checkpoint"])
