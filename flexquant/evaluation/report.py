@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import cycle
 from pathlib import Path
-from tempfile import TemporaryFile, mkstemp
+from secrets import token_hex
+from tempfile import TemporaryFile, gettempdir
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file, write_text
@@ -114,16 +114,12 @@ def write_results(document: JsonObject, folder: str | Path) -> None:
 
 def _keep_aside(numbers: str) -> str:
     """Write the numbers into a temporary file; return a phrase that says where they are."""
-    with ExitStack() as undo:
-        try:
-            descriptor, name = mkstemp(prefix="quality-", suffix=".json")
-            undo.callback(os.unlink, name)
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(numbers)
-        except OSError as e:
-            return f"nor a temporary file ({e.strerror}), so the printed table is all that is kept"
-        undo.pop_all()
-        return f"the numbers are kept in {name} instead"
+    try:
+        file = Path(gettempdir(), f"quality-{token_hex(8)}.json")
+        write_text(file, numbers)
+    except OSError as e:
+        return f"nor a temporary file ({e.strerror}), so the printed table is all that is kept"
+    return f"the numbers are kept in {file} instead"
 
 
 def _notes(document: JsonObject) -> list[str]:
