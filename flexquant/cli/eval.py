@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> JsonObject:
         write_results,
     )
 
-    questions = [] if args.no_questions else None
+    questions: list[str] | None = [] if args.no_questions else None
     if args.questions:
         questions = read_questions(args.questions)
     with ExitStack() as outputs:
