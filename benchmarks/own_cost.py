@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.result import origin, write_result
-from flexquant.measuring.comparison import Effort, compare
-from flexquant.measuring.engine import engine
+from flexquant.evaluation.comparison import Effort, compare
+from flexquant.evaluation.engine import engine
 
 if TYPE_CHECKING:
     from vllm import LLM

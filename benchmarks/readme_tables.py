@@ -24,7 +24,7 @@ from benchmarks.speed.live_policies import ratios
 from benchmarks.speed.results import read_cells
 from benchmarks.speed.subjects import STATIC
 from benchmarks.speed.tables import METRICS, RATIOS, by_workload, kernel_results
-from flexquant.measuring.comparison import compare
+from flexquant.evaluation.comparison import compare
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.results import git_commit
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+from flexquant.evaluation.engine import describe_command, describe_machine, describe_versions
 
 RECORD = 3000
 """Most characters of a record that is written on one line."""

@@ -42,6 +42,7 @@ from flexquant.checkpoint.writer import (
     needed_bytes,
     plan_shards,
     write_json,
+    writing_shards,
 )
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import open_source

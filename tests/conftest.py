@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.cores import take_cores
-
 # Engines and servers of tests share cores: a thread that spins while it waits takes a core from others.
 # OpenMP reads this where torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -29,7 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker is None and config.getoption("numprocesses", None):
         return  # pytest-xdist's workers run the tests
     if worker is not None:
-        take_cores(int(worker["workerid"].removeprefix("gw")), worker["workercount"])
+        cores = sorted(os.sched_getaffinity(0))
+        number = int(worker["workerid"].removeprefix("gw"))
+        os.sched_setaffinity(0, cores[number :: worker["workercount"]] or cores)
 
     def count(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "subprocess.Popen":

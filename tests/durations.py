@@ -14,7 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
-from flexquant.measuring.machine import describe_machine, describe_versions
+from flexquant.evaluation.engine import describe_machine, describe_versions
 
 ROOT = Path(__file__).parents[1]
 JUNIT = ROOT / ".work" / "junit"

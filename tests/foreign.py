@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.safetensors_io import load_tensor
+from tests.checkpoints import StateDict
 
-StateDict = dict[str, torch.Tensor]
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """Each of eight columns -> its place in a word of AWQ's GEMM format."""
 
@@ -97,7 +97,7 @@ def write_foreign(source: Path, output: Path, method: str, **settings: Any) -> P
     return output
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+def tensors_of(folder: Path) -> StateDict:
     return {key: load_tensor(ref) for key, ref in read_tensors(folder).items()}
 
 
@@ -106,7 +106,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(found: StateDict, expected: StateDict) -> None:
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert found[key].dtype == tensor.dtype, key

@@ -8,17 +8,11 @@ from collections.abc import Mapping
 
 from flexquant.policy.pass_times import PassTimes, Time
 
-# A decode pass takes 10 ms a sequence, prefill 1 ms a token, of one prompt or many; context costs nothing.
-LINEAR = {"w8a8": ({1: 0.010}, {1: 0.001})}
-# W8A8 is quick in prefill, W4A16 in decode.
+# Seconds of decode by sequences, and of prefill by tokens: W8A8 is quick in prefill, W4A16 in decode.
 CROSSED = {"w8a8": ({1: 0.010}, {1: 0.001}), "w4a16": ({1: 0.004}, {1: 0.003})}
 
 
-def make_times(
-    curves: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]] = LINEAR,
-    context: int = 1,
-    context_seconds: float = 0.0,
-) -> PassTimes:
+def make_times(curves: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]]) -> PassTimes:
     """Return pass times without spread; ``curves``: variant -> seconds of decode and of prefill by size."""
     decode, prefill = (
         {
@@ -27,4 +21,4 @@ def make_times(
         }
         for side in (0, 1)
     )
-    return PassTimes(decode, prefill, context, context_seconds, {"machine": "made up"})
+    return PassTimes(decode, prefill, 1, 0.0, {"machine": "made up"})

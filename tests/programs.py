@@ -18,8 +18,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PATIENCE = 30
 """Seconds that an interrupted program gets to end."""
-OWN_MOUNTS = ["unshare", "--map-root-user", "--mount"]
-"""Command prefix by which any user may mount, unseen by everybody else."""
 SHOWN = 3000
 """Characters of the end of each stream that a failure shows."""
 

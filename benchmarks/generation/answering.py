@@ -19,11 +19,11 @@ from benchmarks.generation.arithmetic import arithmetic
 from benchmarks.generation.instructions import instructions
 from benchmarks.generation.task import Task, long, prompt_of
 from flexquant.errors import FlexQuantError
+from flexquant.evaluation.engine import engine, environment, prepare_environment, take_policy
 from flexquant.evaluation.evaluating import REFERENCE
 from flexquant.evaluation.inputs import Subject
 from flexquant.evaluation.measure import TokenIds, engine_options, greedy_answers, most_tokens
-from flexquant.evaluation.schedule import Candidate, Passes, PolicyRun, find_candidates, make_schedule
-from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
+from flexquant.evaluation.schedule import Passes, PolicyRun, find_candidates, make_schedule
 from flexquant.policy.schema import SCHEMA
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def answer_all(
     )
     longest = check_length(subject, answers.prompts, settings.tokens)
     batch_tokens = max(most_tokens(prompts, settings.batch_size) for prompts in answers.prompts.values())
-    runs = make_schedule(candidates, subject, (settings.batch_size,), 1, longest, batch_tokens)
+    runs = make_schedule(candidates, subject, (settings.batch_size,), 1, batch_tokens)
     options = {**engine_options(settings.batch_size, 1, longest, batch_tokens), "enforce_eager": True}
 
     def answer(llm: LLM, name: str, batch_size: int = settings.batch_size) -> None:
@@ -111,10 +111,10 @@ def answer_all(
         serving = {"policy": str(policy), "trace": str(trace)}
         with engine(subject.folder, flexquant=serving, **options) as llm:
             for run in runs:
-                name, same = run.candidate.name, run.answers_same_as
+                name, same = run.name, run.answers_same_as
                 answers.same_as[name] = same
                 if same is None:
-                    take_policy(llm, name, run.candidate.policy.document)
+                    take_policy(llm, name, run.policy.document)
                     answer(llm, name)
                     answers.passes[name] = Passes.from_trace(trace)
                 else:
@@ -143,13 +143,8 @@ def policy_that_loads(runs: Sequence[PolicyRun]) -> dict[str, Any]:
     """Return the policy to start with, under which an engine loads every variant of the runs' policies."""
     variants = list(dict.fromkeys(v for run in runs for plan in run.routes.plans for v in plan.variants))
     derived: dict[str, Any] = {}
-    for candidate in (run.candidate for run in runs):
-        derived |= _derived(candidate)
+    for run in runs:
+        derived |= run.policy.document.get("derive", {})
     *few, last = variants
     rules = [{"when": {"tokens": {"max": tokens}}, "use": variant} for tokens, variant in enumerate(few, 1)]
     return {"schema": SCHEMA, **({"derive": derived} if derived else {}), "rules": [*rules, {"use": last}]}
-
-
-def _derived(candidate: Candidate) -> dict[str, Any]:
-    found: dict[str, Any] = candidate.policy.document.get("derive", {})
-    return found

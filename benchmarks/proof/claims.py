@@ -15,7 +15,7 @@ from benchmarks.speed.results import Cell
 from benchmarks.speed.subjects import FLEXQUANT
 from benchmarks.speed.tables import METRICS, by_workload, decode_ms, kernel_results, prefill_ms
 from benchmarks.speed.workloads import Workload
-from flexquant.measuring.comparison import FEWEST_ROUNDS, Comparison
+from flexquant.evaluation.comparison import FEWEST_ROUNDS, Comparison
 
 SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown", "contradicted"
 CLOSE = 1.03

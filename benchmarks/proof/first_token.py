@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from benchmarks.result import origin, write_result
-from flexquant.measuring.comparison import compare
-from flexquant.measuring.engine import engine, prepare_environment
+from flexquant.evaluation.comparison import compare
+from flexquant.evaluation.engine import engine, prepare_environment
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which subjects are compared, by the ratios of paired rounds (flexquant.measuring.comparison).
+"""Which subjects are compared, by the ratios of paired rounds (flexquant.evaluation.comparison).
 
 Rounds show only what differs from round to round. Two servers of the same checkpoint also differ for as long
 as they run, so where a second server was measured the interval is made wider by the ratio between the two.
@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.speed.subjects import AGAIN, FLEXQUANT, STATIC
 from benchmarks.speed.workloads import Workload
-from flexquant.measuring.comparison import Comparison, compare
+from flexquant.evaluation.comparison import Comparison, compare
 
 Metric = Callable[[dict[str, Any]], float]
 Rounds = dict[int, dict[str, Any]]

@@ -23,7 +23,7 @@ from benchmarks.speed.worker import Worker, WorkerError
 from benchmarks.speed.workloads import Workload
 from flexquant.cli._arguments import add_effort
 from flexquant.errors import FlexQuantError
-from flexquant.measuring.comparison import Effort, compare
+from flexquant.evaluation.comparison import Effort, compare
 from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import apply_policy
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flexquant.errors import FlexQuantError
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+from flexquant.evaluation.engine import describe_command, describe_machine, describe_versions
 
 SCHEMA = "flexquant.speed/v2"
 CELLS = "cells.jsonl"

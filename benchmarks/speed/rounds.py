@@ -14,7 +14,7 @@ from benchmarks.speed.comparing import Rounds, paired_ratios, pairs
 from benchmarks.speed.subjects import Subject
 from benchmarks.speed.tables import METRICS, RATIOS
 from benchmarks.speed.workloads import Workload
-from flexquant.measuring.comparison import Effort, compare
+from flexquant.evaluation.comparison import Effort, compare
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.speed.workloads import Workload
-from flexquant.measuring.comparison import Effort
+from flexquant.evaluation.comparison import Effort
 
 PARTS = ("kernels", "serving")
 LAYERS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")

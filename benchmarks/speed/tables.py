@@ -20,7 +20,7 @@ from benchmarks.speed.comparing import (
 )
 from benchmarks.speed.results import Cell
 from benchmarks.speed.workloads import Workload
-from flexquant.measuring.comparison import Comparison
+from flexquant.evaluation.comparison import Comparison
 
 
 def with_range(values: Sequence[float], form: str) -> str:

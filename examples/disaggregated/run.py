@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+from flexquant.evaluation.engine import describe_command, describe_machine, describe_versions
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from vllm_server import ProcessGroup, VLLMServer, default_environment, free_port  # noqa: E402

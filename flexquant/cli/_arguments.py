@@ -116,7 +116,7 @@ def add_counts(parser: argparse.ArgumentParser, options: Mapping[str, tuple[int,
 
 
 def add_effort(add: Callable[..., object], measured: str) -> None:
-    """Add the options of :class:`flexquant.measuring.comparison.Effort`."""
+    """Add the options of :class:`flexquant.evaluation.comparison.Effort`."""
     add(
         "--rounds",
         type=parse_count,
@@ -202,7 +202,7 @@ def study_of(args: argparse.Namespace, settings: Settings | None = None) -> Stud
     )
     subject = Subject.open(args.folder)
     variants = find_variants(subject.checkpoint.merged, args.variants)
-    return Study.of(subject, variants, args.text, args.reference, settings)
+    return Study(subject, variants, args.text, args.reference, settings)
 
 
 @contextmanager

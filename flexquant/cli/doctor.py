@@ -14,6 +14,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 from flexquant.checkpoint.model_config import JsonObject
 
@@ -37,6 +38,6 @@ def run(args: argparse.Namespace) -> JsonObject:
         findings.append(finding)
     return {
         "model": args.folder,
-        "findings": [finding.to_json() for finding in findings],
+        "findings": [asdict(finding) for finding in findings],
         "failed": any(finding.level == "problem" for finding in findings),
     }

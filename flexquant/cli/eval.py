@@ -18,6 +18,7 @@ import argparse
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
@@ -56,14 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> JsonObject:
-    settings = Settings(
-        batch_sizes=args.batch_sizes,
-        samples=args.samples,
-        prompt_tokens=args.prompt_tokens,
-        tokens=args.tokens,
-        seed=args.seed,
-        answer_tokens=args.answer_tokens,
-    )
+    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     if args.questions and not args.reference:
         raise UsageError("--questions needs --reference, whose answers the others are compared with")
 
@@ -77,7 +71,9 @@ def run(args: argparse.Namespace) -> JsonObject:
         write_results,
     )
 
-    questions: list[str] | None = read_questions(args.questions) if args.questions else None
+    questions: list[str] | None = [] if args.no_questions else None
+    if args.questions:
+        questions = read_questions(args.questions)
     with ExitStack() as outputs:
         if args.output:
             outputs.enter_context(writable_folder(args.output, "--output"))
@@ -88,7 +84,7 @@ def run(args: argparse.Namespace) -> JsonObject:
             args.text,
             reference=args.reference,
             policies=args.policies,
-            questions=[] if args.no_questions else questions,
+            questions=questions,
             settings=settings,
             progress=tell,
         )

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.checkpoint.output import write_text
     from flexquant.evaluation.report import writable_folder
-    from flexquant.layers.search_report import (
+    from flexquant.layers.report import (
         format_search_table,
         policy_text,
         save_search_plot,

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.checkpoint.output import write_text
     from flexquant.evaluation.report import writable_folder
-    from flexquant.layers.sensitivity_report import format_sensitivity_table, save_sensitivity_plot
+    from flexquant.layers.report import format_sensitivity_table, save_sensitivity_plot
 
     study = study_of(args)
     with writable_folder(args.output, "--output") as folder:

@@ -27,7 +27,7 @@ from flexquant.cli._arguments import (
 )
 from flexquant.errors import UsageError
 from flexquant.evaluation.inputs import read_rows
-from flexquant.measuring.workers import import_ahead
+from flexquant.evaluation.workers import import_ahead
 from flexquant.policy.rules import Policy
 from flexquant.tuning.measure import Measurement
 from flexquant.tuning.objectives import OBJECTIVES, Goal, Slo, decide
@@ -177,7 +177,7 @@ def tune(args: argparse.Namespace) -> JsonObject:
     decision = decide(measured.samples, measured.names, goal, measured.requests_of(goal))
     tuned = tuned_policy(measured, decision, goal, remarks)
     if study is not None:
-        from flexquant.layers.quality_limit import limit_loss
+        from flexquant.layers.searching import limit_loss
 
         tuned = limit_loss(
             tuned, study, args.max_quality_loss, output.sensitivity, overwrite=args.overwrite, progress=tell

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from flexquant.checkpoint.model_config import JsonObject
@@ -26,6 +26,3 @@ class Finding:
     def line(self) -> str:
         mark = {"ok": " ", "note": "!", "problem": "X"}[self.level]
         return f"{mark} {self.subject:<10} {self.text}"
-
-    def to_json(self) -> JsonObject:
-        return asdict(self)

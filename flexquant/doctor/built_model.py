@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 from torch import nn
 from vllm.platforms import current_platform
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes
 from flexquant.doctor import Finding
 from flexquant.serving.kernels.cpu_kernels import REPLACED, TorchCPUInt4LinearKernel
@@ -44,29 +46,23 @@ def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
     A group of linears with one name, shape and kernel has the inputs and outputs of one rank, and under
     ``better`` the kernels that vLLM prefers, each with the reason why vLLM did not take it.
     """
-    linears: Counter[tuple[str, int, int, str]] = Counter()
-    better: dict[tuple[str, int, int, str], dict[str, str]] = {}
-    for name, layer in model.named_modules():
+    names = ("name", "inputs", "outputs", "kernel")
+    shapes: dict[tuple[object, ...], JsonObject] = {}
+    for path, layer in model.named_modules():
         if isinstance(layer, LinearBase):
-            kernel = kernel_of_layer(layer)
-            group = (name.rsplit(".", 1)[-1], *linear_sizes(layer), kernel_name(layer))
-            if group not in linears:
-                better[group] = _better(kernel) if kernel else {}
-            linears[group] += 1
-    for chosen in dict.fromkeys(kernel for *_, kernel in linears):
-        names = ("name", "inputs", "outputs", "kernel")
-        shapes = [
-            {**dict(zip(names, group, strict=True)), "better": better[group], "layers": layers}
-            for group, layers in linears.items()
-            if group[-1] == chosen
-        ]
-        which = ", ".join("{name} {inputs}x{outputs}".format(**shape) for shape in shapes)
-        reasons = {
-            name: why for group in linears if group[-1] == chosen for name, why in better[group].items()
-        }
+            group = (path.rsplit(".", 1)[-1], *linear_sizes(layer), kernel_name(layer))
+            if group not in shapes:
+                kernel = kernel_of_layer(layer)
+                better = _better(kernel) if kernel else {}
+                shapes[group] = {**dict(zip(names, group, strict=True)), "better": better, "layers": 0}
+            shapes[group]["layers"] += 1
+    for chosen in dict.fromkeys(shape["kernel"] for shape in shapes.values()):
+        found = [shape for shape in shapes.values() if shape["kernel"] == chosen]
+        which = ", ".join("{name} {inputs}x{outputs}".format(**shape) for shape in found)
+        reasons = {name: why for shape in found for name, why in shape["better"].items()}
         rather = "".join(f"; not {name}: {why}" for name, why in reasons.items())
         text = f"{variant}: {chosen} for {which}{rather}"
-        details = {"variant": variant, "kernel": chosen, "shapes": shapes}
+        details = {"variant": variant, "kernel": chosen, "shapes": found}
         yield Finding("note" if reasons else "ok", "kernel", text, details)
     for chosen, layers in Counter(map(experts_kernel_name, expert_layers(model))).items():
         text = f"{variant}: {chosen} for the experts of {layers} layers"
@@ -118,7 +114,7 @@ def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -
     text = f"{format_bytes(weights)} a rank: {describe_bytes(by_layers)}"
     yield Finding("ok", "weights", text, {"bytes": sizes, "bytes_by_layers": by_layers})
     per_token = cache_bytes_per_token(vllm_config)
-    asked, free = asked_for_cache(vllm_config, weights), free_bytes()
+    asked, (free, _) = asked_for_cache(vllm_config, weights), free_and_total_bytes()
     longest = vllm_config.model_config.max_model_len
     tokens = max(0, asked) // per_token
     text = (
@@ -163,19 +159,12 @@ def asked_for_cache(vllm_config: VllmConfig, weights: int) -> int:
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
+    return int(cache.gpu_memory_utilization * free_and_total_bytes()[1]) - weights
+
+
+def free_and_total_bytes() -> tuple[int, int]:
+    """Return the bytes of the GPU's memory, or of the machine's without a GPU."""
     if torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-    else:
-        import psutil
-
-        total = psutil.virtual_memory().total
-    return int(cache.gpu_memory_utilization * total) - weights
-
-
-def free_bytes() -> int:
-    """Return the free bytes on the GPU, or in the machine's memory without a GPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0]
-    import psutil
-
-    return psutil.virtual_memory().available
+        return torch.cuda.mem_get_info()
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Measure what each policy of a merged checkpoint costs in quality, as vLLM serves it.
+"""Start engines, and measure what each policy of a merged checkpoint costs in quality, as vLLM serves it.
 
     from flexquant.evaluation.evaluating import evaluate
     from flexquant.evaluation.inputs import Settings

@@ -12,30 +12,35 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from flexquant.checkpoint.merged_checkpoint import folder_label
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint, folder_label
+from flexquant.checkpoint.merged_config import SHARED
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space
+from flexquant.checkpoint.weight_bytes import bytes_by_layer, weights_in_layers
 from flexquant.documents.results import hash_file
+from flexquant.evaluation.engine import (
+    describe_command,
+    describe_machine,
+    describe_versions,
+    engine,
+    environment,
+    prepare_environment,
+)
 from flexquant.evaluation.inputs import Settings, Subject, question_prompts, read_questions, read_rows
 from flexquant.evaluation.measure import (
+    Quality,
+    Scores,
     TokenIds,
     compare_answers,
     decode_forced,
     engine_options,
     greedy_answers,
     most_tokens,
+    summarise_scores,
 )
-from flexquant.evaluation.schedule import (
-    Candidate,
-    Passes,
-    PolicyRun,
-    find_candidates,
-    make_schedule,
-)
-from flexquant.evaluation.scores import Quality, Scores, summarise_scores
-from flexquant.evaluation.weight_bytes import BytesPerWeight, LayerBytes
-from flexquant.measuring.engine import engine, environment, prepare_environment
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+from flexquant.evaluation.schedule import Passes, PolicyRun, find_candidates, make_schedule
+from flexquant.policy.plans import Plan
+from flexquant.policy.routes import RouteTable
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -43,7 +48,6 @@ if TYPE_CHECKING:
 SCHEMA = "flexquant.evaluation/v1"
 REFERENCE = "16-bit reference"
 """Name of the reference in results; no variant can have it."""
-REFERENCE_BYTES = BytesPerWeight(2.0, 2.0)
 
 
 # vLLM's second model runner has another interface for logits processors.
@@ -66,7 +70,7 @@ def evaluate(
     that come with FlexQuant, empty: none. ``progress`` gets a line before each engine starts.
 
     The document's ``results`` hold one entry for each policy and batch size, the reference's first; an
-    entry's ``quality`` has the fields of :class:`flexquant.evaluation.scores.Quality`. Raises FlexQuantError
+    entry's ``quality`` has the fields of :class:`flexquant.evaluation.measure.Quality`. Raises FlexQuantError
     for a checkpoint, text, reference or policy that cannot be evaluated, before anything is measured.
     """
     settings = settings or Settings()
@@ -75,23 +79,26 @@ def evaluate(
     subject.check_length(settings.row_tokens, "a prompt and its continuation")
     candidates = find_candidates(subject, policies)
     prompts: list[list[int]] = []
+    longest, questions_tokens = 0, None
     if reference is not None:
         subject.check_reference(reference)
-        if questions is None:
-            questions = read_questions(None)
-        prompts = question_prompts(list(questions), subject.tokenizer)
-    longest = max(map(len, prompts), default=0) + settings.answer_tokens if prompts else 0
-    subject.check_length(longest, "a question and its answer")
-    smallest = settings.batch_sizes[0]
-    questions_tokens = most_tokens(prompts, smallest) if prompts else None
-    runs = make_schedule(
-        candidates, subject, settings.batch_sizes, settings.prompt_tokens, settings.tokens, questions_tokens
-    )
+        prompts = question_prompts(
+            read_questions(None) if questions is None else list(questions), subject.tokenizer
+        )
+    if prompts:
+        longest = max(map(len, prompts)) + settings.answer_tokens
+        subject.check_length(longest, "a question and its answer")
+        questions_tokens = most_tokens(prompts, settings.batch_sizes[0])
+    runs = make_schedule(candidates, subject, settings.batch_sizes, settings.prompt_tokens, questions_tokens)
     rows = read_rows(text, subject.tokenizer, settings)
 
-    evaluation = _Evaluation(subject, reference, settings, rows, prompts, longest, questions_tokens, progress)
+    evaluation = _Evaluation(subject, reference, settings, rows, prompts, runs, progress)
     for batch_size in settings.batch_sizes:
-        evaluation.measure([run for run in runs if run.batch_size == batch_size])
+        questions_here = questions_tokens if batch_size == settings.batch_sizes[0] else None
+        options = engine_options(
+            batch_size, settings.prompt_tokens, max(settings.row_tokens, longest), questions_here
+        )
+        evaluation.measure([run for run in runs if run.batch_size == batch_size], options)
     return {
         "schema": SCHEMA,
         "checkpoint": folder_label(subject.folder),
@@ -99,7 +106,7 @@ def evaluate(
         "settings": asdict(settings),
         "text": {"file": Path(text).name, "sha256": hash_file(Path(text))},
         "questions": len(prompts),
-        "results": evaluation.results(candidates),
+        "results": evaluation.results(list(candidates)),
         "machine": describe_machine(),
         "versions": describe_versions(),
         "argv": describe_command(),
@@ -123,84 +130,63 @@ class _Evaluation:
     rows: list[list[int]]
     prompts: list[list[int]]
     """Token ids of the questions."""
-    longest: int
-    """Tokens of the longest question and its answer."""
-    questions_tokens: int | None
-    """Most tokens in a batch of questions."""
+    runs: list[PolicyRun]
     progress: Callable[[str], None]
-    runs: list[PolicyRun] = field(default_factory=list)
     quality: dict[tuple[str, int], Quality] = field(default_factory=dict)
     passes: dict[tuple[str, int], Passes] = field(default_factory=dict)
     answers: dict[str, list[TokenIds]] = field(default_factory=dict)
 
-    def measure(self, runs: list[PolicyRun]) -> None:
-        """Measure the reference and then the runs at one batch size."""
-        self.runs += runs
+    def measure(self, runs: list[PolicyRun], options: JsonObject) -> None:
+        """Measure the reference and then the runs at one batch size, on engines with vLLM's ``options``."""
         to_measure = [run for run in runs if run.needs_engine]
         if not to_measure:
             return
-        batch_size = runs[0].batch_size
-        options = engine_options(
-            batch_size,
-            self.settings.prompt_tokens,
-            max(self.settings.row_tokens, self.longest),
-            self.questions_tokens if runs[0].answers else None,
-        )
         with tempfile.TemporaryDirectory(prefix="flexquant-eval-") as folder:
             stored, scores = None, None
             if self.reference is not None:
                 stored = Path(folder, "reference")
                 scores = self._measure_reference(self.reference, runs[0], options, stored)
             for run in to_measure:
-                self._measure_policy(
-                    run, options, Path(folder, f"policy-{run.candidate.name}"), stored, scores
-                )
+                self._measure_policy(run, options, Path(folder, f"policy-{run.name}"), stored, scores)
 
     def _measure_reference(
         self, reference: str | Path, run: PolicyRun, options: JsonObject, stored: Path
     ) -> Scores:
         """Run the 16-bit model in stock vLLM; store its log-probabilities of every step in ``stored``."""
         check_free_space(stored, 4 * len(self.rows) * self.settings.tokens * self.subject.vocab_size)
-        batch_size = run.batch_size
-        self.progress(f"{REFERENCE}, batch size {batch_size}")
+        self.progress(f"{REFERENCE}, batch size {run.batch_size}")
         with engine(reference, **options) as llm:
-            scores = decode_forced(
-                llm,
-                self.rows,
-                self.settings.prompt_tokens,
-                batch_size,
-                stored.with_name("reference-scores"),
-                store_in=stored,
-            )
+            folder = stored.with_name("reference-scores")
+            scores = self._score(llm, run.batch_size, folder, store_in=stored)
             if run.answers:
-                self.answers[REFERENCE] = self._answer(llm, batch_size)
-        self.quality[REFERENCE, batch_size] = summarise_scores(scores)
+                self.answers[REFERENCE] = self._answer(llm, run.batch_size)
+        self.quality[REFERENCE, run.batch_size] = summarise_scores(scores)
         return scores
 
     def _measure_policy(
         self, run: PolicyRun, options: JsonObject, folder: Path, stored: Path | None, reference: Scores | None
     ) -> None:
         """Run the merged checkpoint under the run's policy; score it and have it answer the questions."""
-        name, batch_size = run.candidate.name, run.batch_size
-        self.progress(f"{name}, batch size {batch_size}")
+        self.progress(f"{run.name}, batch size {run.batch_size}")
         folder.mkdir()
         policy, trace = folder / "policy.yaml", folder / "trace.jsonl"
-        policy.write_text(yaml.safe_dump(run.candidate.policy.document))
+        policy.write_text(yaml.safe_dump(run.policy.document))
         serving = {"policy": str(policy), "trace": str(trace)}
         with engine(self.subject.folder, flexquant=serving, **options) as llm:
             if run.same_as is None:
-                scores = decode_forced(
-                    llm, self.rows, self.settings.prompt_tokens, batch_size, folder, compare_with=stored
-                )
-                self.quality[name, batch_size] = summarise_scores(scores, reference)
-                self.passes[name, batch_size] = Passes.from_trace(trace)
+                scores = self._score(llm, run.batch_size, folder, compare_with=stored)
+                self.quality[run.name, run.batch_size] = summarise_scores(scores, reference)
+                self.passes[run.name, run.batch_size] = Passes.from_trace(trace)
             if run.answers and run.answers_same_as is None:
-                self.answers[name] = self._answer(llm, batch_size)
+                self.answers[run.name] = self._answer(llm, run.batch_size)
+
+    def _score(self, llm: LLM, batch_size: int, folder: Path, **files: Path | None) -> Scores:
+        return decode_forced(llm, self.rows, self.settings.prompt_tokens, batch_size, folder, **files)
 
     def _answer(self, llm: LLM, batch_size: int) -> list[TokenIds]:
         return greedy_answers(llm, self.prompts, batch_size, self.settings.answer_tokens)
 
-    def results(self, candidates: Sequence[Candidate]) -> list[JsonObject]:
+    def results(self, policies: list[str]) -> list[JsonObject]:
         """Return one entry per batch size for the reference, then one per policy and batch size."""
         weights = LayerBytes(self.subject.checkpoint)
         reference = [
@@ -208,24 +194,18 @@ class _Evaluation:
                 "policy": REFERENCE,
                 "batch_size": batch_size,
                 "quality": asdict(quality),
-                "bytes_per_weight": asdict(REFERENCE_BYTES),
+                "bytes_per_weight": asdict(BytesPerWeight(2.0, 2.0)),
             }
             for (name, batch_size), quality in self.quality.items()
             if name == REFERENCE
         ]
-        return reference + [
-            self._result(run, weights)
-            for candidate in candidates
-            for run in self.runs
-            if run.candidate is candidate
-        ]
+        runs = sorted(self.runs, key=lambda run: policies.index(run.name))
+        return reference + [self._result(run, weights) for run in runs]
 
     def _result(self, run: PolicyRun, weights: LayerBytes) -> JsonObject:
-        source = run.same_as or (run.candidate.name, run.batch_size)
-        passes, batches = self.passes[source], self.settings.samples // run.batch_size
-        decoding = batches * (self.settings.tokens - 1)
+        source = run.same_as or (run.name, run.batch_size)
         result = {
-            "policy": run.candidate.name,
+            "policy": run.name,
             "batch_size": run.batch_size,
             "prefill_plan": run.prefill_plan.name,
             "decode_plan": run.decode_plan.name,
@@ -235,15 +215,57 @@ class _Evaluation:
             "answers": None,
         }
         if run.same_as is None:
-            result["passes"] = passes.to_data()
-            result["deviations"] = passes.deviations(
-                run.prefill_plan.name,
-                {run.decode_plan.name: decoding} if decoding else {},
-                run.batch_size,
-                batches,
-            )
+            passes, batches = self.passes[source], self.settings.samples // run.batch_size
+            decoding = batches * (self.settings.tokens - 1)
+            meant = {run.decode_plan.name: decoding} if decoding else {}
+            result["passes"] = asdict(passes)
+            result["deviations"] = passes.deviations(run.prefill_plan.name, meant, run.batch_size, batches)
         if run.answers:
-            answered = run.answers_same_as or run.candidate.name
+            answered = run.answers_same_as or run.name
             agreement = compare_answers(self.answers[REFERENCE], self.answers[answered])
             result["answers"] = {**asdict(agreement), "same_as": run.answers_same_as}
         return result
+
+
+@dataclass(frozen=True)
+class BytesPerWeight:
+    """Stored bytes per weight of the decoder layers; 2.0 in the 16-bit model."""
+
+    resident: float
+    """Bytes per weight in memory: the layers that plans take from variants, shared tensors counted once."""
+    decode: float
+    """Bytes per weight that a decode pass reads."""
+
+
+class LayerBytes:
+    """Stored bytes of a merged checkpoint's decoder layers; embedding and lm_head, which all share, are not.
+
+    A derived variant counts like its source, and both count if both are loaded, since their kernels need
+    different layouts.
+    """
+
+    def __init__(self, checkpoint: MergedCheckpoint) -> None:
+        variants = checkpoint.merged.variants
+        self.weights = max(weights_in_layers(checkpoint.variant_tensors(name)) for name in variants)
+        """Number of weights in the 16-bit model's decoder layers."""
+        self._own = bytes_by_layer(checkpoint.merged, checkpoint.tensors)
+        self._shared = self._own.pop(SHARED)
+
+    def per_weight(self, routes: RouteTable, decode: Plan) -> BytesPerWeight:
+        """Return the bytes per weight of a policy with this route table and this plan of decode passes."""
+        sources = {name: name for name in self._own}
+        sources |= {name: derivation.source for name, derivation in routes.derived.items()}
+        held = {
+            (name, number)
+            for name, numbers in routes.layers.items()
+            if routes.has_weights(name)
+            for number in numbers
+        }
+        shared = {(name if name in routes.derived else None, number) for name, number in held}
+        resident = sum(self._own[sources[name]][number] for name, number in held)
+        resident += sum(self._shared[number] for _, number in shared)
+        read = sum(
+            self._own[sources[name]][number] + self._shared[number]
+            for number, name in enumerate(decode.layers)
+        )
+        return BytesPerWeight(resident / self.weights, read / self.weights)

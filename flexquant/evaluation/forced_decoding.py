@@ -2,14 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """A vLLM logits processor that scores every step of a request, and forces its next token.
 
-After each pass vLLM samples from the logits that the policy's plan has computed over the shared KV cache. At
-that point the processor takes the raw logits of a request, scores them, and leaves only the text's next token
-possible. So prompts are prefilled and continuations decoded exactly as in serving, while every policy sees
-the same tokens.
-
-The request carries its instructions (``SamplingParams.extra_args["flexquant_evaluation"]``, the fields of
-:class:`ForcedRow`), and the scores go to a file, so the worker can run in any process. The interface is that
-of vLLM's V1 model runner (``vllm/v1/sample/logits_processor/interface.py``).
+So prompts are prefilled and continuations decoded exactly as in serving, while every policy sees the same
+tokens. The request carries its instructions (``SamplingParams.extra_args["flexquant_evaluation"]``, the
+fields of :class:`ForcedRow`), and the scores go to a file, so the worker can run in any process. The
+interface is that of vLLM's V1 model runner (``vllm/v1/sample/logits_processor/interface.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import torch
 from vllm import SamplingParams
 
 from flexquant.checkpoint.output import staged_file
-from flexquant.evaluation.scores import EXTRA_ARGS_KEY, kl_divergence, log_probabilities, same_top_token
+from flexquant.evaluation.measure import EXTRA_ARGS_KEY, kl_divergence, log_probabilities, same_top_token
 from flexquant.serving.vllm_api import AdapterLogitsProcessor
 
 

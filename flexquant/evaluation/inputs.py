@@ -39,12 +39,14 @@ class Settings:
     """Largest number of tokens in an answer."""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "prompt_tokens", "tokens", "answer_tokens"):
-            _check_positive("--" + name.replace("_", "-"), getattr(self, name))
+        counts = ("samples", "prompt_tokens", "tokens", "answer_tokens")
+        numbers = [("--" + name.replace("_", "-"), getattr(self, name)) for name in counts]
+        for name, number in [*numbers, *(("a batch size", size) for size in self.batch_sizes)]:
+            if number < 1:
+                raise UsageError(f"{name} is {number}; give a whole number of at least 1")
         if not self.batch_sizes:
             raise UsageError("no batch size is given; give at least one, e.g. --batch-sizes 8,48")
         for batch_size in self.batch_sizes:
-            _check_positive("a batch size", batch_size)
             if self.samples % batch_size:
                 raise UsageError(
                     f"{self.samples} samples are not a multiple of the batch size {batch_size}; every batch "
@@ -56,11 +58,6 @@ class Settings:
     def row_tokens(self) -> int:
         """Tokens of a row, prompt and continuation."""
         return self.prompt_tokens + self.tokens
-
-
-def _check_positive(name: str, number: int) -> None:
-    if number < 1:
-        raise UsageError(f"{name} is {number}; give a whole number of at least 1")
 
 
 @dataclass(frozen=True)

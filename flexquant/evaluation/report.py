@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import cycle
 from pathlib import Path
-from tempfile import TemporaryFile, mkstemp
+from secrets import token_hex
+from tempfile import TemporaryFile, gettempdir
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file, write_text
@@ -18,19 +18,43 @@ from flexquant.documents.results import align_cells, new_figure
 from flexquant.errors import FlexQuantError
 from flexquant.policy.pass_times import device_name
 
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _with_error(quality: JsonObject, name: str) -> str:
+    value, error = quality[name], quality[f"{name}_error"]
+    return _number(value, "{:.4f}") + ("" if error is None else f" ± {error:.4f}")
+
+
+def _plans(result: JsonObject) -> str:
+    return " > ".join(dict.fromkeys(result[key] for key in ("prefill_plan", "decode_plan") if key in result))
+
+
+def _same_answers(result: JsonObject) -> str:
+    answers = result.get("answers")
+    return f"{answers['identical']}/{answers['questions']}, {answers['matched']:.0%}" if answers else "-"
+
+
+def _same_as(result: JsonObject) -> str:
+    source = result.get("same_as")
+    return f"{source['policy']} at {source['batch_size']}" if source else "-"
+
+
 COLUMNS: tuple[tuple[str, Callable[[JsonObject], str]], ...] = (
     ("policy", lambda r: r["policy"]),
     ("batch", lambda r: str(r["batch_size"])),
-    ("prefill > decode", lambda r: _plans(r)),
+    ("prefill > decode", lambda r: _plans(r) or "-"),
     ("perplexity", lambda r: f"{r['quality']['perplexity']:.3f}"),
     ("log-ppl diff.", lambda r: _with_error(r["quality"], "log_perplexity_difference")),
     ("mean KL", lambda r: _with_error(r["quality"], "mean_kl")),
     ("p99 KL", lambda r: _number(r["quality"]["p99_kl"], "{:.3g}")),
     ("top-1", lambda r: _number(r["quality"]["top1_agreement"], "{:.1%}")),
-    ("same answers", lambda r: _answers(r.get("answers"))),
+    ("same answers", _same_answers),
     ("B/weight", lambda r: f"{r['bytes_per_weight']['resident']:.2f}"),
     ("decode", lambda r: f"{r['bytes_per_weight']['decode']:.2f}"),
-    ("same as", lambda r: _same_as(r.get("same_as"))),
+    ("same as", _same_as),
 )
 
 
@@ -69,8 +93,8 @@ def writable_folder(folder: str | Path, option: str) -> Iterator[Path]:
         raise
 
 
-def write_results(document: JsonObject, folder: str | Path) -> list[Path]:
-    """Write ``quality.json`` and ``quality.md`` into ``folder``, made if need be; return their paths.
+def write_results(document: JsonObject, folder: str | Path) -> None:
+    """Write ``quality.json`` and ``quality.md`` into ``folder``, made if need be.
 
     Existing files are replaced once the new ones are complete. Raises FlexQuantError if a file cannot be
     written; the results are then kept in a temporary file, if possible, which the message names.
@@ -86,21 +110,16 @@ def write_results(document: JsonObject, folder: str | Path) -> list[Path]:
     except (OSError, FlexQuantError) as e:
         reason = e.strerror if isinstance(e, OSError) else e
         raise FlexQuantError(f"cannot write {file} ({reason}); {_keep_aside(numbers)}") from e
-    return list(files)
 
 
 def _keep_aside(numbers: str) -> str:
     """Write the numbers into a temporary file; return a phrase that says where they are."""
-    with ExitStack() as undo:
-        try:
-            descriptor, name = mkstemp(prefix="quality-", suffix=".json")
-            undo.callback(os.unlink, name)
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(numbers)
-        except OSError as e:
-            return f"nor a temporary file ({e.strerror}), so the printed table is all that is kept"
-        undo.pop_all()
-        return f"the numbers are kept in {name} instead"
+    try:
+        file = Path(gettempdir(), f"quality-{token_hex(8)}.json")
+        write_text(file, numbers)
+    except OSError as e:
+        return f"nor a temporary file ({e.strerror}), so the printed table is all that is kept"
+    return f"the numbers are kept in {file} instead"
 
 
 def _notes(document: JsonObject) -> list[str]:
@@ -126,32 +145,6 @@ def _notes(document: JsonObject) -> list[str]:
     return [line for note in notes for line in (note, "")][:-1]
 
 
-def _plans(result: JsonObject) -> str:
-    if "decode_plan" not in result:
-        return "-"
-    plans = dict.fromkeys([result["prefill_plan"], result["decode_plan"]])
-    return " > ".join(plans)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _with_error(quality: JsonObject, name: str) -> str:
-    value, error = quality[name], quality[f"{name}_error"]
-    return _number(value, "{:.4f}") + ("" if error is None else f" ± {error:.4f}")
-
-
-def _answers(answers: JsonObject | None) -> str:
-    if answers is None:
-        return "-"
-    return f"{answers['identical']}/{answers['questions']}, {answers['matched']:.0%}"
-
-
-def _same_as(source: JsonObject | None) -> str:
-    return "-" if source is None else f"{source['policy']} at {source['batch_size']}"
-
-
 def save_quality_plot(document: JsonObject, files: list[Path]) -> None:
     """Draw mean KL (log scale; perplexity without a reference) over decode bytes per weight into ``files``.
 
@@ -161,9 +154,8 @@ def save_quality_plot(document: JsonObject, files: list[Path]) -> None:
     figure, canvas = new_figure(7, 5)
     axes = figure.subplots()
     has_kl = document["reference"] is not None
-    for marker, ((x, y, error), label) in zip(
-        cycle("osD^vPX"), _points(document, has_kl).items(), strict=False
-    ):
+    points = _points(document, has_kl).items()
+    for marker, ((x, y, error), label) in zip(cycle("osD^vPX"), points, strict=False):
         axes.errorbar(x, y, yerr=error, fmt=marker, capsize=3, label=label)
     if has_kl:
         axes.set_yscale("log")

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
@@ -26,45 +27,28 @@ from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Policy, default_name, find_policies
 
 
-@dataclass(frozen=True)
-class Candidate:
-    name: str
-    """Name in results: a variant, a built-in policy, a file's name, or ``stored``."""
-    policy: Policy
-
-    def routes(self, subject: Subject, max_tokens: int, max_sequences: int) -> RouteTable:
-        """Return the route table that serving builds; raise FlexQuantError for a policy that does not fit."""
-        return build_route_table(
-            self.policy,
-            variants=list(subject.checkpoint.merged.variants),
-            num_layers=subject.num_layers,
-            max_tokens=max_tokens,
-            mixable=subject.checkpoint.merged.mixable_groups,
-            max_decode_tokens=max_sequences,
-        )
-
-
-def find_candidates(subject: Subject, names: Sequence[str] | None) -> list[Candidate]:
-    """Return the policies with the given names, each once.
+def find_candidates(subject: Subject, names: Sequence[str] | None) -> dict[str, Policy]:
+    """Return the policies with the given names, each once, by their names in results.
 
     A name is a variant of the checkpoint (which runs all passes), a built-in policy, a policy file, or
     ``stored``. None: every variant, and the policy that serving takes by default. Raises FlexQuantError for
     an unknown name and two files of one name.
     """
-    variants = list(subject.checkpoint.merged.variants)
+    merged = subject.checkpoint.merged
     if names is None:
-        names = [*variants, default_name(subject.checkpoint.merged.policy)]
+        names = [*merged.variants, default_name(merged.policy)]
     if not names:
         raise UsageError("no policy is given; name some, e.g. --policies w8a8,w4a16,phase")
-    policies = find_policies(names, variants, subject.folder, subject.checkpoint.merged.policy)
-    return [Candidate(name, policy) for name, policy in policies.items()]
+    return find_policies(names, merged.variants, subject.folder, merged.policy)
 
 
 @dataclass(frozen=True)
 class PolicyRun:
     """One policy at one batch size."""
 
-    candidate: Candidate
+    name: str
+    """Name of the policy in results."""
+    policy: Policy
     batch_size: int
     routes: RouteTable
     prefill_plan: Plan
@@ -82,47 +66,50 @@ class PolicyRun:
 
 
 def make_schedule(
-    candidates: Sequence[Candidate],
+    candidates: Mapping[str, Policy],
     subject: Subject,
     batch_sizes: Sequence[int],
     prompt_tokens: int,
-    tokens: int,
     questions_tokens: int | None,
 ) -> list[PolicyRun]:
     """Return every policy at every batch size; runs at the smallest, the first, also answer the questions.
 
-    A row has ``prompt_tokens`` prompt tokens and ``tokens`` forced ones. ``questions_tokens`` is the largest
-    number of tokens in a batch of questions, None without questions. Raises FlexQuantError for a policy that
-    does not fit the checkpoint.
+    A row has ``prompt_tokens`` prompt tokens. ``questions_tokens`` is the largest number of tokens in a batch
+    of questions, None without questions. Raises FlexQuantError for a policy that does not fit the checkpoint.
     """
+    merged = subject.checkpoint.merged
     measured: dict[object, tuple[str, int]] = {}
     answered: dict[object, str] = {}
     runs = []
     for batch_size in batch_sizes:
         answers = questions_tokens is not None and batch_size == batch_sizes[0]
         prompts = batch_size * prompt_tokens
-        for candidate in candidates:
-            most = max(prompts, questions_tokens or 0) if answers else prompts
-            routes = candidate.routes(subject, most, batch_size)
-            prefill_plan = routes.lookup("prefill", prompts)
-            decode_plan = routes.lookup("decode", batch_size)
-            plans = prefill_plan, decode_plan
+        for name, policy in candidates.items():
+            routes = build_route_table(
+                policy,
+                variants=merged.variants,
+                num_layers=subject.num_layers,
+                max_tokens=max(prompts, questions_tokens or 0) if answers else prompts,
+                mixable=merged.mixable_groups,
+                max_decode_tokens=batch_size,
+            )
+            plans = routes.lookup("prefill", prompts), routes.lookup("decode", batch_size)
             key = tuple(routes.intervals("prefill")), tuple(routes.intervals("decode"))
             runs.append(
                 PolicyRun(
-                    candidate,
+                    name,
+                    policy,
                     batch_size,
                     routes,
-                    prefill_plan,
-                    decode_plan,
+                    *plans,
                     same_as=measured.get(plans),
                     answers=answers,
                     answers_same_as=answered.get(key) if answers else None,
                 )
             )
-            measured.setdefault(plans, (candidate.name, batch_size))
+            measured.setdefault(plans, (name, batch_size))
             if answers:
-                answered.setdefault(key, candidate.name)
+                answered.setdefault(key, name)
     return runs
 
 
@@ -138,21 +125,13 @@ class Passes:
     @classmethod
     def from_trace(cls, path: Path) -> Passes:
         """Count the passes in a trace file after its last header line, which describes what is served."""
-        passes: list[JsonObject] = []
-        for line in map(json.loads, path.read_text().splitlines()):
-            if "phase" in line:
-                passes.append(line)
-            else:
-                passes = []
+        lines: list[JsonObject] = [json.loads(line) for line in path.read_text().splitlines()]
+        passes = list(takewhile(lambda line: "phase" in line, reversed(lines)))
         by_plan: dict[str, dict[str, int]] = {}
         for (phase, plan), count in sorted(Counter((p["phase"], p["plan"]) for p in passes).items()):
             by_plan.setdefault(phase, {})[plan] = count
         sizes = Counter(p["sequences"] for p in passes if p["phase"] == "decode")
         return cls(by_plan, dict(sorted(sizes.items())))
-
-    def to_data(self) -> JsonObject:
-        """Return JSON-able data."""
-        return asdict(self)
 
     def deviations(self, prefill: str, decode: Mapping[str, int], batch_size: int, batches: int) -> list[str]:
         """Describe differences from one prefill pass per batch in ``prefill``, and the ``decode`` counts."""

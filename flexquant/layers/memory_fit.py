@@ -13,14 +13,14 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from flexquant.checkpoint.merged_config import read_merged_config
-from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import describe_ranges
 from flexquant.checkpoint.weight_bytes import format_bytes
-from flexquant.doctor.loaded_bytes import LoadedBytes, count_bytes
+from flexquant.doctor.examining import LoadedBytes, count_bytes
 from flexquant.documents.results import table_lines
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.layers.sensitivity import SCHEMA as SENSITIVITY
@@ -175,7 +175,8 @@ class Fit:
         are groups of variants whose layers one plan can mix.
         """
         stored = [v for v, policy in variants.items() if not policy.derived and v != SOURCE]
-        one = Choice("one copy", (all_in(FROM_INT4, num_layers), all_in(SOURCE, num_layers)), 0)
+        whole = partial(all_in, num_layers=num_layers)
+        one = Choice("one copy", (whole(FROM_INT4), whole(SOURCE)), 0)
         _check_one_copy(loaded, one, memory)
         order: Sequence[int] = range(num_layers)
         if losses is not None:
@@ -187,17 +188,19 @@ class Fit:
         most = fitting[-1] if fitting else one
         shown = {num_layers * step // STEPS for step in range(1, STEPS + 1)} | {most.twice}
         others = [
-            Choice(f"{v}, {SOURCE}", (all_in(v, num_layers), all_in(SOURCE, num_layers)), 0)
+            Choice(f"{v}, {SOURCE}", (whole(v), whole(SOURCE)), 0)
             for v in variants
             if v not in (high, SOURCE, FROM_INT4)
         ]
-        alone = [Choice(f"{v} alone", (all_in(v, num_layers),), 0) for v in [*stored, SOURCE]]
+        alone = [Choice(f"{v} alone", (whole(v),), 0) for v in [*stored, SOURCE]]
         choices = [*(c for c in mixed[::-1] if c.twice in shown), one, *others, *alone]
         candidates = dict(variants)
         if 0 < most.twice < num_layers:
             last = candidates.pop(FROM_INT4)
             assert high is not None
-            policy = parse_policy(_document(most.plans[0], variants), "the plan that fits")
+            document = {"schema": SCHEMA, "rules": [{"use": Plan.from_layers(most.plans[0]).rule_use()}]}
+            document = add_derivations(document, most.plans[0], variants)
+            policy = parse_policy(document, "the plan that fits")
             candidates |= {most.names[0]: policy, FROM_INT4: last}
         remark = _remark(most, order, high, losses, can_mix=can_mix)
         return cls(memory, loaded, choices, candidates, remark, losses)
@@ -258,11 +261,6 @@ def _mixed(high: str, order: Sequence[int], count: int, one: Choice) -> Choice:
     return Choice(f"one copy, and {high} in some", (plan, *one.plans), count)
 
 
-def _document(plan: Layers, variants: Mapping[str, Policy]) -> JsonObject:
-    document = {"schema": SCHEMA, "rules": [{"use": Plan.from_layers(plan).rule_use()}]}
-    return add_derivations(document, plan, variants)
-
-
 def _check_one_copy(loaded: LoadedBytes, one: Choice, memory: int) -> None:
     least = loaded.of(one.plans)
     if least <= memory:
@@ -295,9 +293,10 @@ def _sizes(curves: Mapping[str, Mapping[int, object]]) -> set[int]:
 
 def _time(times: PassTimes, choice: Choice, phase: str, size: int) -> str:
     """Return the milliseconds of the fastest plan of a choice."""
-    found = []
-    for name, plan in zip(choice.names, choice.plans, strict=True):
-        is_measured = name in times.variants
-        found.append((times.seconds((name,) if is_measured else plan, phase, size), is_measured))
-    seconds, is_measured = min(found)
-    return f"{'' if is_measured else '~'}{1e3 * seconds:.3g}"
+    seconds, mark = min(
+        (times.seconds((name,), phase, size), "")
+        if name in times.variants
+        else (times.seconds(plan, phase, size), "~")
+        for name, plan in zip(choice.names, choice.plans, strict=True)
+    )
+    return f"{mark}{1e3 * seconds:.3g}"

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Run a search: measure each layer alone, propose plans, measure these whole, and choose one.
 
+The choice is a policy of its own, or limits what a tuned policy loses.
+
 The gain of several layers together is not the sum of their gains alone. So the plans from the lowest
 precision to the highest, each with one layer raised beyond the plan before, are proposals that are measured.
 """
@@ -10,17 +12,20 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.layers.sensitivity import Measure, Study, StudyDocument
-from flexquant.layers.sensitivity_report import costs
 from flexquant.policy.pass_times import PassTimes
-from flexquant.policy.plans import Layers, all_in, describe_layers, with_layer
+from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
+from flexquant.policy.rules import add_derivations, parse_policy
+from flexquant.tuning.policy_file import TuningResult
 
 RANDOM_PLANS = 3
 LAST = 3
@@ -139,21 +144,24 @@ class Search:
 
     def run(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> SearchResult:
         """Measure what ``file`` lacks, and choose a plan; raise FlexQuantError if the budget allows none."""
-        number = self.study.subject.num_layers
-        seconds = {variant: self._seconds(all_in(variant, number)) for variant in self.study.variants}
         with self.study.measuring(file, overwrite=overwrite, progress=progress) as (document, measure):
 
             def measured(plan: Layers) -> MeasuredPlan:
                 return MeasuredPlan(plan, fmean(measure(plan)), self._seconds(plan))
 
             pure = self.study.alone()
+            highest = pure[0]
             if self.budget.max_kl is not None:
                 fastest = min(map(measured, pure), key=lambda plan: plan.seconds)
                 if fastest.kl <= self.budget.max_kl:
                     return SearchResult(document, fastest, [*map(measured, pure)], {})
             alone = [*pure, *self.study.leaving(self.study.highest)]
             self.study.measure_layers(document, measure, alone, progress)
-            chain = greedy_chain(lambda layer, v: costs(document, layer, v).mean, seconds, number)
+            chain = greedy_chain(
+                lambda layer, v: fmean(measure(with_layer(highest, layer, v))) - fmean(measure(highest)),
+                {plan[0]: self._seconds(plan) for plan in pure},
+                len(highest),
+            )
             progress("whole plans")
             if self.budget.max_kl is not None:
                 proposed = self._bisect(chain, measure)
@@ -182,20 +190,15 @@ class Search:
     def _bisect(self, chain: list[Layers], measure: Measure) -> list[Layers]:
         """Return the chain's first plan within the budget's KL divergence, and its two neighbours."""
         assert self.budget.max_kl is not None
-        first, last = 0, len(chain) - 1
-        while first < last:
-            middle = (first + last) // 2
-            if fmean(measure(chain[middle])) <= self.budget.max_kl:
-                last = middle
-            else:
-                first = middle + 1
+        most = self.budget.max_kl
+        first = bisect_left(chain[:-1], True, key=lambda plan: fmean(measure(plan)) <= most)
         return chain[max(0, first - 1) : first + 2]
 
     def _others(self, layers: Layers) -> list[tuple[str, Layers]]:
         """Return baselines, (name, plan): they raise as many layers as ``layers``, at other places."""
         number, (highest, *_, lowest) = len(layers), self.study.variants
         count = self._raised(layers)
-        places = {
+        places: dict[str, Sequence[int]] = {
             "first": range(count),
             "last": range(number - count, number),
             "first and last": [*range((count + 1) // 2), *range(number - count // 2, number)],
@@ -203,7 +206,10 @@ class Search:
         drawn = random.Random(self.study.settings.seed)
         for index in range(1, RANDOM_PLANS + 1):
             places[f"random {index}"] = drawn.sample(range(number), count)
-        return [(name, raised(list(chosen), highest, lowest, number)) for name, chosen in places.items()]
+        return [
+            (name, tuple(highest if layer in chosen else lowest for layer in range(number)))
+            for name, chosen in places.items()
+        ]
 
 
 def greedy_chain(
@@ -212,9 +218,8 @@ def greedy_chain(
     """Return plans from all layers in the last variant of ``seconds`` to all in the first.
 
     Each step raises the layer, and to the variant, that gains most for its time. ``costs(layer, variant)`` is
-    the KL divergence that the layer costs in that variant while all others are in the first variant. (The
-    gain while all others are in the last variant tells less: it includes the interaction of all layers'
-    errors, which differs from plan to plan and from text to text.) ``seconds`` maps each variant, the most
+    the KL divergence that the layer costs in that variant while all others are in the first one: with all
+    others in the last, the errors of all layers would interact. ``seconds`` maps each variant, the most
     precise first, to the time of a decode pass with all layers in it.
     """
     variants = list(seconds)
@@ -249,6 +254,42 @@ def beside(chain: Sequence[Layers], plan: Layers, steps: int) -> Iterator[Layers
         yield with_layer(base, layer, variant)
 
 
-def raised(layers: Sequence[int], variant: str, lowest: str, num_layers: int) -> Layers:
-    """Return the plan with these layers in ``variant`` and all others in ``lowest``."""
-    return tuple(variant if layer in set(layers) else lowest for layer in range(num_layers))
+def limit_loss(
+    tuned: TuningResult,
+    study: Study,
+    most: float,
+    file: Path,
+    *,
+    overwrite: bool,
+    progress: Callable[[str], None],
+) -> TuningResult:
+    """Return the tuned policy with other plans in the rules whose variant loses more than ``most``.
+
+    A loss is the KL divergence of decode to the study's reference, in nats a token. A decode rule whose
+    variant loses more takes the fastest plan that does not, which can mix layers of several variants; any
+    other such rule takes the most precise variant. :class:`Search` keeps its measurements in ``file``. Raises
+    FlexQuantError if no plan loses so little.
+    """
+    found = Search(study, tuned.times, Budget(max_kl=most)).run(file, overwrite=overwrite, progress=progress)
+    number, kl = study.subject.num_layers, found.document["kl"]
+    losses = {variant: fmean(kl[describe_layers(all_in(variant, number))]) for variant in study.variants}
+    plan = found.chosen
+
+    def limited(rule: JsonObject) -> JsonObject:
+        if losses[rule["use"]] <= most:
+            return rule
+        decodes = rule.get("when", {}).get("phase") == "decode"
+        return {**rule, "use": Plan.from_layers(plan.layers).rule_use() if decodes else study.highest}
+
+    document = {**tuned.document, "rules": [limited(rule) for rule in tuned.document["rules"]]}
+    document = add_derivations(document, plan.layers, study.variants)
+    told = ", ".join(f"{variant} {loss:.3g}" for variant, loss in losses.items())
+    notes = [
+        f"KL divergence of decode to {study.reference_name} on {study.text.name}, nats a token: {told}.",
+        f"At most {most:g} is allowed: the fastest plan, {describe_layers(plan.layers)}, "
+        f"loses {plan.kl:.3g}.",
+    ]
+    if document["rules"] != tuned.document["rules"]:
+        document["description"] += f"; where that loses more than {most:g} nats a token, another plan"
+    parse_policy(document, "the tuned policy")
+    return replace(tuned, document=document, notes=[*tuned.notes, *notes])

@@ -21,11 +21,17 @@ from flexquant.checkpoint.merged_checkpoint import folder_label
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, read_earlier, staged_file
 from flexquant.documents.results import hash_file
+from flexquant.evaluation.engine import (
+    describe_command,
+    describe_machine,
+    describe_versions,
+    engine,
+    environment,
+    prepare_environment,
+    take_policy,
+)
 from flexquant.evaluation.inputs import Settings, Subject, read_rows
-from flexquant.evaluation.measure import decode_forced, engine_options
-from flexquant.evaluation.scores import Scores
-from flexquant.measuring.engine import engine, environment, prepare_environment, take_policy
-from flexquant.measuring.machine import describe_command, describe_machine, describe_versions
+from flexquant.evaluation.measure import Scores, decode_forced, engine_options
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
 from flexquant.policy.rules import Policy, add_derivations
 from flexquant.policy.schema import SCHEMA as POLICY_SCHEMA
@@ -53,7 +59,7 @@ class StudyDocument(TypedDict):
     settings: JsonObject
     text: dict[str, str]
     kl: dict[str, list[float]]
-    """Plan -> mean KL divergence of every row to the reference, in nats a token."""
+    """Plan, as ``describe_layers`` has it -> mean KL divergence of every row to the reference, in nats."""
     machine: NotRequired[JsonObject]
     versions: NotRequired[dict[str, str]]
     argv: NotRequired[list[str]]
@@ -72,20 +78,11 @@ class Study:
     settings: Settings
     """Settings with a single batch size."""
 
-    @classmethod
-    def of(
-        cls,
-        subject: Subject,
-        variants: Mapping[str, Policy],
-        text: Path,
-        reference: str | None,
-        settings: Settings,
-    ) -> Study:
-        """Return the study; raise FlexQuantError for rows too long and a reference of another model."""
-        subject.check_length(settings.row_tokens, "a prompt and its continuation")
-        if reference is not None:
-            subject.check_reference(reference)
-        return cls(subject, variants, text, reference, settings)
+    def __post_init__(self) -> None:
+        """Raise FlexQuantError for rows too long and a reference of another model."""
+        self.subject.check_length(self.settings.row_tokens, "a prompt and its continuation")
+        if self.reference is not None:
+            self.subject.check_reference(self.reference)
 
     @property
     def highest(self) -> str:
@@ -126,10 +123,8 @@ class Study:
     def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> StudyDocument:
         """Measure each layer alone, unless ``file`` has the plan already; return the document in ``file``.
 
-        The document's ``kl`` maps a plan (:func:`flexquant.policy.plans.describe_layers`) to the mean KL
-        divergence of every row to the reference, in nats a token. ``progress`` gets a line for every plan.
-        Raises FlexQuantError for a text that is too short, and for a file of another study unless
-        ``overwrite`` is set.
+        ``progress`` gets a line for every plan. Raises FlexQuantError for a text that is too short, and for a
+        file of another study unless ``overwrite`` is set.
         """
         *_, lowest = self.variants
         plans = [*self.alone(), *self.leaving(self.highest), *self.leaving(lowest)]
@@ -195,11 +190,11 @@ class Study:
             with engine(self.subject.folder, flexquant={"policy": str(policy)}, **eager) as llm:
                 if self.reference is None:
                     progress(f"the reference {self.highest}")
-                    self._take(llm, self.highest)
+                    self._take(llm, self.alone()[0])
                     self._score(llm, rows, scores, store_in=stored)
 
                 def score(layers: Layers) -> list[float]:
-                    self._take(llm, Plan.from_layers(layers).rule_use())
+                    self._take(llm, layers)
                     found = self._score(llm, rows, scores, compare_with=stored)
                     assert found.kl is not None
                     return [float(mean) for mean in found.kl.mean(axis=1)]
@@ -232,15 +227,11 @@ class Study:
         with staged_file(file) as partial:
             partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
-    def _policy(self, use: str | JsonObject) -> JsonObject:
-        """Return the policy that decodes by a plan, given as a rule's ``use``."""
-        prefill = {"when": {"phase": ["prefill", "mixed"]}, "use": self.highest}
-        layers = [use] if isinstance(use, str) else [use["default"], *use["layers"].values()]
-        return _with_rules([prefill, {"use": use}], {self.highest, *layers}, self.variants)
-
-    def _take(self, llm: LLM, use: str | JsonObject) -> None:
+    def _take(self, llm: LLM, layers: Layers) -> None:
         """Decode by another plan from now on."""
-        take_policy(llm, "plan", self._policy(use))
+        prefill = {"when": {"phase": ["prefill", "mixed"]}, "use": self.highest}
+        decode = {"use": Plan.from_layers(layers).rule_use()}
+        take_policy(llm, "plan", _with_rules([prefill, decode], {self.highest, *layers}, self.variants))
 
     def _score(self, llm: LLM, rows: list[list[int]], folder: Path, **files: Path) -> Scores:
         (batch_size,) = self.settings.batch_sizes

@@ -157,7 +157,7 @@ class PassTimes:
 def device_name(origin: JsonObject) -> str:
     """Return the GPU, or the CPU and its cores, in the ``machine`` of an origin or of a document of results.
 
-    :mod:`flexquant.measuring.machine` makes the ``machine``. Predicted times have a ``device`` instead; a
+    :mod:`flexquant.evaluation.engine` makes the ``machine``. Predicted times have a ``device`` instead; a
     user's document can have neither.
     """
     machine = origin.get("machine")

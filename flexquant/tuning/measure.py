@@ -17,8 +17,8 @@ from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint, folder_labe
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
 from flexquant.checkpoint.weight_bytes import bytes_in_use, report_checkpoint
 from flexquant.errors import UsageError
-from flexquant.measuring.machine import describe_machine, describe_versions
-from flexquant.measuring.workers import Worker, start_workers
+from flexquant.evaluation.engine import describe_machine, describe_versions
+from flexquant.evaluation.workers import Worker, start_workers
 from flexquant.planning.config_numbers import Attention, language_config
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import Policy

@@ -16,8 +16,8 @@ from flexquant.checkpoint.weight_bytes import format_bytes
 from flexquant.documents.results import MatplotlibMissing, new_figure
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import UsageError
-from flexquant.measuring.comparison import EQUAL, FEWEST_ROUNDS, percent
-from flexquant.measuring.machine import describe_command
+from flexquant.evaluation.comparison import EQUAL, FEWEST_ROUNDS, percent
+from flexquant.evaluation.engine import describe_command
 from flexquant.policy.pass_times import UNITS, PassTimes, device_name, format_times
 from flexquant.policy.rules import Policy, add_derivations, parse_policy
 from flexquant.policy.schema import SCHEMA

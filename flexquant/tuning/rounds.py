@@ -12,8 +12,8 @@ from typing import Protocol
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import UsageError
-from flexquant.measuring.comparison import Effort
-from flexquant.measuring.workers import MAX_STEPS
+from flexquant.evaluation.comparison import Effort
+from flexquant.evaluation.workers import MAX_STEPS
 from flexquant.tuning.samples import Samples
 
 
@@ -99,7 +99,7 @@ def _up_to(sizes: Iterable[int], most: int) -> tuple[int, ...]:
 
 
 class Timer(Protocol):
-    """The part of :class:`flexquant.measuring.workers.Worker` that Rounds needs."""
+    """The part of :class:`flexquant.evaluation.workers.Worker` that Rounds needs."""
 
     def call(self, method: str, *arguments: float) -> float: ...
 

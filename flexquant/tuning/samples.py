@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Hold the measured times by variant, phase, size and round, and compare variants by ratios within rounds.
 
-Machines drift and stall, so only ratios within a round count (flexquant.measuring.comparison).
+Machines drift and stall, so only ratios within a round count (flexquant.evaluation.comparison).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import read_earlier, write_text
-from flexquant.measuring.comparison import Comparison, compare
+from flexquant.evaluation.comparison import Comparison, compare
 from flexquant.policy.pass_times import PassTimes, Time
 from flexquant.policy.schema import Phase
 

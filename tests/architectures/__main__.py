@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from flexquant.measuring.machine import describe_machine, describe_versions
+from flexquant.evaluation.engine import describe_machine, describe_versions
 from tests.architectures.chain import SECONDS, Outcome, try_architecture
 from tests.architectures.outcomes import FAILS, PAGE, RESULTS, page
 

@@ -6,18 +6,21 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import textwrap
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from transformers.utils import is_torchvision_available
 
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from tests.architectures.models import features, random_model, small_config, source, split
 from tests.architectures.outcomes import FAILS, NOT_MADE, REFUSED, SERVED, STOCK_FAILS
-from tests.architectures.torchvision_names import provide_torchvision
 from tests.checkpoints import write_checkpoint
 from tests.integration.conftest import generate
 
@@ -158,3 +161,36 @@ def try_architecture(architecture: str, work: Path, output: Path) -> None:
     except Ended as e:
         outcome, reason = e.args
     output.write_text(json.dumps(asdict(Outcome(architecture, kind, has, outcome, reason)), indent=1) + "\n")
+
+
+TORCHVISION = (
+    "torchvision",
+    "torchvision.io",
+    "torchvision.transforms",
+    "torchvision.transforms.functional",
+    "torchvision.transforms.v2",
+    "torchvision.transforms.v2.functional",
+)
+"""Modules of torchvision of which vLLM's classes import names that a text model does not call."""
+
+
+class Names(ModuleType):
+    """A module that has every name, and nothing behind it."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def provide_torchvision() -> None:
+    """Let this process import torchvision's names; for transformers, it stays missing."""
+    if is_torchvision_available():
+        return
+    for name in TORCHVISION:
+        parent, _, last = name.rpartition(".")
+        sys.modules[name] = Names(name)
+        if parent:
+            setattr(sys.modules[parent], last, sys.modules[name])

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from flexquant.errors import FlexQuantError
-from flexquant.measuring.machine import describe_versions
+from flexquant.evaluation.engine import describe_versions
 from flexquant.merge.formats import open_source
 from flexquant.merge.kv.compatibility import check_kv_compatibility
 from tests.architectures.models import random_model, small_config, source, split
@@ -116,17 +116,13 @@ def caches(model: PreTrainedModel) -> list[torch.Tensor]:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(input_ids=torch.arange(24)[None] * 7 % 250, past_key_values=cache, use_cache=True)
-    written = [
-        tensor
-        for layer in cache.layers
-        for own in ("keys", "values", "conv_states", "recurrent_states")
-        for tensor in parts(getattr(layer, own, None))
-    ]
-    return [tensor for tensor in written if tensor is not None]
-
-
-def parts(written: torch.Tensor | dict[int, torch.Tensor | None] | None) -> list[torch.Tensor | None]:
-    return list(written.values()) if isinstance(written, dict) else [written]
+    found: list[torch.Tensor] = []
+    for layer in cache.layers:
+        for own in ("keys", "values", "conv_states", "recurrent_states"):
+            written = getattr(layer, own, None)
+            parts = written.values() if isinstance(written, dict) else [written]
+            found += [tensor for tensor in parts if tensor is not None]
+    return found
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:

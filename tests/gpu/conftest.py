@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from flexquant.measuring import engine as in_process
+from flexquant.evaluation import engine as in_process
 from tests.gpu import interpreter
 
 in_process.prepare_environment()

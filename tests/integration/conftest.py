@@ -22,8 +22,8 @@ import pytest
 import yaml
 
 from flexquant.errors import FlexQuantError
-from flexquant.measuring import engine as in_process
-from flexquant.measuring.engine import change_policy
+from flexquant.evaluation import engine as in_process
+from flexquant.evaluation.engine import change_policy
 from flexquant.policy.rules import Policy, load_policy, parse_policy
 from flexquant.serving.config import clip_to_server, served_policy
 from tests.conftest import STARTS

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks import own_cost
 from benchmarks.speed.results import read_cells
 from benchmarks.speed.shapes import SHAPES
-from flexquant.measuring.machine import describe_machine, describe_versions
+from flexquant.evaluation.comparison import Effort
+from flexquant.evaluation.engine import describe_machine, describe_versions
 from tests import programs
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
@@ -143,3 +145,9 @@ def test_same_command_measures_nothing_again(run):
     assert f"serving: {len(SUBJECTS)} of {len(SUBJECTS)} cells are there already" in run.stdout
     assert (cells.stat().st_mtime_ns, cells.read_bytes()) == before
     assert (run.output / "report.md").read_text() == report
+
+
+def test_a_round_of_own_cost_has_times_with_and_without_flexquant(tiny_merged):
+    found = own_cost.measure(tiny_merged("llama") / "merged", "w4a16", Effort(1, 1, 1.0))
+    (on,), (off,) = found["on_seconds"], found["off_seconds"]
+    assert found["ratio"] == pytest.approx(on / off, rel=1e-3)

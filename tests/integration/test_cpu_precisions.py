@@ -44,7 +44,7 @@ rules:
 SERVE = f"""
 import json, sys
 import torch
-from flexquant.measuring import engine
+from flexquant.evaluation import engine
 from flexquant.serving.worker.worker_extension import status_of
 
 def outputs(model):

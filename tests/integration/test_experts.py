@@ -40,7 +40,7 @@ rules:
 SINGLE_COPY = QUANTISED_EXPERTS.replace("use: w8a8", "use: w4a16")
 SERVE = """
 import json, sys
-from flexquant.measuring import engine
+from flexquant.evaluation import engine
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 from flexquant.serving.worker.worker_extension import status_of
 from vllm import SamplingParams

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.generation.__main__ import main
+from flexquant.evaluation.engine import describe_machine, describe_versions
 from flexquant.evaluation.evaluating import REFERENCE
-from flexquant.measuring.machine import describe_machine, describe_versions
 from tests.checkpoints import make_checkpoint
 from tests.conftest import STARTS
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.merged_config import why_not_served
 from flexquant.doctor.examining import examine
-from flexquant.measuring.engine import take_policy as change_policy
+from flexquant.evaluation.engine import take_policy as change_policy
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.rules import load_policy
 from flexquant.serving.worker.one_copy import OneCopyMethod

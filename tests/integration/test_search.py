@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A search measures layers and whole plans, and writes the policy that decodes by the best one."""
+"""What a layer costs is what an evaluation of its plan says; a search writes the policy of the best plan."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from flexquant import cli
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.evaluation.evaluating import evaluate
 from flexquant.evaluation.inputs import Settings, Subject
-from flexquant.layers.quality_limit import limit_loss
+from flexquant.layers.searching import limit_loss
 from flexquant.layers.sensitivity import Study
-from flexquant.policy.plans import describe_layers
+from flexquant.policy.plans import describe_layers, with_layer
 from flexquant.policy.rules import load_policy
 from flexquant.tuning.candidates import find_variants
 from flexquant.tuning.policy_file import TuningResult
 from flexquant.tuning.policy_file import tuned_policy_document as tuned_document
 from flexquant.tuning.size_thresholds import Decision, Range
 from tests.checkpoints import make_checkpoint
+from tests.conftest import STARTS
 from tests.pass_times import CROSSED, make_times
 
 pytestmark = pytest.mark.engine
@@ -40,17 +41,23 @@ TUNED = {
 }
 
 
-def write_tuned_and_reference(folder: Path) -> None:
-    """Write ``tuned.yaml``, a policy with measured times, and ``16-bit``, the model of its variants."""
-    (folder / "tuned.yaml").write_text(to_yaml(TUNED))
-    make_checkpoint(folder / "16-bit", scheme=None, num_layers=LAYERS)
+HIGHER, LAST_RAISED = "w8a8 0-2", "w4a16 0-1, w8a8 2"
+ONE_APART = """
+schema: flexquant.policy/v1
+rules:
+  - when: {{phase: [prefill, mixed]}}
+    use: w8a8
+  - use: {{default: {most}, layers: {{"1": {one}}}}}
+"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a text, ``tuned.yaml``, which has measured times, and the 16-bit model."""
     folder = tmp_path_factory.mktemp("search")
     (folder / "text.txt").write_text(Path(__file__).read_text() * 4)
-    write_tuned_and_reference(folder)
+    (folder / "tuned.yaml").write_text(to_yaml(TUNED))
+    make_checkpoint(folder / "16-bit", scheme=None, num_layers=LAYERS)
     return folder
 
 
@@ -60,12 +67,108 @@ def merged(tiny_merged: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def arguments(merged: Path, folder: Path) -> list[str]:
+def options(merged: Path, folder: Path) -> list[str]:
     files = ["--text", str(folder / "text.txt"), "--reference", str(folder / "16-bit")]
-    files += ["--policy", str(folder / "tuned.yaml"), "--output", str(folder / "results")]
     numbers = ["--batch-size", "2", "--samples", str(SAMPLES)]
     numbers += ["--prompt-tokens", str(PROMPT), "--tokens", str(TOKENS)]
-    return ["search", str(merged), *files, *numbers]
+    return [str(merged), *files, *numbers]
+
+
+def kl_of(policy: Path, folder: Path, merged: Path) -> float:
+    """Return the mean KL divergence that an evaluation of a policy file tells."""
+    found = evaluate(
+        merged,
+        folder / "text.txt",
+        reference=folder / "16-bit",
+        policies=[str(policy)],
+        questions=[],
+        settings=Settings((2,), SAMPLES, PROMPT, TOKENS),
+    )
+    (result,) = [result for result in found["results"] if result["policy"] == policy.name]
+    kl: float = result["quality"]["mean_kl"]
+    return kl
+
+
+# layer by layer
+
+
+@pytest.fixture(scope="module")
+def measuring(options: list[str], folder: Path) -> list[str]:
+    return ["sensitivity", *options, "--output", str(folder / "sensitivity")]
+
+
+@pytest.fixture(scope="module")
+def document(measuring: list[str], folder: Path) -> dict[str, Any]:
+    assert cli.main(measuring) == 0
+    found: dict[str, Any] = json.loads((folder / "sensitivity" / "sensitivity.json").read_text())
+    return found
+
+
+def test_every_plan_is_measured_on_every_row(document: dict[str, Any]) -> None:
+    alone = [("w8a8",) * LAYERS, ("w4a16",) * LAYERS]
+    layered = [
+        with_layer(base, layer, other)
+        for base, other in zip(alone, ("w4a16", "w8a8"), strict=True)
+        for layer in range(LAYERS)
+    ]
+    assert document["kl"].keys() == {describe_layers(plan) for plan in (*alone, *layered)}
+    assert all(len(rows) == SAMPLES and min(rows) > 0 for rows in document["kl"].values())
+    assert len({tuple(rows) for rows in document["kl"].values()}) == len(document["kl"])
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "one"),
+    [("w8a8 0, w4a16 1, w8a8 2", "w8a8", "w4a16"), ("w4a16 0, w8a8 1, w4a16 2", "w4a16", "w8a8")],
+)
+def test_the_numbers_are_those_of_an_evaluation_of_the_plan(
+    document: dict[str, Any], folder: Path, merged: Path, name: str, most: str, one: str
+) -> None:
+    policy = folder / f"{one}-in-the-middle.yaml"
+    policy.write_text(ONE_APART.format(most=most, one=one))
+    kl = kl_of(policy, folder, merged)
+    assert fmean(document["kl"][name]) == pytest.approx(kl, rel=1e-4)
+
+
+def test_table_and_plot_tell_of_every_layer(document: dict[str, Any], folder: Path) -> None:
+    table = (folder / "sensitivity" / "sensitivity.md").read_text()
+    assert [line.split(" | ")[0] for line in sorted(table.splitlines()) if line[2:3].isdecimal()] == [
+        f"| {layer}" for layer in range(LAYERS)
+    ]
+    assert (folder / "sensitivity" / "sensitivity.png").stat().st_size > 1000
+
+
+def test_a_run_that_was_stopped_goes_on(
+    document: dict[str, Any], measuring: list[str], folder: Path, pytestconfig: pytest.Config
+) -> None:
+    file = folder / "sensitivity" / "sensitivity.json"
+    begun = {**document, "kl": {n: rows for n, rows in document["kl"].items() if n != LAST_RAISED}}
+    begun["kl"][HIGHER] = [9.0] * SAMPLES
+    file.write_text(json.dumps(begun))
+    assert cli.main(measuring) == 0
+    found = json.loads(file.read_text())["kl"]
+    assert found[LAST_RAISED] == pytest.approx(document["kl"][LAST_RAISED], rel=1e-4)
+    assert found[HIGHER] == [9.0] * SAMPLES, "it was not measured again"
+    before = pytestconfig.stash[STARTS]["engines"]
+    assert cli.main(measuring) == 0
+    assert pytestconfig.stash[STARTS]["engines"] == before
+
+
+def test_results_of_another_study_are_kept(
+    document: dict[str, Any], measuring: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (folder / "sensitivity" / "sensitivity.json").read_bytes()
+    assert cli.main([*measuring, "--seed", "3"]) == 2
+    assert "has results with other settings; give another --output, or --overwrite" in capsys.readouterr().err
+    assert (folder / "sensitivity" / "sensitivity.json").read_bytes() == before
+
+
+# a search
+
+
+@pytest.fixture(scope="module")
+def arguments(options: list[str], folder: Path) -> list[str]:
+    files = ["--policy", str(folder / "tuned.yaml"), "--output", str(folder / "results")]
+    return ["search", *options, *files]
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +207,7 @@ def test_the_policy_decodes_by_the_plan_where_the_given_one_took_the_lowest_vari
     prompts, small, large = load_policy(str(file)).rules
     assert (prompts.variants, large.variants) == (("w8a8",), ("w8a8",))
     assert small.batch_size.max == 4 and set(small.variants) == {"w4a16", "w8a8"}
-    found = evaluate(
-        merged,
-        folder / "text.txt",
-        reference=folder / "16-bit",
-        policies=[str(file)],
-        questions=[],
-        settings=Settings((2,), SAMPLES, PROMPT, TOKENS),
-    )
-    (result,) = [result for result in found["results"] if result["policy"] == file.name]
-    assert result["quality"]["mean_kl"] == pytest.approx(searched[chosen_plan(folder)], rel=1e-4)
+    assert kl_of(file, folder, merged) == pytest.approx(searched[chosen_plan(folder)], rel=1e-4)
 
 
 def test_the_fastest_plan_that_loses_no_more_is_chosen(
@@ -134,7 +228,7 @@ def study(merged: Path, folder: Path) -> Study:
     subject = Subject.open(merged)
     variants = find_variants(subject.checkpoint.merged, None)
     settings = Settings((2,), SAMPLES, PROMPT, TOKENS)
-    return Study.of(subject, variants, folder / "text.txt", str(folder / "16-bit"), settings)
+    return Study(subject, variants, folder / "text.txt", str(folder / "16-bit"), settings)
 
 
 def limited_rules(study: Study, most: float, folder: Path) -> list[dict[str, Any]]:
@@ -158,16 +252,7 @@ def test_a_tuned_policy_loses_no_more_than_it_may(
     most = (searched["w8a8 0-2"] + searched["w4a16 0-2"]) / 2
     (decode, *_) = limited_rules(study, most, folder)
     assert decode["use"] not in ("w8a8", "w4a16")
-    found = evaluate(
-        merged,
-        folder / "text.txt",
-        reference=folder / "16-bit",
-        policies=[str(folder / "limited.yaml")],
-        questions=[],
-        settings=Settings((2,), SAMPLES, PROMPT, TOKENS),
-    )
-    (result,) = [result for result in found["results"] if result["policy"] == "limited.yaml"]
-    assert searched["w8a8 0-2"] < result["quality"]["mean_kl"] <= most
+    assert searched["w8a8 0-2"] < kl_of(folder / "limited.yaml", folder, merged) <= most
 
 
 def test_a_tuned_policy_that_loses_less_stays_as_it_is(

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from examples.vllm_server import vllm_serve
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.cli import build_parser, main
-from flexquant.doctor.loaded_bytes import count_bytes
+from flexquant.doctor.examining import count_bytes
 from flexquant.layers.sensitivity import SCHEMA as SENSITIVITY
 from flexquant.layers.sensitivity import policy_that_loads
 from flexquant.merge import merge_checkpoints

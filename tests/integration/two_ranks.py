@@ -15,7 +15,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 
-from flexquant.measuring.engine import change_policy
+from flexquant.evaluation.engine import change_policy
 from flexquant.policy.rules import load_policy
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 from flexquant.serving.worker.worker_extension import FlexQuantWorker

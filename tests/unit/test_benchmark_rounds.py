@@ -18,7 +18,7 @@ from benchmarks.speed.serving import ServingRun
 from benchmarks.speed.shapes import SHAPES
 from benchmarks.speed.subjects import parse_subject
 from benchmarks.speed.workloads import Workload
-from flexquant.measuring.comparison import Effort
+from flexquant.evaluation.comparison import Effort
 
 SMALL, LARGE = Workload(1, 8, 4), Workload(8, 8, 4)
 

@@ -26,7 +26,7 @@ from benchmarks.speed.tables import (
     start_results,
 )
 from benchmarks.speed.workloads import Workload
-from flexquant.measuring.comparison import EQUAL, HIGHER, compare
+from flexquant.evaluation.comparison import EQUAL, HIGHER, compare
 
 # kernels
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from flexquant.cli._arguments import add_effort
-from flexquant.measuring.comparison import (
+from flexquant.evaluation.comparison import (
     EQUAL,
     HIGHER,
     LOWER,

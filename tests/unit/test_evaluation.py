@@ -15,19 +15,20 @@ import torch
 
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.evaluation.evaluating import evaluate
+from flexquant.evaluation.evaluating import LayerBytes, evaluate
 from flexquant.evaluation.inputs import Settings, Subject, question_prompts, read_questions
-from flexquant.evaluation.measure import compare_answers, engine_options, most_tokens
-from flexquant.evaluation.schedule import Passes, find_candidates, make_schedule
-from flexquant.evaluation.scores import (
+from flexquant.evaluation.measure import (
     Scores,
+    compare_answers,
+    engine_options,
     kl_divergence,
     log_probabilities,
+    most_tokens,
     same_top_token,
     standard_error,
     summarise_scores,
 )
-from flexquant.evaluation.weight_bytes import LayerBytes
+from flexquant.evaluation.schedule import Passes, find_candidates, make_schedule
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.plans import Plan
 from tests.checkpoints import make_checkpoint
@@ -147,14 +148,11 @@ def test_a_pass_holds_the_longest_prompts_of_a_batch():
 # schedule
 
 
-TOKENS = 7
-
-
 def schedule(subject, names, batch_sizes=(4, 8), questions_tokens=None):
     candidates = find_candidates(subject, names)
     return {
-        (run.candidate.name, run.batch_size): run
-        for run in make_schedule(candidates, subject, batch_sizes, 16, TOKENS, questions_tokens)
+        (run.name, run.batch_size): run
+        for run in make_schedule(candidates, subject, batch_sizes, 16, questions_tokens)
     }
 
 
@@ -190,7 +188,7 @@ def test_answers_are_the_same_only_if_smaller_batches_are(subject, folder):
 
 
 def test_default_policies_are_the_variants_and_the_default(subject):
-    assert [c.name for c in find_candidates(subject, None)] == ["w8a8", "w4a16", "phase-batch"]
+    assert list(find_candidates(subject, None)) == ["w8a8", "w4a16", "phase-batch"]
 
 
 def test_a_variant_of_any_name_is_a_policy(folder, tmp_path):
@@ -198,15 +196,17 @@ def test_a_variant_of_any_name_is_a_policy(folder, tmp_path):
     sources = {"eight": folder / "w8a8", "phase": folder / "w4a16"}
     merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "default.yaml"))
     candidates = find_candidates(Subject.open(tmp_path / "merged"), None)
-    assert [c.name for c in candidates] == ["eight", "phase", "stored"]
-    assert [c.policy.variants for c in candidates] == [("eight",), ("phase",), ("phase", "eight")]
+    assert {name: policy.variants for name, policy in candidates.items()} == {
+        "eight": ("eight",),
+        "phase": ("phase",),
+        "stored": ("phase", "eight"),
+    }
 
 
 def test_a_stored_policy_is_the_default(folder, tmp_path):
     sources = {"w8a8": folder / "w8a8", "w4a16": folder / "w4a16"}
     merge_checkpoints(sources, tmp_path / "merged", policy="phase")
-    names = [c.name for c in find_candidates(Subject.open(tmp_path / "merged"), None)]
-    assert names == ["w8a8", "w4a16", "stored"]
+    assert list(find_candidates(Subject.open(tmp_path / "merged"), None)) == ["w8a8", "w4a16", "stored"]
 
 
 def test_two_files_of_one_name_are_refused(subject, folder, tmp_path):

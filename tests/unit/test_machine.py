@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a measurement's device is called, also in documents that a user has edited."""
+"""What a measurement's device is called, also in edited documents, and how the doctor writes findings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from examples.vllm_server import default_environment
-from flexquant.measuring.machine import describe_command, describe_machine
+from flexquant.doctor import Finding
+from flexquant.evaluation.engine import describe_command, describe_machine
 from flexquant.policy.pass_times import device_name
 
 
@@ -44,3 +45,8 @@ def test_a_server_takes_what_the_environment_says(monkeypatch: pytest.MonkeyPatc
     assert default_environment()["VLLM_CPU_KVCACHE_SPACE"] == "1"
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     assert default_environment()["VLLM_CPU_KVCACHE_SPACE"] == "7"
+
+
+def test_a_mark_tells_what_could_be_better_from_what_does_not_serve() -> None:
+    marks = {level: Finding(level, "memory", "text").line() for level in ("ok", "note", "problem")}
+    assert marks == {"ok": "  memory     text", "note": "! memory     text", "problem": "X memory     text"}

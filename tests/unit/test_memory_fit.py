@@ -5,13 +5,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flexquant.doctor.loaded_bytes import LoadedBytes
+from flexquant.doctor.examining import LoadedBytes
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.layers.memory_fit import Fit, PlanLosses
 from flexquant.layers.sensitivity import SCHEMA
@@ -47,8 +49,19 @@ def variants(*names: str) -> dict[str, Policy]:
     return find_policies(names or ("w8a8", "w4a16", FROM_INT4), ["bf16", "w8a8", "w4a16"])
 
 
-def fit(mib: float, losses: PlanLosses | None = None, mixable: Any = MIXABLE) -> Fit:
-    return Fit.of(variants(), int(mib * MIB), loaded(), LAYERS, losses, high="w8a8", mixable=mixable)
+def fit(
+    mib: float,
+    losses: PlanLosses | None = None,
+    names: Sequence[str] = (),
+    held: LoadedBytes | None = None,
+    high: str | None = "w8a8",
+    mixable: Any = MIXABLE,
+    layers: int = LAYERS,
+) -> Fit:
+    """Return what fits into so many MiB, by default of W8A8 and W4A16; ``held`` are the bytes of each."""
+    return Fit.of(
+        variants(*names), int(mib * MIB), held or loaded(layers), layers, losses, high=high, mixable=mixable
+    )
 
 
 def plan_of(found: Fit, *others: str) -> list[str]:
@@ -101,23 +114,18 @@ def test_less_than_one_copy_is_refused_with_what_it_takes() -> None:
 
 
 def test_a_checkpoint_of_one_variant_has_one_copy() -> None:
-    found = Fit.of(variants("w4a16", FROM_INT4), 100 * MIB, loaded(), LAYERS, high=None, mixable=[("w4a16",)])
+    one = partial(fit, names=("w4a16", FROM_INT4), high=None, mixable=[("w4a16",)])
+    found = one(100)
     assert "One copy is all that is possible" in found.remark
     assert found.together == [["w4a16", FROM_INT4], ["w4a16"]]
     with pytest.raises(FlexQuantError, match="one copy takes"):
-        Fit.of(variants("w4a16", FROM_INT4), MIB, loaded(), LAYERS, high=None, mixable=[("w4a16",)])
+        one(1)
 
 
 def test_layers_have_8_bit_of_their_own_beside_a_variant_in_16() -> None:
     """The 16-bit variant is more precise, and no layer of it is mixed with INT8 from INT4."""
-    found = Fit.of(
-        variants("bf16", "w8a8", "w4a16", FROM_INT4),
-        (ONE_COPY + 16) * MIB,
-        loaded(bf16=16),
-        LAYERS,
-        high="w8a8",
-        mixable=[("bf16",), ("w8a8", "w4a16")],
-    )
+    names, mixable = ("bf16", "w8a8", "w4a16", FROM_INT4), [("bf16",), ("w8a8", "w4a16")]
+    found = fit(ONE_COPY + 16, names=names, held=loaded(bf16=16), mixable=mixable)
     assert plan_of(found, "bf16") == [f"w8a8+{FROM_INT4}[2-3]"]
     assert found.remark.startswith("2 of 4 layers (0-1) fit with w8a8 of their own")
     assert {"bf16, w4a16", "bf16 alone"} <= {choice.name for choice in found.choices}
@@ -127,9 +135,9 @@ def test_memory_that_is_no_whole_number_of_mib_is_rounded_up() -> None:
     exact = loaded()
     more = replace(exact, by_layer={**exact.by_layer, FROM_INT4: {None: 3 * MIB + 1}})
     with pytest.raises(FlexQuantError, match="give --memory 30MiB or more") as e:
-        Fit.of(variants(), ONE_COPY * MIB, more, LAYERS, high="w8a8", mixable=MIXABLE)
+        fit(ONE_COPY, held=more)
     assert "and 3.0 MiB to compute" in str(e.value)
-    assert Fit.of(variants(), ONE_COPY * MIB + 1, more, LAYERS, high="w8a8", mixable=MIXABLE).memory
+    assert fit(ONE_COPY + 1 / MIB, held=more).memory
 
 
 def test_layers_that_no_plan_can_mix_are_all_twice_or_none() -> None:
@@ -245,18 +253,11 @@ def test_what_is_chosen_is_what_the_policy_loads() -> None:
 
 
 def test_the_table_has_steps_of_a_quarter_of_the_layers_rounded_down() -> None:
-    found = Fit.of(variants(), (10 + 6 * 4 + 3) * MIB, loaded(6), 6, high="w8a8", mixable=MIXABLE)
+    found = fit(10 + 6 * 4 + 3, layers=6)
     assert [choice.twice for choice in found.choices] == [6, 4, 3, 1, 0, 0, 0]
 
 
 def test_other_variants_are_compared_too() -> None:
-    found = Fit.of(
-        variants("w8a8", "w4a16", FROM_INT4, "w4a8"),
-        42 * MIB,
-        loaded(w4a8=4),
-        LAYERS,
-        high="w8a8",
-        mixable=MIXABLE,
-    )
+    found = fit(42, names=("w8a8", "w4a16", FROM_INT4, "w4a8"), held=loaded(w4a8=4))
     assert ["w4a16", "w4a8"] in found.together
     assert rows(found, "w4a8")["w4a8, w4a16, 0"][-1] == "chosen"

@@ -24,7 +24,7 @@ from benchmarks.proof.claims import (
 )
 from benchmarks.proof.gpu import SERVING
 from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, Outcomes
-from flexquant.measuring.comparison import compare
+from flexquant.evaluation.comparison import compare
 
 ALONE, BATCH, _ = SERVING
 GRAPHS = TESTED["test_graph_modes.py"]

@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which plans a search proposes, which of the measured ones it chooses, and whole searches over results."""
+"""Which plans a search proposes and chooses, whole searches over results, and what each layer costs."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings, Subject
-from flexquant.layers.quality_limit import limit_loss
-from flexquant.layers.search_report import searched_policy_document
+from flexquant.layers.report import (
+    Estimate,
+    costs,
+    estimate,
+    format_sensitivity_table,
+    searched_policy_document,
+    wins,
+)
 from flexquant.layers.searching import (
     Budget,
     MeasuredPlan,
@@ -26,10 +34,11 @@ from flexquant.layers.searching import (
     beside,
     front,
     greedy_chain,
+    limit_loss,
 )
 from flexquant.layers.sensitivity import Study
 from flexquant.merge import merge_checkpoints
-from flexquant.policy.plans import Layers, describe_layers
+from flexquant.policy.plans import Layers, Plan, describe_layers, with_layer
 from flexquant.policy.rules import parse_policy
 from flexquant.policy.schema import SCHEMA
 from flexquant.tuning.candidates import find_variants
@@ -42,65 +51,65 @@ HIGH, MIDDLE, LOW = "w8a8", "w4a8", "w4a16"
 SECONDS = {HIGH: 0.03, LOW: 0.02}
 
 
-def test_the_chain_raises_the_layer_that_costs_most_first() -> None:
-    costs = [0.1, 0.4, 0.2]
-    chain = greedy_chain(lambda layer, variant: costs[layer], SECONDS, 3)
-    assert chain == [
-        (LOW, LOW, LOW),
-        (LOW, HIGH, LOW),
-        (LOW, HIGH, HIGH),
-        (HIGH, HIGH, HIGH),
-    ]
+def plan(text: str) -> Layers:
+    """Return the plan of one letter a layer: ``H`` for W8A8, ``M`` for W4A8, ``L`` for W4A16."""
+    return tuple({"H": HIGH, "M": MIDDLE, "L": LOW}[letter] for letter in text)
 
 
-def test_of_three_variants_a_layer_takes_what_wins_most_for_its_time() -> None:
-    # w4a8 wins half of what w8a8 wins for a tenth of its time; the second layer wins only in w8a8.
-    costs = {(0, LOW): 0.2, (0, MIDDLE): 0.1, (1, LOW): 0.6, (1, MIDDLE): 0.6}
-    chain = greedy_chain(
-        lambda layer, variant: costs[layer, variant], {HIGH: 0.03, MIDDLE: 0.021, LOW: 0.02}, 2
-    )
-    assert chain == [(LOW, LOW), (MIDDLE, LOW), (MIDDLE, HIGH), (HIGH, HIGH)]
+@pytest.mark.parametrize(
+    ("costs", "chain"),
+    [
+        # The layer that costs most is raised first, and steps that lose come last.
+        ([0.1, 0.4, 0.2], ["LLL", "LHL", "LHH", "HHH"]),
+        ([-0.1, 0.4, -0.2], ["LLL", "LHL", "HHL", "HHH"]),
+    ],
+)
+def test_the_chain_raises_one_layer_after_another(costs: list[float], chain: list[str]) -> None:
+    assert greedy_chain(lambda layer, variant: costs[layer], SECONDS, 3) == [plan(text) for text in chain]
 
 
-def test_steps_that_lose_come_last() -> None:
-    costs = [-0.1, 0.4, -0.2]
-    chain = greedy_chain(lambda layer, variant: costs[layer], SECONDS, 3)
-    assert chain[1:] == [(LOW, HIGH, LOW), (HIGH, HIGH, LOW), (HIGH, HIGH, HIGH)]
-
-
-def test_a_step_that_saves_time_and_wins_comes_before_all_others() -> None:
-    costs = {(0, LOW): 9.0, (0, MIDDLE): 8.9}
-    chain = greedy_chain(
-        lambda layer, variant: costs[layer, variant], {HIGH: 0.03, MIDDLE: 0.01, LOW: 0.02}, 1
-    )
-    assert chain == [(LOW,), (MIDDLE,), (HIGH,)]
+@pytest.mark.parametrize(
+    ("costs", "middle_seconds", "chain"),
+    [
+        # w4a8 wins half of what w8a8 wins for a tenth of its time; the second layer wins only in w8a8.
+        (
+            {(0, LOW): 0.2, (0, MIDDLE): 0.1, (1, LOW): 0.6, (1, MIDDLE): 0.6},
+            0.021,
+            ["LL", "ML", "MH", "HH"],
+        ),
+        # A step that saves time and wins comes before all others.
+        ({(0, LOW): 9.0, (0, MIDDLE): 8.9}, 0.01, ["L", "M", "H"]),
+    ],
+)
+def test_of_three_variants_a_layer_takes_what_wins_most_for_its_time(
+    costs: dict[tuple[int, str], float], middle_seconds: float, chain: list[str]
+) -> None:
+    seconds = {HIGH: 0.03, MIDDLE: middle_seconds, LOW: 0.02}
+    found = greedy_chain(lambda layer, variant: costs[layer, variant], seconds, len(chain[0]))
+    assert found == [plan(text) for text in chain]
 
 
 def test_layers_that_are_raised_next_are_tried_in_place_of_the_last() -> None:
     chain = greedy_chain(lambda layer, variant: [0.1, 0.4, 0.2, 0.3][layer], SECONDS, 4)
-    assert [*beside(chain, (LOW, HIGH, LOW, HIGH), 2)] == [(LOW, HIGH, HIGH, LOW), (HIGH, HIGH, LOW, LOW)]
-    assert [*beside(chain, chain[0], 1)] == [(LOW, HIGH, LOW, LOW)]
+    assert [*beside(chain, plan("LHLH"), 2)] == [plan("LHHL"), plan("HHLL")]
+    assert [*beside(chain, chain[0], 1)] == [plan("LHLL")]
     assert [*beside(chain, chain[-1], 2)] == []
 
 
 PLANS = [
-    MeasuredPlan((LOW, LOW), 0.5, 0.020),
-    MeasuredPlan((LOW, HIGH), 0.2, 0.025),
-    MeasuredPlan((HIGH, LOW), 0.3, 0.025),
-    MeasuredPlan((HIGH, HIGH), 0.01, 0.030),
+    MeasuredPlan(plan("LL"), 0.5, 0.020),
+    MeasuredPlan(plan("LH"), 0.2, 0.025),
+    MeasuredPlan(plan("HL"), 0.3, 0.025),
+    MeasuredPlan(plan("HH"), 0.01, 0.030),
 ]
 
 
 @pytest.mark.parametrize(
     ("budget", "layers"),
-    [
-        (Budget(max_kl=0.5), (LOW, LOW)),
-        (Budget(max_kl=0.25), (LOW, HIGH)),
-        (Budget(max_kl=0.01), (HIGH, HIGH)),
-    ],
+    [(Budget(max_kl=0.5), "LL"), (Budget(max_kl=0.25), "LH"), (Budget(max_kl=0.01), "HH")],
 )
-def test_the_fastest_plan_within_the_loss_is_chosen(budget: Budget, layers: tuple[str, ...]) -> None:
-    assert budget.choose(PLANS).layers == layers
+def test_the_fastest_plan_within_the_loss_is_chosen(budget: Budget, layers: str) -> None:
+    assert budget.choose(PLANS).layers == plan(layers)
 
 
 def test_a_budget_that_nothing_meets_names_the_nearest() -> None:
@@ -137,7 +146,9 @@ def test_more_layers_than_the_model_has_are_refused() -> None:
 
 
 def test_what_is_slower_and_worse_is_not_on_the_front() -> None:
-    assert [plan.layers for plan in front(PLANS)] == [(LOW, LOW), (LOW, HIGH), (HIGH, HIGH)]
+    assert [found.layers for found in front(PLANS)] == [plan("LL"), plan("LH"), plan("HH")]
+    fast, slow = MeasuredPlan(plan("LH"), 0.1, 0.02), MeasuredPlan(plan("HH"), 0.1, 0.03)
+    assert front([slow, fast]) == [fast], "of two plans as good"
 
 
 PREFILL = {"when": {"phase": ["prefill", "mixed"]}, "use": HIGH}
@@ -189,11 +200,6 @@ def kl(plan: Layers) -> float:
     return 0.001 + lost * (2 if plan[:2] == ("w4a16", "w4a16") else 1)
 
 
-def plan(text: str) -> Layers:
-    """Return the plan of one letter a layer: ``H`` for W8A8."""
-    return tuple("w8a8" if letter == "H" else "w4a16" for letter in text)
-
-
 @pytest.fixture(scope="module")
 def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("searching")
@@ -208,7 +214,7 @@ def study(merged: Path, tmp_path: Path) -> Study:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     variants = find_variants(read_merged_config(merged)[0], None)
     settings = Settings(batch_sizes=(2,), samples=2, prompt_tokens=8, tokens=4)
-    return Study.of(Subject.open(merged), variants, tmp_path / "text.txt", None, settings)
+    return Study(Subject.open(merged), variants, tmp_path / "text.txt", None, settings)
 
 
 @pytest.fixture
@@ -228,12 +234,20 @@ def search(study: Study, file: Path) -> Callable[..., SearchResult]:
     return run
 
 
-def test_a_loss_is_kept_to_with_as_few_raised_layers_as_the_chain_needs(
-    search: Callable[..., SearchResult],
-) -> None:
-    assert search(Budget(max_kl=0.04)).chosen.layers == plan("LHHL")
-    assert search(Budget(max_kl=1.0)).chosen.layers == plan("LLLL")
-    assert search(Budget(max_kl=0.001)).chosen.layers == plan("HHHH")
+@pytest.mark.parametrize(
+    ("budget", "chosen"),
+    [
+        # A loss is kept to with as few raised layers as the chain needs.
+        (Budget(max_kl=0.04), "LHHL"),
+        (Budget(max_kl=1.0), "LLLL"),
+        (Budget(max_kl=0.001), "HHHH"),
+        # Each raised layer adds 1.5 ms to the 4 ms of a pass in W4A16.
+        (Budget(max_slowdown=0.8), "LHHL"),
+        (Budget(max_slowdown=0), "LLLL"),
+    ],
+)
+def test_the_plan_within_the_budget(search: Callable[..., SearchResult], budget: Budget, chosen: str) -> None:
+    assert search(budget).chosen.layers == plan(chosen)
 
 
 def test_plans_beside_the_one_that_keeps_to_the_loss_are_measured_too(
@@ -241,12 +255,6 @@ def test_plans_beside_the_one_that_keeps_to_the_loss_are_measured_too(
 ) -> None:
     searched = {found.layers for found in search(Budget(max_kl=0.04)).searched}
     assert {plan("LHLL"), plan("LHHL"), plan("LHHH")} <= searched
-
-
-def test_a_slowdown_is_one_above_the_fastest_variant(search: Callable[..., SearchResult]) -> None:
-    # Each raised layer adds 1.5 ms to the 4 ms of a pass in W4A16.
-    assert search(Budget(max_slowdown=0.8)).chosen.layers == plan("LHHL")
-    assert search(Budget(max_slowdown=0)).chosen.layers == plan("LLLL")
 
 
 def test_what_the_chosen_plan_is_compared_with_raises_as_many_layers(
@@ -259,11 +267,6 @@ def test_what_the_chosen_plan_is_compared_with_raises_as_many_layers(
         "first and last": plan("HHLH"),
     }
     assert all(other.layers.count("w8a8") == 3 for other in found.others.values())
-
-
-def test_of_two_plans_as_good_the_slower_one_is_not_on_the_front() -> None:
-    fast, slow = MeasuredPlan(plan("LH"), 0.1, 0.02), MeasuredPlan(plan("HH"), 0.1, 0.03)
-    assert front([slow, fast]) == [fast]
 
 
 def test_prompts_keep_the_most_precise_variant_where_a_tuned_policy_loses_too_much(
@@ -301,3 +304,85 @@ def test_times_of_every_variant_are_needed(study: Study) -> None:
     times = make_times({"w8a8": CROSSED["w8a8"]})
     with pytest.raises(FlexQuantError, match="has times of w8a8, not of w4a16"):
         Search(study, times, Budget(layers=1))
+
+
+# what a layer costs and wins, from KL divergences by row that are written by hand
+
+KL = {
+    (HIGH, HIGH): [0.1, 0.3],
+    (LOW, LOW): [1.0, 2.0],
+    (LOW, HIGH): [0.2, 0.5],
+    (HIGH, LOW): [0.1, 0.3],
+}
+DOCUMENT = {
+    "checkpoint": "m",
+    "reference": "r",
+    "variants": [HIGH, LOW],
+    "layers": 2,
+    "kl": {describe_layers(layers): rows for layers, rows in KL.items()},
+}
+
+
+def test_differences_are_taken_row_by_row() -> None:
+    first, second = (costs(DOCUMENT, layer, LOW) for layer in (0, 1))
+    assert first.mean == pytest.approx(0.15) and second.mean == 0
+    assert first.low == pytest.approx(0.1) and first.high == pytest.approx(0.2)
+    won = [wins(DOCUMENT, layer, HIGH).mean for layer in (0, 1)]
+    assert won == pytest.approx([1.3, 1.15])
+
+
+def test_the_layer_that_wins_most_comes_first() -> None:
+    rows = [
+        line.split(" | ")[0]
+        for line in format_sensitivity_table(DOCUMENT).splitlines()
+        if line[2:3].isdecimal()
+    ]
+    assert rows == ["| 0", "| 1"]
+
+
+def test_the_interval_is_that_of_the_mean() -> None:
+    values = np.random.default_rng(1).normal(3, 1, size=400)
+    found = estimate(values)
+    half = 1.96 * values.std() / math.sqrt(400)
+    assert found.low == pytest.approx(values.mean() - half, abs=0.01)
+    assert found.high == pytest.approx(values.mean() + half, abs=0.01)
+
+
+def test_an_interval_by_hand() -> None:
+    """Three rows drawn from 0, 0 and 3 are all 0 in 8 of 27 draws, and all 3 in one, which is 3.7 %."""
+    assert estimate([0.0, 0.0, 3.0]) == Estimate(1.0, 0.0, 3.0)
+
+
+def test_one_row_has_no_interval() -> None:
+    assert (estimate([2.0]).low, estimate([2.0]).high) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ((HIGH,) * 3, "w8a8 0-2"),
+        ((HIGH, LOW, LOW), "w8a8 0, w4a16 1-2"),
+        ((LOW, HIGH, MIDDLE, MIDDLE, LOW), "w4a16 0, w8a8 1, w4a8 2-3, w4a16 4"),
+    ],
+)
+def test_a_plan_is_told_by_its_runs(layers: Layers, text: str) -> None:
+    assert describe_layers(layers) == text
+
+
+@pytest.mark.parametrize(
+    "layers", [(HIGH,) * 3, (LOW, HIGH, LOW, LOW), (LOW, HIGH, HIGH, MIDDLE, LOW, LOW, HIGH, LOW)]
+)
+def test_a_policy_reads_back_the_plan_that_was_written(layers: Layers) -> None:
+    document = {
+        "schema": "flexquant.policy/v1",
+        "derive": {MIDDLE: {"from": LOW, "activations": "int8"}},
+        "rules": [{"use": Plan.from_layers(layers).rule_use()}],
+    }
+    if MIDDLE not in layers:
+        del document["derive"]
+    (rule,) = parse_policy(document, "the plan").rules
+    found = (rule.variant,) * len(layers)
+    for run in rule.layers:
+        for layer in range(run.first, run.last + 1):
+            found = with_layer(found, layer, run.variant)
+    assert found == layers

@@ -15,7 +15,7 @@ import pytest
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import StoredVariant, read_merged_config
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.measuring.comparison import Effort
+from flexquant.evaluation.comparison import Effort
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import find_policies, load_policy, parse_policy

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from flexquant.measuring import workers
-from flexquant.measuring.workers import Worker
+from flexquant.evaluation import workers
+from flexquant.evaluation.workers import Worker
 from flexquant.policy.rules import load_policy
 from tests.programs import is_running
 

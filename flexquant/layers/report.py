@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Report what each layer costs and gains, and what a search measured: tables, plots, the searched policy.
+
+All plans are scored on the same rows, so differences are taken row by row. Intervals are 95 % bootstrap
+percentile intervals over the rows, with a fixed seed (B. Efron, R. Tibshirani, An Introduction to the
+Bootstrap, chapter 13).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.documents.results import new_figure
+from flexquant.documents.yaml_document import to_yaml
+from flexquant.layers.searching import Budget, SearchResult, front
+from flexquant.layers.sensitivity import StudyDocument
+from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
+from flexquant.policy.rules import Policy, add_derivations, parse_policy
+from flexquant.policy.schema import SCHEMA
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over rows, in nats a token, and the ends of its interval, which are infinite for one row."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2g} ({self.low:.2g} to {self.high:.2g})"
+
+
+def estimate(rows: ArrayLike) -> Estimate:
+    """Return the mean of one number per row, with its interval."""
+    values = np.asarray(rows, dtype=np.float64)
+    if len(values) < 2:
+        return Estimate(float(values.mean()), -np.inf, np.inf)
+    draws = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.quantile(values[draws].mean(axis=1), [0.025, 0.975])
+    return Estimate(float(values.mean()), float(low), float(high))
+
+
+def costs(document: StudyDocument, layer: int, variant: str) -> Estimate:
+    """Return the increase of KL divergence if only this layer leaves the highest precision."""
+    base = all_in(document["variants"][0], document["layers"])
+    return estimate(_kl(document, with_layer(base, layer, variant)) - _kl(document, base))
+
+
+def wins(document: StudyDocument, layer: int, variant: str) -> Estimate:
+    """Return the decrease of KL divergence if only this layer leaves the lowest precision."""
+    base = all_in(document["variants"][-1], document["layers"])
+    return estimate(_kl(document, base) - _kl(document, with_layer(base, layer, variant)))
+
+
+def _kl(document: StudyDocument, layers: Layers) -> np.ndarray:
+    return np.array(document["kl"][describe_layers(layers)])
+
+
+def format_sensitivity_table(document: StudyDocument) -> str:
+    """Return a Markdown table of the layers; those that gain most in the highest precision come first."""
+    variants, number = document["variants"], document["layers"]
+    of = document["reference"] or f"{variants[0]} itself"
+    alone = ", ".join(f"{v} {estimate(_kl(document, all_in(v, number)))}" for v in variants)
+    effects = _effects(document)
+    ranking = sorted(range(number), key=lambda layer: effects[-1][1][layer].mean, reverse=True)
+    return "\n".join(
+        [
+            f"KL divergence to {of}, nats a token, with all layers in one variant: {alone}.",
+            "",
+            f"| layer | {' | '.join(title for title, _ in effects)} |",
+            "| --- |" + " --- |" * len(effects),
+            *(f"| {layer} | {' | '.join(str(found[layer]) for _, found in effects)} |" for layer in ranking),
+        ]
+    )
+
+
+def _effects(document: StudyDocument) -> list[tuple[str, list[Estimate]]]:
+    """Return columns, (title, estimate of each layer); the last is the gain in the highest precision."""
+    highest, *lower = document["variants"]
+    *higher, lowest = document["variants"]
+    asked = [(f"costs in {v}, all others in {highest}", costs, v) for v in lower]
+    asked += [(f"wins in {v}, all others in {lowest}", wins, v) for v in reversed(higher)]
+    layers = range(document["layers"])
+    return [(title, [effect(document, layer, v) for layer in layers]) for title, effect, v in asked]
+
+
+def save_sensitivity_plot(document: StudyDocument, file: Path) -> None:
+    """Draw each layer's cost and gain as a PNG; raise FlexQuantError without matplotlib."""
+    figure, canvas = new_figure(9, 4.5)
+    axes = figure.subplots()
+    effects = _effects(document)
+    for number, (title, found) in enumerate(effects):
+        means = np.array([e.mean for e in found])
+        apart = np.array([[e.mean - e.low for e in found], [e.high - e.mean for e in found]])
+        places = np.arange(len(found)) + 0.3 * (number / max(1, len(effects) - 1) - 0.5)
+        axes.errorbar(
+            places, means, yerr=np.where(np.isfinite(apart), apart, 0), fmt="o", capsize=2, label=title
+        )
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.set_xlabel("decoder layer")
+    axes.set_ylabel("KL divergence, nats a token")
+    axes.set_title(f"{document['checkpoint']}: each layer alone in another precision")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2)
+    canvas.print_figure(file, format="png")
+
+
+def format_search_table(found: SearchResult) -> str:
+    """Return a Markdown table, the fastest plan first.
+
+    The table has the variants alone, the chosen plan, the baselines of ``--compare``, and the plans to which
+    no other is both faster and better.
+    """
+    plans = {plan.layers: plan for plan in [*found.searched, *found.others.values()]}
+    notes: dict[Layers, list[str]] = {layers: [] for layers in plans}
+    notes[found.chosen.layers].append("**chosen**")
+    for name, plan in found.others.items():
+        notes[plan.layers].append(f"chosen by no measurement: {name}")
+    for plan in front(list(plans.values())):
+        notes[plan.layers].append("no other is faster and better")
+    rows = ["| plan | decode pass, ms | KL divergence, nats a token | |", "| --- | --- | --- | --- |"]
+    for plan in sorted(plans.values(), key=lambda plan: (plan.seconds, plan.kl)):
+        if notes[plan.layers] or len(set(plan.layers)) == 1:
+            text, told = describe_layers(plan.layers), "; ".join(notes[plan.layers])
+            kl = estimate(found.document["kl"][text])
+            rows.append(f"| {text} | {1000 * plan.seconds:.4g} | {kl} | {told} |")
+    return "\n".join(rows)
+
+
+def searched_policy_document(
+    base: Policy, found: SearchResult, variants: dict[str, Policy], budget: Budget, sequences: int
+) -> JsonObject:
+    """Return ``base`` as data, with the chosen plan in the rule that decodes ``sequences`` sequences.
+
+    If that rule also takes other phases, a new rule for decode alone is put in front of it.
+    """
+    document = {**base.document, "schema": SCHEMA}
+    rules = list(document["rules"])
+    place = next(
+        number for number, rule in enumerate(base.rules) if rule.matches("decode", sequences, sequences)
+    )
+    rule = {
+        "when": {**rules[place].get("when", {}), "phase": "decode"},
+        "use": Plan.from_layers(found.chosen.layers).rule_use(),
+    }
+    takes_others = base.rules[place].when.phases != ("decode",)
+    rules[place : place if takes_others else place + 1] = [rule]
+    document = add_derivations(document, found.chosen.layers, variants) | {
+        "description": f"decode by a searched plan, {budget}: {describe_layers(found.chosen.layers)}",
+        "rules": rules,
+    }
+    parse_policy(document, "the searched policy")
+    return document
+
+
+def policy_text(document: JsonObject, found: SearchResult) -> str:
+    """Return the policy as YAML, below a comment with the measurements."""
+    table = format_search_table(found).splitlines()
+    of = found.document["reference"] or f"{found.document['variants'][0]} itself"
+    numbers = Counter(found.chosen.layers).most_common()
+    counts = ", ".join(f"{number} {variant}" for variant, number in numbers)
+    comments = [
+        f"KL divergence to {of} on {found.document['text']['file']}, of decoding.",
+        f"Layers by variant: {counts}.",
+        "",
+        *table,
+    ]
+    return "".join(f"# {line}".rstrip() + "\n" for line in comments) + to_yaml(document, compact=True)
+
+
+def save_search_plot(found: SearchResult, file: Path) -> None:
+    """Draw KL divergence over decode time as a PNG; raise FlexQuantError without matplotlib."""
+    figure, canvas = new_figure(7, 4.5)
+    axes = figure.subplots()
+    kinds = [
+        ("searched, and the variants alone", found.searched, "o"),
+        ("as many layers raised, chosen by no measurement", list(found.others.values()), "x"),
+        ("chosen", [found.chosen], "*"),
+    ]
+    for title, plans, marker in kinds:
+        if plans:
+            places = [1000 * plan.seconds for plan in plans], [plan.kl for plan in plans]
+            axes.plot(*places, marker, markersize=12 if marker == "*" else 6, label=title)
+    axes.set_xlabel("decode pass, ms")
+    axes.set_ylabel("KL divergence, nats a token")
+    axes.set_title(found.document["checkpoint"])
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2)
+    canvas.print_figure(file, format="png")
