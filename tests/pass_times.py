@@ -17,7 +17,6 @@ CROSSED = {"w8a8": ({1: 0.010}, {1: 0.001}), "w4a16": ({1: 0.004}, {1: 0.003})}
 def make_times(
     curves: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]] = LINEAR,
     context: int = 1,
-    context_seconds: float = 0.0,
 ) -> PassTimes:
     """Return pass times without spread; ``curves``: variant -> seconds of decode and of prefill by size."""
     decode, prefill = (
@@ -27,4 +26,4 @@ def make_times(
         }
         for side in (0, 1)
     )
-    return PassTimes(decode, prefill, context, context_seconds, {"machine": "made up"})
+    return PassTimes(decode, prefill, context, {"machine": "made up"})

@@ -60,9 +60,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.planning.advising import advice_to_json, format_advice, try_ways
-    from flexquant.planning.batch_serving import Batches
     from flexquant.planning.device import load_device
     from flexquant.planning.planned_model import PlannedModel
+    from flexquant.planning.roofline import Batches
 
     device = load_device(args.device)
     model = PlannedModel.read(args.config)

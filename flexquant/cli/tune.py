@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from flexquant.tuning.measure import Measurement
     from flexquant.tuning.objectives import Goal
     from flexquant.tuning.policy_file import TuningFiles, TuningResult
-    from flexquant.tuning.rounds import Grid
+    from flexquant.tuning.samples import Grid
 
 HELP = "measure the variants on this machine and write the policy that follows"
 
@@ -167,10 +167,10 @@ def run(args: argparse.Namespace) -> JsonObject:
 
 def read_goal(args: argparse.Namespace) -> tuple[Goal, TuningFiles]:
     """Read the options of :func:`add_goal`; raise UsageError for bad bounds and for an output that exists."""
-    from flexquant.tuning.objectives import Goal, Slo
+    from flexquant.tuning.objectives import Goal, parse_slo
     from flexquant.tuning.policy_file import TuningFiles
 
-    slo = None if args.slo is None else Slo.parse(args.slo)
+    slo = {} if args.slo is None else parse_slo(args.slo)
     return Goal(args.objective, slo, args.request_tokens), TuningFiles(args.output, args.overwrite)
 
 
@@ -224,7 +224,7 @@ def _study(args: argparse.Namespace, variants: Mapping[str, Policy]) -> Study:
 
 
 def _grid(args: argparse.Namespace, on_cpu: bool) -> Grid:
-    from flexquant.tuning.rounds import CPU, GPU, QUICK_CPU, QUICK_GPU
+    from flexquant.tuning.samples import CPU, GPU, QUICK_CPU, QUICK_GPU
 
     full, quick = (CPU, QUICK_CPU) if on_cpu else (GPU, QUICK_GPU)
     grid = (quick if args.quick else full).up_to(args.max_batch, args.max_tokens)

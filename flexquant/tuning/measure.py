@@ -7,99 +7,74 @@ All that later steps need of a run is here: its samples, its kernels, its memory
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint, folder_label
-from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
-from flexquant.checkpoint.weight_bytes import bytes_in_use, report_checkpoint
+from flexquant.checkpoint.model_config import JsonObject, text_config
 from flexquant.errors import UsageError
+from flexquant.measuring.comparison import Effort
 from flexquant.measuring.machine import describe_machine, describe_versions
 from flexquant.measuring.workers import Worker, start_workers
 from flexquant.planning.config_numbers import Attention, language_config
-from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import Policy
 from flexquant.serving.kernels import STAND_INS
+from flexquant.tuning.candidates import Memory
 from flexquant.tuning.objectives import Goal
-from flexquant.tuning.rounds import Grid, Rounds, between
-from flexquant.tuning.samples import MEASURED_PHASES, Samples
-from flexquant.tuning.size_thresholds import (
-    TooNoisyError,
-    check_decidable,
-    choose_by_size,
-    fastest,
-    relative_speed,
-    wide,
-)
-
-UTILISATION = 0.9
-"""Share of the memory that vLLM takes by default."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The devices' memory for weights and KV cache, and the bytes of the weights."""
-
-    total: float
-    """Bytes on all devices together that weights and KV cache may take."""
-    shared: int
-    """Bytes of the weights that are loaded with any variant."""
-    own: Mapping[str, Mapping[str, int]]
-    """Candidate -> variant whose weights it loads -> bytes beyond the shared weights."""
-
-    @classmethod
-    def of(cls, checkpoint: MergedCheckpoint, variants: Mapping[str, Policy], devices: int) -> Memory:
-        """Read the checkpoint's headers and this machine's memory; ``find_variants`` gives ``variants``."""
-        from vllm.platforms import current_platform
-
-        merged, number = checkpoint.merged, count_layers(checkpoint.config)
-        own: dict[str, dict[str, int]] = {}
-        for name, policy in variants.items():
-            routes = build_route_table(
-                policy, merged.variants, number, sys.maxsize, mixable=merged.mixable_groups
-            )
-            layers = {v: layers for v, layers in routes.layers.items() if routes.has_weights(v)}
-            sources = {v: routes.source(v) for v in routes.derived}
-            found = bytes_in_use(merged, checkpoint.tensors, layers, sources)
-            own[name] = {v: sum(found[v].values()) for v in layers}
-        return cls(
-            UTILISATION * devices * current_platform.get_device_total_memory(),
-            report_checkpoint(merged, number, checkpoint.tensors).shared_bytes,
-            own,
-        )
-
-    def requests(self, variants: Sequence[str], request: float) -> int:
-        """Return how many requests, each with ``request`` bytes of KV cache, fit beside the variants."""
-        left = self.total - self.shared - sum(self._loaded(variants).values())
-        return max(0, int(left / request))
-
-    def saved(self, variants: Sequence[str]) -> dict[str, int]:
-        """Return the bytes of each variant whose weights these candidates do not load."""
-        loaded = self._loaded(variants)
-        return {v: size for v, size in self._loaded(list(self.own)).items() if v not in loaded}
-
-    def _loaded(self, candidates: Sequence[str]) -> dict[str, int]:
-        """Return the bytes of each variant, of which several candidates can load layers."""
-        found: dict[str, int] = {}
-        for candidate in candidates:
-            for variant, size in self.own[candidate].items():
-                found[variant] = max(size, found.get(variant, 0))
-        return found
-
-    def utilisation(self, variant: str) -> float:
-        """Return the share of each device's memory for this variant's engine, with one engine per variant.
-
-        The memory that the weights leave is divided evenly.
-        """
-        engines = {name: self.shared + sum(own.values()) for name, own in self.own.items()}
-        share = engines[variant] + (self.total - sum(engines.values())) / len(engines)
-        return UTILISATION * share / self.total
-
+from flexquant.tuning.samples import MEASURED_PHASES, Grid, Samples, between
+from flexquant.tuning.size_thresholds import check_decidable, choose_by_size, fastest, relative_speed, wide
 
 Bar = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
+Sizes = Mapping[str, Sequence[int]]
+"""Phase -> sizes of its passes."""
+
+
+class Rounds:
+    """Measures what the samples lack, the variants in turn at every size, and calls ``save`` after each."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        time: Callable[[str, str, int], float],
+        samples: Samples,
+        save: Callable[[], None],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """``time(variant, phase, size)`` measures a pass; ``progress`` gets the sizes done and planned."""
+        self._names = names
+        self._time = time
+        self._samples = samples
+        self._save = save
+        self._progress = progress
+        self._done = self._planned = 0
+
+    def measure(self, rounds: int, sizes: Sizes) -> None:
+        """Measure until every size has been measured in ``rounds`` rounds, with all variants."""
+        cells = [(phase, size) for phase in MEASURED_PHASES for size in sorted(sizes[phase])]
+        missing = [[cell for cell in cells if self._count(*cell) <= number] for number in range(rounds)]
+        self._planned += sum(map(len, missing))
+        for number, lacking in enumerate(missing):
+            for phase, size in lacking:
+                for name in self._names[:: -1 if number % 2 else 1]:
+                    self._samples.add(name, phase, size, self._time(name, phase, size))
+                self._done += 1
+                self._progress(self._done, self._planned)
+                self._save()
+
+    def add(self, effort: Effort) -> None:
+        """Add rounds, up to the most, over the sizes with a ratio that is not as narrow as it should be."""
+        for rounds in range(effort.rounds + 1, effort.max_rounds + 1):
+            sizes = {
+                phase: wide(self._samples, self._names, phase, effort.width) for phase in MEASURED_PHASES
+            }
+            if not any(sizes.values()):
+                return
+            self.measure(rounds, sizes)
+
+    def _count(self, phase: str, size: int) -> int:
+        return min(self._samples.count(name, phase, size) for name in self._names)
 
 
 class Measurement:
@@ -135,7 +110,7 @@ class Measurement:
                 file.name: [file.stat().st_size, file.stat().st_mtime_ns]
                 for file in sorted(folder.glob("*.safetensors"))
             },
-            "context": [self.grid.context, self.grid.long_context],
+            "context": self.grid.context,
             "limits": self.grid.engine_options(self._max_length),
             "engine_arguments": self._serving,
             "machine": describe_machine(),
@@ -161,34 +136,34 @@ class Measurement:
 
         Raises FlexQuantError if an engine fails, and if the machine is too noisy to decide.
         """
+        grid, effort = self.grid, self.grid.effort
         with ExitStack() as stack:
 
-            def start() -> Mapping[str, Worker]:
+            @functools.cache
+            def workers() -> Mapping[str, Worker]:
                 progress(f"starting {', '.join(self.variants)}")
-                workers = stack.enter_context(
+                started = stack.enter_context(
                     start_workers(self.variants, self._checkpoint.folder, self._engine_options)
                 )
-                self.kernels = {name: worker.kernels for name, worker in workers.items()}
+                self.kernels = {name: worker.kernels for name, worker in started.items()}
                 for note in stand_in_notes(self.kernels):
                     progress(note)
-                return workers
+                return started
+
+            def time(name: str, phase: str, size: int) -> float:
+                context = (grid.context,) if phase == "decode" else ()
+                return workers()[name].call(phase, size, *context, grid.seconds)
 
             show = stack.enter_context(bar("measuring", unit="size"))
-            rounds = Rounds(self.names, start, self.samples, self.grid, self._save, show)
-            effort = self.grid.effort
-            rounds.measure(effort.rounds, self.grid.decode, self.grid.prefill)
-            if self.grid.refine:
-                finer = {phase: self._beside_crossovers(phase) for phase in MEASURED_PHASES}
-                rounds.measure(effort.rounds, finer["decode"], finer["prefill"])
-            rounds.add(lambda phase: wide(self.samples, self.names, phase, effort.width))
+            rounds = Rounds(self.names, time, self.samples, self._save, show)
+            rounds.measure(effort.rounds, {"decode": grid.decode, "prefill": grid.prefill})
+            if grid.refine:
+                rounds.measure(effort.rounds, self._beside_crossovers())
+            rounds.add(effort)
         try:
             check_decidable(self.samples, self.names)
-        except TooNoisyError as e:
-            for phase, sizes in e.sizes.items():
-                for size in sizes:
-                    self.samples.forget(phase, size)
+        finally:
             self._save()
-            raise
 
     def requests_of(self, goal: Goal) -> Callable[[Sequence[str]], int]:
         """Return what tells how many of the goal's requests fit beside the weights of variants."""
@@ -207,12 +182,17 @@ class Measurement:
     def _save(self) -> None:
         self.samples.save(self._file, self.run)
 
-    def _beside_crossovers(self, phase: str) -> list[int]:
+    def _beside_crossovers(self) -> Sizes:
         """Return a size in the middle of each pair of measured sizes between which the variant changes."""
         cost, crossing = fastest(self.samples, self.names), relative_speed(self.samples)
         decision = choose_by_size(self.samples, self.names, cost, crossing)
-        brackets = [r.between for r in decision.ranges[phase] if r.between is not None]
-        return [middle for bracket in brackets if (middle := between(*bracket)) is not None]
+        brackets = {
+            phase: [r.between for r in found if r.between] for phase, found in decision.ranges.items()
+        }
+        return {
+            phase: [middle for ends in found if (middle := between(*ends)) is not None]
+            for phase, found in brackets.items()
+        }
 
     def _engine_options(self, variant: str) -> JsonObject:
         return {

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from flexquant.planning.batch_serving import Batches, Limits, Load, serve_batch
 from flexquant.planning.device import builtin_devices, load_device
-from flexquant.planning.roofline import Batch
+from flexquant.planning.roofline import Batch, Batches, Limits, Load, serve_batch
 from flexquant.policy.schema import Phase
 
 LIMITS = Limits(tokens=100, sequences=8, block_size=16, graphs=())

@@ -206,7 +206,7 @@ def tuned(found: Fit, prefill: str, decode: str = "w4a16") -> TuningResult:
     decision = Decision(
         {"decode": (Range(1, None, decode, None),), "prefill": (Range(1, None, prefill, None),)}
     )
-    return TuningResult({}, decision, PassTimes(of_decode, of_prefill, 16, 0.0, {}), [])
+    return TuningResult({}, decision, PassTimes(of_decode, of_prefill, 16, {}), [])
 
 
 def rows(found: Fit, prefill: str) -> dict[str, list[str]]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from flexquant.planning.advising import find_way, kv_cache_tokens, try_ways
-from flexquant.planning.batch_serving import Batches
 from flexquant.planning.device import Device, parse_device
+from flexquant.planning.roofline import Batches
 from flexquant.policy.rules import load_policy
 from tests.costs_by_hand import (
     BF16,
