@@ -3,8 +3,8 @@
 """Advise which way to serve a model on a device, before it is quantised: stock vLLM or FlexQuant, and how.
 
 Of the model only config.json is read. Latencies, memory and the choice come from a cost model that counts
-bytes, operations and overheads, and from requests served pass after pass as vLLM schedules them. One copy is
-a checkpoint in W4A16 that computes prompts in INT8; two copies are a merged checkpoint.
+bytes, operations and overheads of the passes that requests take. One copy is a checkpoint in W4A16 that
+computes prompts in INT8; two copies are a merged checkpoint.
 
 examples:
   flexquant advise my-model --device l20

@@ -85,9 +85,8 @@ def try_ways(
     limits = Limits.of(device, devices)
 
     def serve_by(way: Way, shape: ModelShape, tokens: int) -> dict[int, Load]:
-        graphs = limits.padded(limits.sequences)
         routes = build_route_table(
-            way.policy, way.schemes, 1, max_tokens=limits.tokens, max_decode_tokens=graphs
+            way.policy, way.schemes, 1, max_tokens=limits.tokens, max_decode_tokens=limits.sequences
         )
 
         def seconds(phase: Phase, batch: Batch) -> float:
@@ -101,7 +100,7 @@ def try_ways(
         shape = model.shape(way.schemes, devices, way.policy.derived)
         tokens, weights = kv_cache_tokens(shape, device, utilization), shape.resident_bytes / GIB
         problem = _problem(shape, device, model.group_size)
-        if not problem and tokens < limits.in_blocks(batches.request_tokens):
+        if not problem and tokens < batches.request_tokens:
             problem = f"does not fit into {utilization:g} of {device.memory_bytes / GIB:.3g} GiB"
         if problem:
             outcomes.append(Outcome(way, weights, None, {}, problem))

@@ -22,20 +22,18 @@ of 256 to 1024 tokens took W4A16 and W8A8 two thirds of what is predicted, or le
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
 from statistics import fmean
+from typing import NamedTuple
 
 from flexquant.planning.device import GIB, Device
 from flexquant.planning.planned_model import Linear, ModelShape
 from flexquant.policy.schema import Phase
 
 QUANTISED_ACTIVATIONS = ("w8a8", "fp8")
-BLACKWELL = re.compile(r"\bG?B[123]00\b", re.IGNORECASE)
-"""Matches names of data-centre GPUs of compute capability 10, for which vLLM captures larger graphs."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,6 @@ class Batch:
     """What one forward pass computes."""
 
     tokens: int
-    """Tokens, the padding to the size of a CUDA graph included."""
     sequences: int
     """Sequences; lm_head computes one row for each."""
     cached: float = 0
@@ -120,39 +117,21 @@ def _padded_outputs(linear: Linear, rows: int, experts: float, device: Device) -
     return ceil(blocks / device.processors) * device.processors * tile.rows * tile.columns
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a pass and of the running sequences, as ``vllm serve`` (0.32) chooses them by itself."""
+class Limits(NamedTuple):
+    """The most tokens and sequences of a pass, as ``vllm serve`` (0.32) chooses them by itself."""
 
     tokens: int
     sequences: int
-    block_size: int
-    """Tokens of a block of the KV cache."""
-    graphs: tuple[int, ...]
-    """Tokens of the CUDA graphs, ascending; empty on a CPU."""
 
     @classmethod
     def of(cls, device: Device, devices: int = 1) -> Limits:
-        """Follow vLLM's ``EngineArgs.get_batch_defaults`` and ``VllmConfig._set_cudagraph_sizes``."""
+        """Follow vLLM's ``EngineArgs.get_batch_defaults``."""
         if not device.is_gpu:
-            return cls(2048 * devices, 128 * devices, 128, ())
-        name = f"{device.name} {device.description}"
+            return cls(2048 * devices, 128 * devices)
         if device.memory_bytes >= 160 * GIB:
-            tokens, sequences = 16384, 1024
-        elif device.memory_bytes >= 70 * GIB and "a100" not in name.lower():
-            tokens, sequences = 8192, 1024
-        else:
-            tokens, sequences = 2048, 256
-        largest = min(2 * sequences, 1024 if BLACKWELL.search(name) else 512)
-        return cls(tokens, sequences, 16, (1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)))
-
-    def padded(self, tokens: int) -> int:
-        """Return the tokens of the smallest CUDA graph that holds a pass; ``tokens`` if there is none."""
-        return next((size for size in self.graphs if size >= tokens), tokens)
-
-    def in_blocks(self, tokens: int) -> int:
-        """Return the tokens of the blocks that hold a sequence's tokens."""
-        return -(-tokens // self.block_size) * self.block_size
+            return cls(16384, 1024)
+        is_a100 = "a100" in f"{device.name} {device.description}".lower()
+        return cls(8192, 1024) if device.memory_bytes >= 70 * GIB and not is_a100 else cls(2048, 256)
 
 
 @dataclass(frozen=True)
@@ -190,11 +169,11 @@ def serve(
 
     As many requests as the KV cache holds to their end, one at least, are served together: first their
     prompts, in passes with as many tokens as a pass may have, then all decode. The next ones come after them.
-    vLLM also decodes the first of them beside the prompts of the others; this is left out, as is the server's
-    work between passes.
+    Left out: vLLM also decodes the first of them beside the prompts of the others, admits more than the KV
+    cache holds in the end, and pads passes; the server works between them.
     """
     prompt, steps = batches.input_tokens, batches.output_tokens - 1
-    together = min(limits.sequences, kv_cache_tokens // limits.in_blocks(batches.request_tokens))
+    together = min(limits.sequences, kv_cache_tokens // batches.request_tokens)
     first_tokens: list[float] = []
     last_tokens: list[float] = []
     now = 0.0
@@ -202,13 +181,13 @@ def serve(
         number = min(together, count - len(last_tokens))
         full, rest = divmod(number * prompt, limits.tokens)
         passes = [
-            seconds("prefill", Batch(limits.padded(n), ceil(n / prompt), pairs=n * (prompt + 1) / 2))
+            seconds("prefill", Batch(n, ceil(n / prompt), pairs=n * (prompt + 1) / 2))
             for n in [limits.tokens] * full + [rest] * (rest > 0)
         ]
         ends = list(accumulate(passes, initial=now))
         first_tokens += [ends[ceil(n * prompt / limits.tokens)] for n in range(1, number + 1)]
         # The time of a pass is linear in the tokens that it reads, so the mean pass reads their mean.
-        decode = Batch(limits.padded(number), number, cached=number * (prompt + (steps - 1) / 2))
+        decode = Batch(number, number, cached=number * (prompt + (steps - 1) / 2))
         now = ends[-1] + (steps * seconds("decode", decode) if steps else 0)
         last_tokens += [now] * number
     ttft, request = fmean(first_tokens), fmean(last_tokens)

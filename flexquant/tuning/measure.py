@@ -20,61 +20,40 @@ from flexquant.measuring.machine import describe_machine, describe_versions
 from flexquant.measuring.workers import Worker, start_workers
 from flexquant.planning.config_numbers import Attention, language_config
 from flexquant.policy.rules import Policy
-from flexquant.serving.kernels import STAND_INS
 from flexquant.tuning.candidates import Memory
-from flexquant.tuning.objectives import Goal
-from flexquant.tuning.samples import MEASURED_PHASES, Grid, Samples, between
-from flexquant.tuning.size_thresholds import check_decidable, choose_by_size, fastest, relative_speed, wide
+from flexquant.tuning.objectives import Goal, Requests
+from flexquant.tuning.samples import Grid, Samples
+from flexquant.tuning.size_thresholds import check_decidable, wide
 
 Bar = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
-Sizes = Mapping[str, Sequence[int]]
-"""Phase -> sizes of its passes."""
 
 
-class Rounds:
-    """Measures what the samples lack, the variants in turn at every size, and calls ``save`` after each."""
+def measure_rounds(
+    samples: Samples,
+    names: Sequence[str],
+    passes: Sequence[tuple[str, int]],
+    effort: Effort,
+    time: Callable[[str, str, int], float],
+    done: Callable[[int, int], None],
+) -> None:
+    """Measure what the samples lack of ``passes``, each a phase and a size; the variants take turns.
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        time: Callable[[str, str, int], float],
-        samples: Samples,
-        save: Callable[[], None],
-        progress: Callable[[int, int], None],
-    ) -> None:
-        """``time(variant, phase, size)`` measures a pass; ``progress`` gets the sizes done and planned."""
-        self._names = names
-        self._time = time
-        self._samples = samples
-        self._save = save
-        self._progress = progress
-        self._done = self._planned = 0
+    Rounds are added, up to the most, for the passes with a ratio that is not as narrow as it should be.
+    ``time(name, phase, size)`` measures; ``done`` gets after every pass how many there were and are planned.
+    """
 
-    def measure(self, rounds: int, sizes: Sizes) -> None:
-        """Measure until every size has been measured in ``rounds`` rounds, with all variants."""
-        cells = [(phase, size) for phase in MEASURED_PHASES for size in sorted(sizes[phase])]
-        missing = [[cell for cell in cells if self._count(*cell) <= number] for number in range(rounds)]
-        self._planned += sum(map(len, missing))
-        for number, lacking in enumerate(missing):
-            for phase, size in lacking:
-                for name in self._names[:: -1 if number % 2 else 1]:
-                    self._samples.add(name, phase, size, self._time(name, phase, size))
-                self._done += 1
-                self._progress(self._done, self._planned)
-                self._save()
+    def lacking(number: int, passes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        return [one for one in passes if min(samples.count(name, *one) for name in names) <= number]
 
-    def add(self, effort: Effort) -> None:
-        """Add rounds, up to the most, over the sizes with a ratio that is not as narrow as it should be."""
-        for rounds in range(effort.rounds + 1, effort.max_rounds + 1):
-            sizes = {
-                phase: wide(self._samples, self._names, phase, effort.width) for phase in MEASURED_PHASES
-            }
-            if not any(sizes.values()):
-                return
-            self.measure(rounds, sizes)
-
-    def _count(self, phase: str, size: int) -> int:
-        return min(self._samples.count(name, phase, size) for name in self._names)
+    count, planned = 0, sum(len(lacking(number, passes)) for number in range(effort.rounds))
+    for number in range(effort.max_rounds):
+        missing = lacking(number, passes if number < effort.rounds else wide(samples, names, effort.width))
+        planned += len(missing) if number >= effort.rounds else 0
+        for phase, size in missing:
+            for name in names[:: -1 if number % 2 else 1]:
+                samples.add(name, phase, size, time(name, phase, size))
+            count += 1
+            done(count, planned)
 
 
 class Measurement:
@@ -99,8 +78,7 @@ class Measurement:
         """
         self._checkpoint = MergedCheckpoint.open(folder, published=True)
         self.variants = variants
-        self._max_length = text_config(self._checkpoint.config).get("max_position_embeddings")
-        self.grid = grid.fitting(self._max_length)
+        self.grid = grid.fitting(text_config(self._checkpoint.config).get("max_position_embeddings"))
         self.memory = Memory.of(self._checkpoint, variants, tensor_parallel_size)
         self._serving = {"tensor_parallel_size": tensor_parallel_size, "enforce_eager": enforce_eager}
         self.run = {
@@ -111,7 +89,7 @@ class Measurement:
                 for file in sorted(folder.glob("*.safetensors"))
             },
             "context": self.grid.context,
-            "limits": self.grid.engine_options(self._max_length),
+            "limits": self.grid.engine_options(),
             "engine_arguments": self._serving,
             "machine": describe_machine(),
             "versions": describe_versions(),
@@ -136,7 +114,7 @@ class Measurement:
 
         Raises FlexQuantError if an engine fails, and if the machine is too noisy to decide.
         """
-        grid, effort = self.grid, self.grid.effort
+        grid = self.grid
         with ExitStack() as stack:
 
             @functools.cache
@@ -146,26 +124,24 @@ class Measurement:
                     start_workers(self.variants, self._checkpoint.folder, self._engine_options)
                 )
                 self.kernels = {name: worker.kernels for name, worker in started.items()}
-                for note in stand_in_notes(self.kernels):
-                    progress(note)
                 return started
 
             def time(name: str, phase: str, size: int) -> float:
                 context = (grid.context,) if phase == "decode" else ()
                 return workers()[name].call(phase, size, *context, grid.seconds)
 
+            def done(count: int, planned: int) -> None:
+                show(count, planned)
+                self._save()
+
             show = stack.enter_context(bar("measuring", unit="size"))
-            rounds = Rounds(self.names, time, self.samples, self._save, show)
-            rounds.measure(effort.rounds, {"decode": grid.decode, "prefill": grid.prefill})
-            if grid.refine:
-                rounds.measure(effort.rounds, self._beside_crossovers())
-            rounds.add(effort)
+            measure_rounds(self.samples, self.names, grid.passes, grid.effort, time, done)
         try:
             check_decidable(self.samples, self.names)
         finally:
             self._save()
 
-    def requests_of(self, goal: Goal) -> Callable[[Sequence[str]], int]:
+    def requests_of(self, goal: Goal) -> Requests:
         """Return what tells how many of the goal's requests fit beside the weights of variants."""
 
         def requests(variants: Sequence[str]) -> int:
@@ -182,31 +158,9 @@ class Measurement:
     def _save(self) -> None:
         self.samples.save(self._file, self.run)
 
-    def _beside_crossovers(self) -> Sizes:
-        """Return a size in the middle of each pair of measured sizes between which the variant changes."""
-        cost, crossing = fastest(self.samples, self.names), relative_speed(self.samples)
-        decision = choose_by_size(self.samples, self.names, cost, crossing)
-        brackets = {
-            phase: [r.between for r in found if r.between] for phase, found in decision.ranges.items()
-        }
-        return {
-            phase: [middle for ends in found if (middle := between(*ends)) is not None]
-            for phase, found in brackets.items()
-        }
-
     def _engine_options(self, variant: str) -> JsonObject:
         return {
-            **self.grid.engine_options(self._max_length),
+            **self.grid.engine_options(),
             "gpu_memory_utilization": self.memory.utilisation(variant),
             **self._serving,
         }
-
-
-def stand_in_notes(kernels: Mapping[str, Sequence[str]]) -> list[str]:
-    """Warn of variants that run on a stand-in, as this machine has no fast kernel for them."""
-    return [
-        f"{variant} runs on {name}, {STAND_INS[name]}: its times say nothing about other machines."
-        for variant, names in kernels.items()
-        for name in names
-        if name in STAND_INS
-    ]

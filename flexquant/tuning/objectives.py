@@ -16,7 +16,7 @@ from itertools import combinations
 from statistics import fmean
 
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.tuning.samples import MEASURED_PHASES, Samples
+from flexquant.tuning.samples import Samples
 from flexquant.tuning.size_thresholds import MARGIN, Decision, choose_by_size, fastest, relative_speed
 
 OBJECTIVES = ("balanced", "latency", "throughput")
@@ -84,12 +84,8 @@ def decide(
         except FlexQuantError as e:
             refusals.append(e)
             continue
-        times = [
-            math.log(samples.time(decision.variant(phase, size), phase, size).median)
-            for phase in MEASURED_PHASES
-            for size in samples.sizes(phase)
-        ]
-        found.append((fmean(times), decision))
+        times = (samples.time(decision.variant(*one), *one).median for one in samples.passes)
+        found.append((fmean(map(math.log, times)), decision))
     if not found:
         raise refusals[0]
     least = min(time for time, _ in found)
@@ -169,9 +165,7 @@ def _loss_without(samples: Samples, variants: Sequence[str], left_out: str) -> f
     """Return the logarithm of the slowdown, at the worst size, without a variant."""
     others = [v for v in variants if v != left_out]
     return max(
-        min(math.log(samples.compare(v, left_out, phase, size).ratio) for v in others)
-        for phase in MEASURED_PHASES
-        for size in samples.sizes(phase)
+        min(math.log(samples.compare(v, left_out, *one).ratio) for v in others) for one in samples.passes
     )
 
 

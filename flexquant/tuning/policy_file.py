@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,8 @@ from flexquant.measuring.machine import describe_command
 from flexquant.policy.pass_times import UNITS, PassTimes, device_name, format_times
 from flexquant.policy.rules import Policy, add_derivations, parse_policy
 from flexquant.policy.schema import SCHEMA
-from flexquant.tuning.measure import Measurement, stand_in_notes
+from flexquant.serving.kernels import STAND_INS
+from flexquant.tuning.measure import Measurement
 from flexquant.tuning.objectives import BOUNDS, Goal
 from flexquant.tuning.samples import Samples
 from flexquant.tuning.size_thresholds import Decision, undecided
@@ -90,7 +92,6 @@ def tuned_policy(
     notes = [
         *origin_notes(origin, goal),
         *kernel_notes(measured.kernels),
-        *stand_in_notes(measured.kernels),
         *remarks,
         *crossover_notes(samples, names, decision),
         *bound_notes(samples, decision, goal.slo),
@@ -130,12 +131,9 @@ def write_files(output: TuningFiles, tuned: TuningResult, title: str) -> list[Pa
     files = [output.policy]
     with staged_file(output.policy) as policy:
         policy.write_text(f"{text}\n{to_yaml(tuned.document, compact=True)}", encoding="utf-8")
-        try:
-            with staged_file(output.plot) as plot:
-                _save_plot(tuned.times, tuned.decision, title, plot)
+        with suppress(MatplotlibMissing), staged_file(output.plot) as plot:
+            _save_plot(tuned.times, tuned.decision, title, plot)
             files.append(output.plot)
-        except MatplotlibMissing:
-            pass
     return files
 
 
@@ -169,11 +167,8 @@ def _save_plot(times: PassTimes, decision: Decision, title: str, file: Path) -> 
     panels = (("decode", times.decode), ("prefill", times.prefill))
     for axes, (phase, curves) in zip(figure.subplots(1, 2), panels, strict=True):
         for marker, (variant, curve) in zip("osD^vPX", curves.items(), strict=False):
-            medians = [1e3 * t.median for t in curve.values()]
-            errors = [
-                [1e3 * (t.median - t.low) for t in curve.values()],
-                [1e3 * (t.high - t.median) for t in curve.values()],
-            ]
+            medians = [1e3 * time.median for time in curve.values()]
+            errors = [[1e3 * abs(time.median - time[end]) for time in curve.values()] for end in (1, 2)]
             axes.errorbar(list(curve), medians, yerr=errors, marker=marker, capsize=3, label=variant)
         for r in decision.ranges[phase]:
             if r.last is not None:
@@ -203,9 +198,15 @@ def origin_notes(origin: JsonObject, goal: Goal) -> list[str]:
 
 
 def kernel_notes(kernels: Mapping[str, Sequence[str]]) -> list[str]:
-    """Name the kernels of each variant, if the engines have reported them."""
+    """Name the kernels of each variant, if engines were started, and warn of stand-ins for fast ones."""
     told = "; ".join(f"{variant} {', '.join(names)}" for variant, names in kernels.items())
-    return [f"Kernels: {told}."] if told else []
+    stand_ins = [
+        f"{variant} runs on {name}, {STAND_INS[name]}: its times say nothing about other machines."
+        for variant, names in kernels.items()
+        for name in names
+        if name in STAND_INS
+    ]
+    return [f"Kernels: {told}.", *stand_ins] if told else []
 
 
 def crossover_notes(samples: Samples, variants: Sequence[str], decision: Decision) -> list[str]:

@@ -8,7 +8,6 @@ Machines drift and stall, so only ratios within a round count (flexquant.measuri
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,8 +41,11 @@ class Grid:
     effort: Effort
     seconds: float
     """Seconds for each size in each round, in which the pass is repeated."""
-    refine: bool
-    """Whether a size between the two on either side of a crossover is measured too."""
+
+    @property
+    def passes(self) -> list[tuple[str, int]]:
+        """Phase and size of every pass."""
+        return [*(("decode", size) for size in self.decode), *(("prefill", size) for size in self.prefill)]
 
     def up_to(self, max_batch: int | None = None, max_tokens: int | None = None) -> Grid:
         """Return a grid with the given largest sizes; None leaves a largest size as it is."""
@@ -66,13 +68,12 @@ class Grid:
             )
         return self.up_to(max_tokens=min(self.prefill[-1], max_length - 1))
 
-    def engine_options(self, max_length: int | None) -> JsonObject:
+    def engine_options(self) -> JsonObject:
         """Return vLLM's engine arguments for these sizes."""
-        needed = max(self.prefill[-1] + 1, self.context + 2 * MAX_STEPS)
         return {
             "max_num_seqs": max(SERVED_SEQUENCES, self.decode[-1]),
             "max_num_batched_tokens": max(SERVED_TOKENS, self.prefill[-1], self.decode[-1]),
-            "max_model_len": needed if max_length is None else min(needed, max_length),
+            "max_model_len": max(self.prefill[-1] + 1, self.context + 2 * MAX_STEPS),
             "enable_prefix_caching": False,
         }
 
@@ -81,21 +82,10 @@ def _powers_of_two(last: int, first: int = 1) -> tuple[int, ...]:
     return tuple(2**i for i in range(first.bit_length() - 1, last.bit_length()))
 
 
-CPU = Grid(_powers_of_two(64), _powers_of_two(1024, 8), 16, Effort(6, 12), seconds=0.3, refine=True)
-GPU = Grid(_powers_of_two(256), _powers_of_two(8192, 8), 64, Effort(9, 36), seconds=0.05, refine=True)
-QUICK_CPU = Grid((1, 5, 24), (12, 40, 128), 8, Effort(6, 12), seconds=0.1, refine=False)
-QUICK_GPU = Grid((1, 8, 32, 128), (16, 128, 1024, 4096), 64, Effort(6, 12), seconds=0.05, refine=False)
-
-
-def between(smaller: int, larger: int) -> int | None:
-    """Return the geometric mean of two sizes, or None if they are too close for another measurement.
-
-    Above 16 it is rounded to a multiple of 8, like the sizes of vLLM's CUDA graphs.
-    """
-    middle = round(math.sqrt(smaller * larger))
-    if middle > 16:
-        middle = round(middle / 8) * 8
-    return middle if smaller < middle < larger and larger / smaller >= 1.5 else None
+CPU = Grid(_powers_of_two(64), _powers_of_two(1024, 8), 16, Effort(6, 12), seconds=0.3)
+GPU = Grid(_powers_of_two(256), _powers_of_two(8192, 8), 64, Effort(9, 36), seconds=0.05)
+QUICK_CPU = Grid((1, 5, 24), (12, 40, 128), 8, Effort(6, 12), seconds=0.1)
+QUICK_GPU = Grid((1, 8, 32, 128), (16, 128, 1024, 4096), 64, Effort(6, 12), seconds=0.05)
 
 
 def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
@@ -124,6 +114,11 @@ class Samples:
         """Return the sizes at which every variant was measured, ascending."""
         curves = [set(phases.get(phase, ())) for phases in self._seconds.values()]
         return sorted(set.intersection(*curves)) if curves else []
+
+    @property
+    def passes(self) -> list[tuple[str, int]]:
+        """Phase and size of every pass that was measured with every variant."""
+        return [(phase, size) for phase in MEASURED_PHASES for size in self.sizes(phase)]
 
     def time(self, variant: str, phase: str, size: int) -> Time:
         seconds = self._seconds[variant][phase][size]

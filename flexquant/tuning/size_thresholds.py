@@ -104,12 +104,12 @@ def choose_by_size(
     return Decision(ranges)
 
 
-def wide(samples: Samples, variants: Sequence[str], phase: str, width: float) -> list[int]:
-    """Return the sizes at which some variant's ratio to the fastest has an interval of ``width`` or more."""
+def wide(samples: Samples, variants: Sequence[str], width: float) -> list[tuple[str, int]]:
+    """Return the passes in which some variant's ratio to the fastest has an interval of ``width`` or more."""
     return [
-        size
-        for size in samples.sizes(phase)
-        if not all(c.is_narrow(width) for c in samples.to_fastest(variants, phase, size).values())
+        one
+        for one in samples.passes
+        if not all(c.is_narrow(width) for c in samples.to_fastest(variants, *one).values())
     ]
 
 
@@ -131,7 +131,7 @@ def check_decidable(samples: Samples, variants: Sequence[str]) -> None:
     """Raise FlexQuantError if more than MOST_DOUBTFUL of the sizes are undecided, and drop their samples."""
     doubtful = {phase: undecided(samples, variants, phase) for phase in MEASURED_PHASES}
     count = sum(map(len, doubtful.values()))
-    total = sum(len(samples.sizes(phase)) for phase in MEASURED_PHASES)
+    total = len(samples.passes)
     if count <= MOST_DOUBTFUL * total:
         return
     for phase, sizes in doubtful.items():

@@ -22,7 +22,7 @@ from flexquant.policy.default_policy import find_policies
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy, parse_policy
 from flexquant.tuning.candidates import FROM_INT4, Memory, eight_bit, find_variants, leave_out_lossy
-from flexquant.tuning.measure import Measurement, Rounds, stand_in_notes
+from flexquant.tuning.measure import Measurement, measure_rounds
 from flexquant.tuning.objectives import Goal, decide, parse_slo
 from flexquant.tuning.policy_file import (
     TuningFiles,
@@ -37,7 +37,7 @@ from flexquant.tuning.policy_file import (
     unused_notes,
     write_files,
 )
-from flexquant.tuning.samples import CPU, GPU, QUICK_CPU, QUICK_GPU, Samples, between
+from flexquant.tuning.samples import CPU, GPU, QUICK_CPU, QUICK_GPU, Samples
 from flexquant.tuning.size_thresholds import (
     check_decidable,
     choose_by_size,
@@ -136,10 +136,10 @@ def test_a_noisy_machine_is_told_and_not_decided():
 
 def test_kernels_are_named_and_stand_ins_are_warned_of():
     kernels = {"w8a8": ["ExactCPUInt8LinearKernel"], "w4a16": ["CPUW4A16LinearKernel"]}
-    assert kernel_notes(kernels) == ["Kernels: w8a8 ExactCPUInt8LinearKernel; w4a16 CPUW4A16LinearKernel."]
-    (warning,) = stand_in_notes(kernels)
+    named, warning = kernel_notes(kernels)
+    assert named == "Kernels: w8a8 ExactCPUInt8LinearKernel; w4a16 CPUW4A16LinearKernel."
     assert warning.startswith("w8a8 runs on ExactCPUInt8LinearKernel, which multiplies W8A8 in fp32")
-    assert kernel_notes({}) == stand_in_notes({}) == []
+    assert kernel_notes({}) == []
 
 
 def test_few_undecided_sizes_are_noted():
@@ -183,9 +183,9 @@ def added(noise: float, samples: Samples, effort: Effort) -> list[int]:
     def time(name, phase, size):
         return 1 + (rng.uniform(-noise, noise) if name == "w8a8" else 0)
 
-    rounds = Rounds(VARIANTS, time, samples, lambda: None, lambda done, total: None)
-    rounds.measure(effort.rounds, {"decode": [4], "prefill": [8]})
-    rounds.add(effort)
+    measure_rounds(
+        samples, VARIANTS, [("decode", 4), ("prefill", 8)], effort, time, lambda done, planned: None
+    )
     assert samples.count("w8a8", "decode", 4) == samples.count("w4a16", "decode", 4)
     return [samples.count("w8a8", "decode", 4), samples.count("w8a8", "prefill", 8)]
 
@@ -201,15 +201,15 @@ def test_rounds_are_added_until_the_intervals_are_narrow_or_the_most_rounds_are_
 
 
 def test_the_variants_take_turns_at_being_measured_first():
-    called = []
+    called, told = [], []
 
     def time(*measured):
         called.append(measured)
         return 1.0
 
-    rounds = Rounds(VARIANTS, time, Samples(), lambda: None, lambda done, total: None)
-    rounds.measure(2, {"decode": [], "prefill": [8]})
+    measure_rounds(Samples(), VARIANTS, [("prefill", 8)], Effort(2, 2), time, lambda *done: told.append(done))
     assert called == [(name, "prefill", 8) for name in ("w8a8", "w4a16", "w4a16", "w8a8")]
+    assert told == [(1, 2), (2, 2)]
 
 
 def test_a_run_that_goes_on_counts_the_rounds_that_are_there():
@@ -472,14 +472,6 @@ def test_grids_are_cut_and_extended(grid):
     assert fitting.prefill[-1] <= 199
     with pytest.raises(UsageError, match="at most 32 tokens"):
         grid.fitting(32)
-
-
-@pytest.mark.parametrize(
-    ("smaller", "larger", "middle"),
-    [(1, 2, None), (2, 4, 3), (8, 16, 11), (16, 32, 24), (64, 128, 88), (11, 16, None)],
-)
-def test_what_lies_between(smaller, larger, middle):
-    assert between(smaller, larger) == middle
 
 
 RECORDED = Path(__file__).parents[2] / "benchmarks/results/tuning"
