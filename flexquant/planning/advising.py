@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from statistics import geometric_mean
 from textwrap import wrap
 
@@ -57,8 +58,8 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Time of a request, the geometric mean over the loads."""
-        return geometric_mean(load.request for load in self.loads.values())
+        """Time of a request, the geometric mean over the loads; infinite if the way is not possible."""
+        return geometric_mean(load.request for load in self.loads.values()) if self.loads else inf
 
 
 def ways(device: Device) -> list[Way]:
@@ -135,24 +136,19 @@ def choose(outcomes: Sequence[Outcome]) -> Outcome | None:
 
     With FlexQuant it is also better, by the margin, than every way without.
     """
-    stock, ours = (fastest_way(outcomes, is_flexquant=which) for which in (False, True))
-    if stock is None and ours is None:
+    stock, ours = (fastest_way(outcomes, is_flexquant=which).seconds for which in (False, True))
+    most = min(stock, ours) / (1 - MARGIN)
+    if most == inf:
         return None
-    most = min(found.seconds for found in (stock, ours) if found is not None) / (1 - MARGIN)
-    is_flexquant = stock is None or stock.seconds > most
-    if is_flexquant and stock is not None:
-        most = min(most, stock.seconds * (1 - MARGIN))
-    return next(o for o in outcomes if _is(o, is_flexquant) and o.seconds <= most)
+    is_flexquant = stock > most
+    if is_flexquant:
+        most = min(most, stock * (1 - MARGIN))
+    return next(o for o in outcomes if o.way.is_flexquant == is_flexquant and o.seconds <= most)
 
 
-def fastest_way(outcomes: Sequence[Outcome], *, is_flexquant: bool) -> Outcome | None:
-    """Return the fastest of the possible ways with FlexQuant, or of those without; None if there is none."""
-    possible = [outcome for outcome in outcomes if _is(outcome, is_flexquant)]
-    return min(possible, key=lambda outcome: outcome.seconds, default=None)
-
-
-def _is(outcome: Outcome, is_flexquant: bool) -> bool:
-    return bool(outcome.loads) and outcome.way.is_flexquant == is_flexquant
+def fastest_way(outcomes: Sequence[Outcome], *, is_flexquant: bool) -> Outcome:
+    """Return the fastest of the ways with FlexQuant, or of those without; it may not be possible."""
+    return min((o for o in outcomes if o.way.is_flexquant == is_flexquant), key=lambda o: o.seconds)
 
 
 def find_way(outcomes: Sequence[Outcome], name: str) -> Outcome:
@@ -199,7 +195,7 @@ def explain(outcomes: Sequence[Outcome]) -> str:
             "--tensor-parallel-size or shorter requests."
         )
     ours, stock = (fastest_way(outcomes, is_flexquant=which) for which in (True, False))
-    if stock is None:
+    if not stock.loads:
         return f"Take {choice.way.name}: nothing without FlexQuant serves the model on this device."
     if choice.way.is_flexquant:
         gain = 1 - choice.seconds / stock.seconds
@@ -209,7 +205,7 @@ def explain(outcomes: Sequence[Outcome]) -> str:
             f"{_reason(choice, find_way(outcomes, TWO_COPIES))}"
         )
     start = f"FlexQuant will not help you here: take {choice.way.name}"
-    if ours is None:
+    if not ours.loads:
         return f"{start}, as neither one copy nor two can be served on this device."
     gain = 1 - ours.seconds / choice.seconds
     if gain <= 0:

@@ -55,8 +55,7 @@ def pass_seconds(model: ModelShape, variant: str, batch: Batch, device: Device) 
     for linear, count in model.linears[variant].items():
         seconds += count * (
             linear_seconds(linear, batch.tokens, device, in_pass=True)
-            + quantisation_seconds(linear, batch.tokens, device)
-            + dequantisation_seconds(linear, device)
+            + _preparation_seconds(linear, batch.tokens, device)
         )
     seconds += batch.cached * model.kv_bytes_per_token / device.kernel("bf16").bytes_per_s
     seconds += batch.pairs * model.attention_flops / device.attention_flops_per_s
@@ -84,22 +83,19 @@ def linear_seconds(linear: Linear, tokens: int, device: Device, in_pass: bool = 
     return call + moved / kernel.bytes_per_s + operations / kernel.flops_per_s
 
 
-def quantisation_seconds(linear: Linear, tokens: int, device: Device) -> float:
-    """Return the time of quantising 16-bit activations [tokens, inputs] to 8 bit, if the scheme does so."""
-    if linear.scheme not in QUANTISED_ACTIVATIONS:
-        return 0.0
-    return 3 * tokens * linear.inputs / device.kernel("bf16").bytes_per_s
+def _preparation_seconds(linear: Linear, tokens: int, device: Device) -> float:
+    """Return the time before the product, of quantising 16-bit activations [tokens, inputs] to 8 bit.
 
-
-def dequantisation_seconds(linear: Linear, device: Device) -> float:
-    """Return the time of computing a linear's INT8 weight from the stored INT4 one, if each pass does so.
-
-    It reads the one and writes the other at the memory's bandwidth; the product reads it again.
+    For one copy it includes computing the INT8 weight from the stored INT4 one: each pass reads the one and
+    writes the other at the memory's bandwidth, and the product reads it again.
     """
-    if not linear.source_bytes:
-        return 0.0
-    kernel = device.kernel("bf16")
-    return kernel.call_in_pass_seconds + (linear.source_bytes + linear.weight_bytes) / kernel.bytes_per_s
+    memory, seconds = device.kernel("bf16"), 0.0
+    if linear.scheme in QUANTISED_ACTIVATIONS:
+        seconds += 3 * tokens * linear.inputs / memory.bytes_per_s
+    if linear.source_bytes:
+        seconds += memory.call_in_pass_seconds
+        seconds += (linear.source_bytes + linear.weight_bytes) / memory.bytes_per_s
+    return seconds
 
 
 def _padded_outputs(linear: Linear, rows: int, experts: float, device: Device) -> float:

@@ -36,9 +36,8 @@ Crossing = Callable[[str, str, str, int], float]
 
 @dataclass(frozen=True)
 class Range:
-    """The sizes from ``first`` to ``last`` (None: no upper end), for which ``variant`` is chosen."""
+    """The sizes up to ``last`` (None: no upper end), for which ``variant`` is chosen."""
 
-    first: int
     last: int | None
     variant: str
     between: tuple[int, int] | None
@@ -94,13 +93,11 @@ def choose_by_size(
         sizes = samples.sizes(phase)
         path = _cheapest_path(phase, sizes, variants, cost)
         found: list[Range] = []
-        first = 1
         for (a, variant), (b, following) in pairwise(zip(sizes, path, strict=True)):
             if variant != following:
                 last = _zero(a, b, *(crossing(phase, variant, following, size) for size in (a, b)))
-                found.append(Range(first, last, variant, (a, b)))
-                first = last + 1
-        ranges[phase] = (*found, Range(first, None, path[-1], None))
+                found.append(Range(last, variant, (a, b)))
+        ranges[phase] = (*found, Range(None, path[-1], None))
     return Decision(ranges)
 
 
