@@ -38,13 +38,7 @@ from flexquant.tuning.policy_file import (
     write_files,
 )
 from flexquant.tuning.samples import CPU, GPU, QUICK_CPU, QUICK_GPU, Samples
-from flexquant.tuning.size_thresholds import (
-    check_decidable,
-    choose_by_size,
-    fastest,
-    relative_speed,
-    undecided,
-)
+from flexquant.tuning.size_thresholds import check_decidable, undecided
 from tests.checkpoints import make_checkpoint
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -70,19 +64,20 @@ def crossing_at(size: float) -> dict:
     return {"w8a8": lambda n: 10 + 0.1 * n, "w4a16": lambda n: 5 + (5 / size + 0.1) * n}
 
 
-def plain(samples, variants=VARIANTS):
-    return choose_by_size(samples, variants, fastest(samples, variants), relative_speed(samples))
+def decided(samples, objective="latency", variants=VARIANTS, together=None, slo=""):
+    goal = Goal(objective, parse_slo(slo) if slo else {})
+    return decide(samples, variants, goal, lambda names: ALL, together)
 
 
 def test_drift_that_the_variants_share_hides_no_difference():
     samples = measured({"w8a8": lambda n: n, "w4a16": lambda n: 0.95 * n})
     assert samples.time("w8a8", "decode", 8).low < 0.95 * samples.time("w8a8", "decode", 8).high
-    assert plain(samples).variants == ("w4a16",)
+    assert decided(samples).variants == ("w4a16",)
 
 
 @pytest.mark.parametrize("crossover", [3, 5.5, 9, 11, 15, 24, 40])
 def test_thresholds_lie_at_the_crossover(crossover):
-    decision = plain(measured(crossing_at(crossover)))
+    decision = decided(measured(crossing_at(crossover)))
     first, second = decision.ranges["decode"]
     assert (first.variant, second.variant) == ("w4a16", "w8a8")
     low, high = first.between
@@ -92,7 +87,8 @@ def test_thresholds_lie_at_the_crossover(crossover):
 
 def test_tuned_twice_thresholds_agree():
     ends = [
-        plain(measured(crossing_at(11), noise=0.03, seed=seed)).ranges["decode"][0].last for seed in range(20)
+        decided(measured(crossing_at(11), noise=0.03, seed=seed)).ranges["decode"][0].last
+        for seed in range(20)
     ]
     assert max(ends) <= 16
     assert min(ends) >= 8
@@ -100,7 +96,7 @@ def test_tuned_twice_thresholds_agree():
 
 def test_a_tie_goes_to_the_more_precise():
     samples = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.99 if n > 4 else 0.5})
-    (small, large) = plain(samples).ranges["decode"]
+    (small, large) = decided(samples).ranges["decode"]
     assert (small.variant, large.variant) == ("w4a16", "w8a8")
     assert 4 <= small.last < 8
 
@@ -113,12 +109,12 @@ def test_noise_makes_no_tie_of_a_large_difference():
             samples.add("w8a8", phase, 8, w8a8)
             samples.add("w4a16", phase, 8, w4a16)
     assert samples.compare("w8a8", "w4a16", "decode", 8).low < 1
-    assert plain(samples).variants == ("w4a16",)
+    assert decided(samples).variants == ("w4a16",)
 
 
 def test_one_odd_size_makes_no_range_of_its_own():
     samples = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.97 if n == 8 else 1.5})
-    assert plain(samples).variants == ("w8a8",)
+    assert decided(samples).variants == ("w8a8",)
 
 
 def test_a_noisy_machine_is_told_and_not_decided():
@@ -149,7 +145,7 @@ def test_few_undecided_sizes_are_noted():
         samples.add(variant, "prefill", 128, 2.0)
     check_decidable(samples, VARIANTS)
     assert not undecided(samples, VARIANTS, "decode") and [*undecided(samples, VARIANTS, "prefill")] == [128]
-    notes = crossover_notes(samples, VARIANTS, plain(samples))
+    notes = crossover_notes(samples, VARIANTS, decided(samples))
     # Ratios of 3 and 1: of two rounds the interval is both.
     assert "prefill: undecided at these tokens: 128 (up to 200 % apart)." in notes
 
@@ -157,7 +153,7 @@ def test_few_undecided_sizes_are_noted():
 def test_a_crossover_is_told_with_the_sizes_that_noise_leaves_open():
     curves = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.7 if n < 8 else 1.0 if n < 32 else 1.3}
     samples = measured(curves, noise=0.02)
-    (note, _) = crossover_notes(samples, VARIANTS, plain(samples))
+    (note, _) = crossover_notes(samples, VARIANTS, decided(samples))
     assert (
         "takes over between the measured 4 and 8; equal within 3.3 % at 8, equal within 2.2 % at 16)" in note
     )
@@ -223,11 +219,8 @@ def test_balanced_loads_only_what_gains():
     curves = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.96 if n < 8 else 1.2}
     samples = measured(curves, noise=0.001)
 
-    def choose(objective):
-        return decide(samples, VARIANTS, Goal(objective), requests=lambda variants: ALL).variants
-
-    assert choose("latency") == ("w4a16", "w8a8")
-    assert choose("balanced") == ("w8a8",)
+    assert decided(samples, "latency").variants == ("w4a16", "w8a8")
+    assert decided(samples, "balanced").variants == ("w8a8",)
 
 
 def test_throughput_counts_the_batch_that_fits():
@@ -285,24 +278,19 @@ def test_of_sets_that_fit_the_first_is_taken_unless_another_is_faster():
     curves = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 1.01, "w4a8": lambda n: 0.5}
     samples = measured(curves, noise=0.001)
 
-    def of(*together):
-        return decide(samples, list(curves), Goal("latency"), lambda names: ALL, together).variants
-
-    assert of(["w8a8"], ["w4a16"]) == ("w8a8",)
-    assert of(["w4a16"], ["w8a8"]) == ("w4a16",)
-    assert of(["w8a8"], ["w4a16", "w4a8"]) == ("w4a8",)
+    for together, chosen in (
+        ([["w8a8"], ["w4a16"]], "w8a8"),
+        ([["w4a16"], ["w8a8"]], "w4a16"),
+        ([["w8a8"], ["w4a16", "w4a8"]], "w4a8"),
+    ):
+        assert decided(samples, variants=list(curves), together=together).variants == (chosen,)
 
 
 def test_a_set_that_keeps_no_bound_is_left_out():
     samples = measured({"w8a8": lambda n: 0.010, "w4a16": lambda n: 0.005}, noise=0)
-    slo = parse_slo("tpot=8ms")
-
-    def of(*together):
-        return decide(samples, VARIANTS, Goal(slo=slo), lambda names: ALL, together).variants
-
-    assert of(["w8a8"], ["w4a16"]) == ("w4a16",)
+    assert decided(samples, slo="tpot=8ms", together=[["w8a8"], ["w4a16"]]).variants == ("w4a16",)
     with pytest.raises(FlexQuantError, match="tpot=8ms cannot be met: .* w8a8"):
-        of(["w8a8"])
+        decided(samples, slo="tpot=8ms", together=[["w8a8"]])
 
 
 def test_a_measured_plan_is_written_with_its_layers_and_without_its_times():
@@ -313,7 +301,7 @@ def test_a_measured_plan_is_written_with_its_layers_and_without_its_times():
     candidates = policies | {"mixed": parse_policy(document)}
     curves = {"mixed": 1, "w8a8": 3, FROM_INT4: 2}
     samples = measured({n: lambda _, s=s: s for n, s in curves.items()} | {"w4a16": lambda n: n / 16})
-    decision = plain(samples, [*names, "mixed"])
+    decision = decided(samples, variants=[*names, "mixed"])
     tuned = tuned_policy_document(decision, candidates, samples.pass_times(16, {}), "latency")
     assert [rule["use"] for rule in tuned["rules"]] == ["w4a16", use, "w4a16", use]
     assert set(tuned["derive"]) == {FROM_INT4}
@@ -323,13 +311,13 @@ def test_a_measured_plan_is_written_with_its_layers_and_without_its_times():
 def test_bounds_take_the_most_precise_that_keeps_them():
     samples = measured(crossing_at(100), noise=0)
     drift = 1.25
-    goal = Goal(slo=parse_slo(f"tpot={11.5 * drift}s"))
-    decision = decide(samples, VARIANTS, goal, lambda names: ALL)
+    slo = f"tpot={11.5e3 * drift:g}ms"
+    decision = decided(samples, slo=slo)
     assert decision.variant("decode", 1) == "w8a8"
     assert decision.variant("decode", 32) == "w4a16"
     assert decision.variant("prefill", 1) == "w4a16"  # without a bound the fastest variant is taken
-    (note,) = bound_notes(samples, decision, goal.slo)
-    assert note.startswith(f"{goal} is kept up to")
+    (note,) = bound_notes(samples, decision, parse_slo(slo))
+    assert note.startswith(f"{slo} is kept up to")
 
 
 def test_an_unreachable_bound_names_the_nearest():
@@ -339,7 +327,7 @@ def test_an_unreachable_bound_names_the_nearest():
         ("tpot=1ms,ttft=2ms", r"^ttft=2ms cannot be met: .*tpot=1ms cannot be met: "),
     ):
         with pytest.raises(FlexQuantError, match=message):
-            decide(samples, VARIANTS, Goal(slo=parse_slo(slo)), lambda names: ALL)
+            decided(samples, slo=slo)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +345,7 @@ def test_bounds_are_read():
 
 def test_the_policy_says_what_was_decided(tmp_path):
     samples = measured(crossing_at(11))
-    decision = plain(samples)
+    decision = decided(samples)
     times = samples.pass_times(16, {"model": "m", "date": "2026-11-21"})
     document = tuned_policy_document(decision, find_policies(VARIANTS, VARIANTS), times, "latency")
     tuned = TuningResult(document, decision, times, ["Tuned here."])
@@ -379,7 +367,7 @@ def test_the_policy_says_what_was_decided(tmp_path):
 def test_a_derived_variant_brings_its_derivation(tmp_path):
     variants = [*VARIANTS, "w4a8"]
     samples = measured({"w8a8": lambda n: 2, "w4a16": lambda n: 1 if n < 8 else 3, "w4a8": lambda n: 1.5})
-    decision = plain(samples, variants)
+    decision = decided(samples, variants=variants)
     policies = find_policies(variants, VARIANTS)
     document = tuned_policy_document(decision, policies, samples.pass_times(16, {}), "latency")
     assert document["derive"] == {"w4a8": {"from": "w4a16", "activations": "int8"}}
@@ -388,7 +376,7 @@ def test_a_derived_variant_brings_its_derivation(tmp_path):
 
 def test_one_variant_everywhere_is_one_rule():
     samples = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 2.0})
-    decision = plain(samples)
+    decision = decided(samples)
     document = tuned_policy_document(
         decision, find_policies(VARIANTS, VARIANTS), samples.pass_times(16, {}), "x"
     )
@@ -442,13 +430,7 @@ def test_sizes_that_are_too_noisy_are_measured_anew(merged_folder, tmp_path):
     few = replace(QUICK_CPU.up_to(2, 16), effort=Effort(6, 6))
     variants = find_variants(read_merged_config(merged_folder)[0], VARIANTS)
     measurement = Measurement(merged_folder, variants, few, tmp_path / "samples.json")
-    samples = measurement.samples
-    for phase, sizes in (("decode", few.decode), ("prefill", few.prefill)):
-        found = measured(noisy, noise=0.6, sizes=sizes)
-        for size in sizes:
-            for variant in VARIANTS:
-                for seconds in found._seconds[variant][phase][size]:
-                    samples.add(variant, phase, size, seconds)
+    measurement.samples = measured(noisy, noise=0.6, sizes=(*few.decode, *few.prefill))
     with pytest.raises(FlexQuantError, match="too noisy to decide"):
         measurement.measure(print, lambda *_, **__: nullcontext(lambda done, total: None))
     kept = Samples.load(tmp_path / "samples.json", measurement.run)
@@ -489,9 +471,9 @@ def test_what_was_measured_on_real_machines_is_decided_as_it_was_there(name):
         for variant, curve in curves.items():
             for size, time in curve.items():
                 samples.add(variant, phase, size, time.median)
-    goal, decided = policy.description.removeprefix("tuned for ").split(": ", 1)
-    found = decide(samples, policy.measured.variants, Goal(goal), lambda names: ALL)
-    assert describe_decision(found) == decided
+    goal, text = policy.description.removeprefix("tuned for ").split(": ", 1)
+    found = decided(samples, goal, policy.measured.variants)
+    assert describe_decision(found) == text
 
 
 @pytest.fixture(scope="module")
