@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
@@ -136,15 +139,11 @@ class Memory:
     def saved(self, variants: Sequence[str]) -> dict[str, int]:
         """Return the bytes of each variant whose weights these candidates do not load."""
         loaded = self._loaded(variants)
-        return {v: size for v, size in self._loaded(list(self.own)).items() if v not in loaded}
+        return {v: size for v, size in self._loaded([*self.own]).items() if v not in loaded}
 
-    def _loaded(self, candidates: Sequence[str]) -> dict[str, int]:
-        """Return the bytes of each variant, of which several candidates can load layers."""
-        found: dict[str, int] = {}
-        for candidate in candidates:
-            for variant, size in self.own[candidate].items():
-                found[variant] = max(size, found.get(variant, 0))
-        return found
+    def _loaded(self, candidates: Sequence[str]) -> Counter[str]:
+        """Return the bytes of each variant, the most that a candidate loads: they share its layers."""
+        return reduce(or_, (Counter(self.own[candidate]) for candidate in candidates))
 
     def utilisation(self, variant: str) -> float:
         """Return the share of each device's memory for this variant's engine, with one engine per variant.

@@ -25,7 +25,7 @@ from flexquant.policy.schema import SCHEMA
 from flexquant.serving.kernels import STAND_INS
 from flexquant.tuning.measure import Measurement
 from flexquant.tuning.objectives import BOUNDS, Goal
-from flexquant.tuning.samples import Samples
+from flexquant.tuning.samples import MEASURED_PHASES, Samples
 from flexquant.tuning.size_thresholds import Decision, undecided
 
 
@@ -151,10 +151,13 @@ def _rules(decision: Decision, uses: Mapping[str, str | JsonObject]) -> list[Jso
     if len(decision.variants) == 1:
         return [{"use": uses[decision.variants[0]]}]
     rules: list[JsonObject] = []
-    for phase, size, start in (("decode", "batch_size", {"phase": "decode"}), ("prefill", "tokens", {})):
+    for phase in MEASURED_PHASES:
         for r in decision.ranges[phase]:
-            when = start | ({} if r.last is None else {size: {"max": r.last}})
-            rules.append(({"when": when} if when else {}) | {"use": uses[r.variant]})
+            when: JsonObject = {"phase": "decode"} if phase == "decode" else {}
+            if r.last is not None:
+                when["batch_size" if phase == "decode" else "tokens"] = {"max": r.last}
+            use = {"use": uses[r.variant]}
+            rules.append({"when": when, **use} if when else use)
     return rules
 
 
