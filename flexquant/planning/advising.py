@@ -103,10 +103,8 @@ def try_ways(
         problem = _problem(shape, device, model.group_size)
         if not problem and tokens < batches.request_tokens:
             problem = f"does not fit into {utilization:g} of {device.memory_bytes / GIB:.3g} GiB"
-        if problem:
-            outcomes.append(Outcome(way, weights, None, {}, problem))
-        else:
-            outcomes.append(Outcome(way, weights, tokens, serve_by(way, shape, tokens), ""))
+        loads = {} if problem else serve_by(way, shape, tokens)
+        outcomes.append(Outcome(way, weights, None if problem else tokens, loads, problem))
     return outcomes
 
 
