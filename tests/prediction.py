@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A device, GEMMs and models whose costs are predicted."""
+"""Devices, GEMMs and models whose costs are predicted, and parts of their costs by hand."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.planning.device import parse_device
 from flexquant.planning.planned_model import Linear, PlannedModel
+from flexquant.planning.roofline import Batch
 
 DEVICE = """schema: flexquant.device/v1
 description: round numbers
@@ -37,3 +42,130 @@ def planned(folder: Path, config: JsonObject) -> PlannedModel:
     """Return what is read of a model with this ``config.json``, which is written into ``folder``."""
     (folder / "config.json").write_text(json.dumps(config))
     return PlannedModel.read(str(folder))
+
+
+UNLIKE_FILE = """schema: flexquant.device/v1
+description: no two numbers alike
+memory_gib: 2
+memory_gb_per_s: 100
+tflops: {bf16: 10, int8: 24, fp8: 26}
+processors: 7
+call_us: 11
+call_in_pass_us: 3
+layer_us: 13
+pass_us: 170
+attention_tflops: 4.5
+reserve_gib: 0.3
+kernels:
+  bf16: {efficiency: 0.5, bandwidth: 0.55}
+  w8a8: {efficiency: 0.25, bandwidth: 0.7, tiles: {32: 16x64, 128: 64x96}}
+  fp8: {tflops: 8, gb_per_s: 75}
+  w4a16: {tflops: 4, gb_per_s: 80}
+  w4a16-marlin: {tflops: 3, gb_per_s: 90}
+"""
+UNLIKE = parse_device(UNLIKE_FILE.encode(), "unlike.yaml", "unlike")
+"""A device of numbers no two of which are alike."""
+BF16, FP8, W4A16, MARLIN = (5e12, 55e9), (8e12, 75e9), (4e12, 80e9), (3e12, 90e9)
+"""Operations and bytes a second."""
+W8A8_BYTES, W8A8_OPERATIONS, ATTENTION = 70e9, 6e12, 4.5e12
+
+# Inputs are multiples of 64, not all of 128: INT4 has groups of 64.
+DENSE = {
+    "model_type": "qwen3",
+    "hidden_size": 320,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "intermediate_size": 640,
+    "vocab_size": 1001,
+    "tie_word_embeddings": False,
+}
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 80,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 192,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "vocab_size": 1000,
+    "tie_word_embeddings": False,
+}
+HYBRID = {
+    "model_type": "lfm2",
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 448,
+    "block_auto_adjust_ff_dim": False,
+    "vocab_size": 1000,
+    "tie_word_embeddings": True,
+}
+
+
+MODELS = {"dense": DENSE, "mixture": MIXTURE, "hybrid": HYBRID}
+
+
+@cache
+def model(name: str) -> PlannedModel:
+    with TemporaryDirectory() as folder:
+        return planned(Path(folder), MODELS[name])
+
+
+def decode(sequences: int, context: int) -> Batch:
+    """Return a pass of sequences with one new token each and ``context`` tokens in the KV cache."""
+    return Batch(sequences, sequences, cached=sequences * context)
+
+
+def prefill(tokens: int) -> Batch:
+    """Return a pass of one prompt, with an empty KV cache."""
+    return Batch(tokens, 1, pairs=tokens * (tokens + 1) / 2)
+
+
+# Parts of the time of one call by its outputs and inputs, each a (memory, compute) in seconds.
+Parts = tuple[float, float]
+Call = Callable[[int, int], Parts]
+
+
+def total(*parts: Parts) -> Parts:
+    return sum(part[0] for part in parts), sum(part[1] for part in parts)
+
+
+def times(count: int, parts: Parts) -> Parts:
+    return count * parts[0], count * parts[1]
+
+
+def in_16_bit(tokens: int) -> Call:
+    def call(outputs: int, inputs: int) -> Parts:
+        moved = 2 * outputs * inputs + tokens * (2 * inputs + 2 * outputs)
+        return moved / BF16[1], 2 * tokens * outputs * inputs / BF16[0]
+
+    return call
+
+
+def in_int4(tokens: int, rates: Parts = W4A16) -> Call:
+    """Return calls with half a byte a weight, and two for the scale of 64."""
+
+    def call(outputs: int, inputs: int) -> Parts:
+        stored = outputs * inputs / 2 + 2 * outputs * inputs / 64
+        moved = stored + tokens * (2 * inputs + 2 * outputs)
+        return moved / rates[1], 2 * tokens * outputs * inputs / rates[0]
+
+    return call
+
+
+def dense_layer(call: Call, devices: int = 1) -> Parts:
+    """Return a layer of DENSE; 1, 2 or 4 devices hold 8 + 2 x 2, 4 + 2 x 1 or 2 + 2 x 1 heads of 48."""
+    heads = {1: 12, 2: 6, 4: 4}[devices]
+    return total(
+        call(heads * 48, 320),
+        call(320, 384 // devices),
+        call(1280 // devices, 320),
+        call(320, 640 // devices),
+    )

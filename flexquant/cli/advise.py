@@ -3,8 +3,8 @@
 """Advise which way to serve a model on a device, before it is quantised: stock vLLM or FlexQuant, and how.
 
 Of the model only config.json is read. Latencies, memory and the choice come from a cost model that counts
-bytes, operations and overheads, and from requests served pass after pass as vLLM schedules them. One copy is
-a checkpoint in W4A16 that computes prompts in INT8; two copies are a merged checkpoint.
+bytes, operations and overheads of the passes that requests take. One copy is a checkpoint in W4A16 that
+computes prompts in INT8; two copies are a merged checkpoint.
 
 examples:
   flexquant advise org/name --device h100 --input-len 8192 --concurrency 1,64
@@ -18,9 +18,9 @@ import argparse
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import add_counts, parse_counts, parse_share
 from flexquant.planning.advising import advice_to_json, format_advice, try_ways
-from flexquant.planning.batch_serving import Batches
 from flexquant.planning.device import builtin_devices, load_device
 from flexquant.planning.planned_model import PlannedModel
+from flexquant.planning.roofline import Batches
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

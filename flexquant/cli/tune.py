@@ -30,9 +30,9 @@ from flexquant.evaluation.inputs import read_rows
 from flexquant.evaluation.workers import import_ahead
 from flexquant.policy.rules import Policy
 from flexquant.tuning.measure import Measurement
-from flexquant.tuning.objectives import OBJECTIVES, Goal, Slo, decide
+from flexquant.tuning.objectives import OBJECTIVES, Goal, decide, parse_slo
 from flexquant.tuning.policy_file import TuningFiles, TuningResult, tuned_policy, write_files
-from flexquant.tuning.rounds import CPU, GPU, QUICK_CPU, QUICK_GPU
+from flexquant.tuning.samples import CPU, GPU, QUICK_CPU, QUICK_GPU
 
 
 def configure_tune(parser: argparse.ArgumentParser) -> None:
@@ -210,7 +210,7 @@ def fit(args: argparse.Namespace) -> JsonObject:
 
 def _read_goal(args: argparse.Namespace) -> tuple[Goal, TuningFiles]:
     """Read the options of :func:`_add_goal`; raise UsageError for bad bounds and an output that exists."""
-    slo = None if args.slo is None else Slo.parse(args.slo)
+    slo = {} if args.slo is None else parse_slo(args.slo)
     return Goal(args.objective, slo, args.request_tokens), TuningFiles(args.output, args.overwrite)
 
 

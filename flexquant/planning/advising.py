@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from statistics import geometric_mean
 from textwrap import wrap
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import table_lines
-from flexquant.planning.batch_serving import Batches, Limits, Load, serve_batch
 from flexquant.planning.device import GIB, Device
 from flexquant.planning.planned_model import INT4, ModelShape, PlannedModel
-from flexquant.planning.roofline import Batch, pass_seconds, scheme_on
+from flexquant.planning.roofline import Batch, Batches, Limits, Load, pass_seconds, scheme_on, serve
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import Policy, find_policies, load_policy
 from flexquant.policy.schema import Phase
@@ -24,6 +24,7 @@ MARGIN = 0.08
 
 What two copies save was predicted within so much of what they saved in the committed runs.
 """
+SCHEMES = ("fp8", "w8a8", "w4a16")
 ONE_COPY, TWO_COPIES = "one copy", "two copies"
 WIDTH = 110
 
@@ -56,8 +57,8 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Time of a request, the geometric mean over the loads."""
-        return geometric_mean(load.request for load in self.loads.values())
+        """Time of a request, the geometric mean over the loads; infinite if the way is not possible."""
+        return geometric_mean(load.request for load in self.loads.values()) if self.loads else inf
 
 
 def ways(device: Device) -> list[Way]:
@@ -66,12 +67,9 @@ def ways(device: Device) -> list[Way]:
     Two copies have W8A8 beside W4A16, or FP8 on a device without an INT8 kernel.
     """
     eight, policy = ("w8a8", "phase-batch") if "w8a8" in device.kernels else ("fp8", "fp8-phase-batch")
-    static = {"FP8": "fp8", "W8A8": "w8a8", "W4A16": "w4a16"}
+    static = find_policies(SCHEMES, SCHEMES).items()
     return [
-        *(
-            Way(f"stock {name}", (scheme,), find_policies([scheme], [scheme])[scheme], False)
-            for name, scheme in static.items()
-        ),
+        *(Way(f"stock {scheme.upper()}", (scheme,), policy, False) for scheme, policy in static),
         Way(ONE_COPY, ("w4a16",), load_policy("one-copy"), True),
         Way(TWO_COPIES, (eight, "w4a16"), load_policy(policy), True),
     ]
@@ -85,16 +83,27 @@ def try_ways(
     ``devices`` share the model; ``utilization`` is the share of the memory that vLLM may take.
     """
     limits = Limits.of(device, devices)
+
+    def serve_by(way: Way, shape: ModelShape, tokens: int) -> dict[int, Load]:
+        routes = build_route_table(
+            way.policy, way.schemes, 1, max_tokens=limits.tokens, max_decode_tokens=limits.sequences
+        )
+
+        def seconds(phase: Phase, batch: Batch) -> float:
+            (variant,) = routes.lookup(phase, batch.tokens).layers
+            return pass_seconds(shape, variant, batch, device)
+
+        return {count: serve(batches, count, limits, tokens, seconds) for count in batches.concurrency}
+
     outcomes = []
     for way in ways(device):
         shape = model.shape(way.schemes, devices, way.policy.derived)
-        tokens = kv_cache_tokens(shape, device, utilization)
+        tokens, weights = kv_cache_tokens(shape, device, utilization), shape.resident_bytes / GIB
         problem = _problem(shape, device, model.group_size)
-        if not problem and tokens < limits.in_blocks(batches.request_tokens):
+        if not problem and tokens < batches.request_tokens:
             problem = f"does not fit into {utilization:g} of {device.memory_bytes / GIB:.3g} GiB"
-        loads = {} if problem else _serve(way, shape, device, batches, limits, tokens)
-        fitting = None if problem else tokens
-        outcomes.append(Outcome(way, shape.resident_bytes / GIB, fitting, loads, problem))
+        loads = {} if problem else serve_by(way, shape, tokens)
+        outcomes.append(Outcome(way, weights, None if problem else tokens, loads, problem))
     return outcomes
 
 
@@ -119,43 +128,24 @@ def _problem(shape: ModelShape, device: Device, group_size: int) -> str:
     return ""
 
 
-def _serve(
-    way: Way, shape: ModelShape, device: Device, batches: Batches, limits: Limits, kv_tokens: int
-) -> dict[int, Load]:
-    routes = build_route_table(
-        way.policy,
-        way.schemes,
-        1,
-        max_tokens=limits.tokens,
-        max_decode_tokens=limits.padded(limits.sequences),
-    )
-
-    def seconds(phase: Phase, batch: Batch) -> float:
-        (variant,) = routes.lookup(phase, batch.tokens).layers
-        return pass_seconds(shape, variant, batch, device)
-
-    return {count: serve_batch(batches, count, limits, kv_tokens, seconds) for count in batches.concurrency}
-
-
 def choose(outcomes: Sequence[Outcome]) -> Outcome | None:
     """Return the simplest way that is as good as the fastest, within the margin; None if none is possible.
 
     With FlexQuant it is also better, by the margin, than every way without.
     """
-    stock, ours = (fastest_way(outcomes, is_flexquant=which) for which in (False, True))
-    least = min((found.seconds for found in (stock, ours) if found is not None), default=0.0)
-    most = least / (1 - MARGIN)
-    is_flexquant = stock is None or stock.seconds > most
-    if is_flexquant and stock is not None:
-        most = min(most, stock.seconds * (1 - MARGIN))
-    good = [o for o in outcomes if o.loads and o.way.is_flexquant == is_flexquant and o.seconds <= most]
-    return next(iter(good), None)
+    stock, ours = (fastest_way(outcomes, is_flexquant=which).seconds for which in (False, True))
+    most = min(stock, ours) / (1 - MARGIN)
+    if most == inf:
+        return None
+    is_flexquant = stock > most
+    if is_flexquant:
+        most = min(most, stock * (1 - MARGIN))
+    return next(o for o in outcomes if o.way.is_flexquant == is_flexquant and o.seconds <= most)
 
 
-def fastest_way(outcomes: Sequence[Outcome], *, is_flexquant: bool) -> Outcome | None:
-    """Return the fastest of the possible ways with FlexQuant, or of those without; None if there is none."""
-    possible = [o for o in outcomes if o.loads and o.way.is_flexquant == is_flexquant]
-    return min(possible, key=lambda outcome: outcome.seconds, default=None)
+def fastest_way(outcomes: Sequence[Outcome], *, is_flexquant: bool) -> Outcome:
+    """Return the fastest of the ways with FlexQuant, or of those without; it may not be possible."""
+    return min((o for o in outcomes if o.way.is_flexquant == is_flexquant), key=lambda o: o.seconds)
 
 
 def find_way(outcomes: Sequence[Outcome], name: str) -> Outcome:
@@ -202,17 +192,17 @@ def explain(outcomes: Sequence[Outcome]) -> str:
             "--tensor-parallel-size or shorter requests."
         )
     ours, stock = (fastest_way(outcomes, is_flexquant=which) for which in (True, False))
-    if choice.way.is_flexquant and stock is None:
+    if not stock.loads:
         return f"Take {choice.way.name}: nothing without FlexQuant serves the model on this device."
-    if choice.way.is_flexquant and stock is not None:
+    if choice.way.is_flexquant:
         gain = 1 - choice.seconds / stock.seconds
         return (
             f"Take {choice.way.name}: a request takes {gain:.0%} less time (geometric mean over the columns) "
-            f"than with {stock.way.name}, the best without FlexQuant, as {_reason(choice)}."
-            f"{_more(choice, outcomes)}"
+            f"than with {stock.way.name}, the best without FlexQuant, as prompts compute in "
+            f"{_reason(choice, find_way(outcomes, TWO_COPIES))}"
         )
     start = f"FlexQuant will not help you here: take {choice.way.name}"
-    if ours is None:
+    if not ours.loads:
         return f"{start}, as neither one copy nor two can be served on this device."
     gain = 1 - ours.seconds / choice.seconds
     if gain <= 0:
@@ -223,36 +213,30 @@ def explain(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def _reason(choice: Outcome) -> str:
-    if choice.way.name == ONE_COPY:
-        return "prompts compute in INT8 and answers read INT4 weights, which are in memory once"
-    eight = "FP8" if "fp8" in choice.way.schemes else "INT8"
-    return f"prompts compute in {eight} and answers read INT4 weights, both of which are in memory"
-
-
-def _more(choice: Outcome, outcomes: Sequence[Outcome]) -> str:
-    """Return what two copies would give beyond one, and for what memory, as a further sentence."""
-    two = find_way(outcomes, TWO_COPIES)
-    if choice.way.name != ONE_COPY or not two.loads:
-        return ""
-    gain, memory = 1 - two.seconds / choice.seconds, two.weights_gib - choice.weights_gib
-    return f" Two copies would save {max(gain, 0):.1%} more, for {memory:.1f} GiB more of weights."
+def _reason(choice: Outcome, two: Outcome) -> str:
+    """Return what makes it faster, and what two copies would give beyond one, and for what memory."""
+    if choice is two:
+        eight = "FP8" if "fp8" in choice.way.schemes else "INT8"
+        return f"{eight} and answers read INT4 weights, both of which are in memory."
+    reason = "INT8 and answers read INT4 weights, which are in memory once."
+    if two.loads:
+        gain, memory = 1 - two.seconds / choice.seconds, two.weights_gib - choice.weights_gib
+        reason += f" Two copies would save {max(gain, 0):.1%} more, for {memory:.1f} GiB more of weights."
+    return reason
 
 
 def _table(outcomes: Sequence[Outcome], batches: Batches) -> list[str]:
-    heads = [["", "weights", "KV cache"], ["", "GiB", "tokens"]]
+    rows = [["", "weights", "KV cache"], ["", "GiB", "tokens"]]
     for count in batches.concurrency:
-        heads[0] += [str(count), ""]
-        heads[1] += ["TTFT", "TPOT"]
-    rows = [*heads]
+        rows[0] += [str(count), ""]
+        rows[1] += ["TTFT", "TPOT"]
     for outcome in outcomes:
         row = [outcome.way.name, f"{outcome.weights_gib:.3g}"]
         if outcome.kv_cache_tokens is not None:
             row.append(str(outcome.kv_cache_tokens))
-        for load in outcome.loads.values():
-            row += [_ms(load.ttft), _ms(load.tpot)]
+        row += [_ms(time) for load in outcome.loads.values() for time in (load.ttft, load.tpot)]
         rows.append(row)
-    lines = table_lines(rows, numbers=range(1, len(heads[0])))
+    lines = table_lines(rows, numbers=range(1, len(rows[0])))
     problems = ["", "", *(outcome.problem for outcome in outcomes)]
     return [f"{line}  {problem}".rstrip() for line, problem in zip(lines, problems, strict=True)]
 

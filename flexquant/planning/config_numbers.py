@@ -39,20 +39,17 @@ class Heads:
     size: int
 
     @classmethod
-    def read(cls, config: object, source: str | Path) -> Heads:
-        """Read a layer's ``config``; raise FlexQuantError, which names ``source``, for an absurd number."""
-        hidden, queries = (integer(config, key, source) for key in ("hidden_size", "num_attention_heads"))
-        kv = integer(config, "num_key_value_heads", source, queries)
-        return cls(queries, kv, integer(config, "head_dim", source, hidden // queries))
-
-    def check_shared(self, devices: int, source: str | Path) -> None:
-        """Raise FlexQuantError, which names ``source``, unless each device gets as many heads."""
-        few, many = sorted((self.kv, devices))
-        if self.queries % devices or many % few:
+    def read(cls, config: object, devices: int, source: str | Path) -> Heads:
+        """Read a layer's ``config``; raise FlexQuantError unless each device gets as many heads."""
+        hidden, queries = (_integer(config, key, source) for key in ("hidden_size", "num_attention_heads"))
+        kv = _integer(config, "num_key_value_heads", source, queries)
+        few, many = sorted((kv, devices))
+        if queries % devices or many % few:
             raise FlexQuantError(
-                f"{source} has {self.queries} attention heads and {self.kv} KV heads, which {devices} "
-                "devices cannot share evenly; give a --tensor-parallel-size that divides them"
+                f"{source} has {queries} attention heads and {kv} KV heads, which {devices} devices cannot "
+                "share evenly; give a --tensor-parallel-size that divides them"
             )
+        return cls(queries, kv, _integer(config, "head_dim", source, hidden // queries))
 
     def repeated(self, devices: int) -> int:
         """Return by how much more keys and values a token has on all devices: each has a head at least."""
@@ -77,8 +74,9 @@ class Attention:
         KV cache that several layers share is counted once. Raises FlexQuantError for a model without
         attention or with latent attention, and for heads that the ``devices`` cannot share.
         """
-        num_layers = integer(config, "num_hidden_layers", source)
-        kinds = _kinds(config) or [None] * num_layers
+        num_layers = _integer(config, "num_hidden_layers", source)
+        stated = (getattr(config, key, None) for key in ("layers_block_type", "layer_types"))
+        kinds = next((kinds for kinds in stated if isinstance(kinds, list) and kinds), [None] * num_layers)
         with_cache = [layer for layer, kind in enumerate(kinds[:num_layers]) if kind not in WITHOUT_CACHE]
         if not with_cache or getattr(config, "kv_lora_rank", None):
             raise FlexQuantError(
@@ -87,21 +85,13 @@ class Attention:
             )
         # Few models have other heads in some layers.
         configs = getattr(config, "per_layer_config", None) or [config] * num_layers
-        heads = [Heads.read(configs[number], source) for number in range(num_layers)]
-        for one in heads:
-            one.check_shared(devices, source)
+        heads = [Heads.read(configs[number], devices, source) for number in range(num_layers)]
         # The last layers can read the KV cache of layers before them, as in Gemma 3n.
         shared = getattr(config, "num_kv_shared_layers", None)
         stored = with_cache[: len(with_cache) - (shared if isinstance(shared, int) else 0)]
         numbers = sum(2 * heads[n].kv * heads[n].size + heads[n].repeated(devices) for n in stored)
         queries = sum(heads[n].queries * heads[n].size for n in with_cache)
         return cls(heads, numbers * KV_BYTES / devices, queries * 4 / devices)
-
-
-def _kinds(config: object) -> list[object]:
-    """Return the kind of each layer; empty for a model whose layers are all alike."""
-    stated = (getattr(config, key, None) for key in ("layers_block_type", "layer_types"))
-    return next((kinds for kinds in stated if isinstance(kinds, list)), [])
 
 
 def active_experts(config: object, source: str | Path) -> int:
@@ -118,7 +108,7 @@ def active_experts(config: object, source: str | Path) -> int:
     return number
 
 
-def integer(config: object, key: str, source: str | Path, default: int | None = None) -> int:
+def _integer(config: object, key: str, source: str | Path, default: int | None = None) -> int:
     """Return a number of a config; ``default`` for None, if it is given."""
     value = getattr(config, key, None)
     value = default if value is None else value

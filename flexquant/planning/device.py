@@ -7,8 +7,11 @@
     tflops: {bf16: 989.4, int8: 1978.9, fp8: 1978.9}    # data sheet, dense
     processors: 132                                     # streaming multiprocessors; left out for CPUs
     call_us: 25                                         # overhead of a single call: launch, ramp-up, tail
-    call_in_pass_us: 8                                  # overhead in a pass: CUDA graphs hide launches
+    call_in_pass_us: 8                                  # the same in a pass; default: call_us
     attention_tflops: 500                               # in prefill; default: the bf16 kernel's rate
+    layer_us: 600                                       # a decoder layer beside its linears; default: 0
+    pass_us: 500                                        # scheduling and sampling of a pass; default: 0
+    reserve_gib: 2                                      # activations, CUDA graphs, runtime; default: 0
     kernels:                                            # by scheme
       w8a8: {efficiency: 0.6, bandwidth: 0.9, tiles: {64: 64x64, 128: 64x128, 256: 128x128}}
       w4a16: {efficiency: 0.387, bandwidth: 0.83}
@@ -16,7 +19,7 @@
 ``efficiency`` and ``bandwidth`` are the fractions of the data sheet's rate and bandwidth that a kernel
 reaches; a measured device gives ``tflops`` and ``gb_per_s`` instead. ``tiles`` is for kernels without
 split-K: it maps a largest number of tokens to output tiles of rows x columns; the last entry also holds for
-more tokens.
+more tokens. A kernel may have a ``call_us`` of its own.
 """
 
 from __future__ import annotations
@@ -44,19 +47,9 @@ from flexquant.errors import FlexQuantError
 SCHEMA: Literal["flexquant.device/v1"] = "flexquant.device/v1"
 PACKAGE = "flexquant.planning.devices"
 MARLIN = "w4a16-marlin"
-"""W4A16 by Marlin, on a device on which vLLM prefers another kernel."""
-RATES = {
-    "bf16": "bf16",
-    "w8a8": "int8",
-    "fp8": "fp8",
-    "w4a16": "bf16",
-    MARLIN: "bf16",
-    "w8a16": "bf16",
-    "w4a8": "int8",
-}
+"""W4A16 by Marlin, on a device on which vLLM prefers another kernel; elsewhere w4a16's kernel is Marlin."""
+RATES = {"bf16": "bf16", "w8a8": "int8", "fp8": "fp8", "w4a16": "bf16", MARLIN: "bf16"}
 """Scheme -> type of the numbers that its kernel multiplies, a key of ``tflops``."""
-LIKE_W4A16 = (MARLIN, "w8a16")
-"""Schemes (w8a16: 8-bit weights, 16-bit activations) that take w4a16's kernel where a device gives none."""
 CACHE = 20
 """Largest ratio of a kernel's bandwidth, for weights that stay in caches, to the memory's bandwidth."""
 TILE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
@@ -110,11 +103,9 @@ class Kernel(Section):
     bytes_per_s: Bandwidth = Field(0, alias="gb_per_s")
     """Bytes of weights, activations and outputs that the kernel moves a second."""
     call_seconds: Overhead = Field(0, alias="call_us")
-    """Overhead of a single call: launch, ramp-up, tail."""
     tiles: Annotated[tuple[Tile, ...], PlainValidator(_tiles)] = ()
     """Tiles, ascending in tokens; empty for kernels that spread work evenly (split-K, stream-K)."""
     call_in_pass_seconds: float = Field(0, exclude=True)
-    """Overhead of a call among the others of a forward pass."""
 
     @model_validator(mode="after")
     def _check(self) -> Kernel:
@@ -165,28 +156,19 @@ class Device(Section):
     )
     description: Text
     memory_bytes: Annotated[float, within(0.1, 10_000, "GiB", GIB)] = Field(alias="memory_gib")
-    """Size of the memory."""
     bytes_per_s: Bandwidth = Field(alias="memory_gb_per_s")
-    """The data sheet's memory bandwidth."""
     tflops: Rates
     kernels: Annotated[dict[str, Kernel], BeforeValidator(_check_schemes)]
     """Scheme -> kernel, for the schemes that the device can run; bf16 is always one of them."""
     processors: Annotated[
         int, Field(strict=True, ge=1, le=10_000), says("give a whole number from 1 to 10000")
     ] = 1
-    """Number of streaming multiprocessors; 1 for a CPU."""
     attention_flops_per_s: Rate = Field(0, alias="attention_tflops")
-    """Operations a second of attention in prefill; the bf16 kernel's if the file gives none."""
     call_seconds: Overhead = Field(0, alias="call_us")
-    """Overhead of a call, for kernels that give none."""
     call_in_pass_seconds: Overhead = Field(0, alias="call_in_pass_us")
-    """Overhead of a call among the others of a forward pass; as that of a call if the file gives none."""
     layer_seconds: Overhead = Field(0, alias="layer_us")
-    """Time of a decoder layer of any size beside its linears, e.g. for norms and to call the attention."""
     pass_seconds: Overhead = Field(0, alias="pass_us")
-    """Time of a forward pass of any size beside its layers, for scheduling and sampling."""
     reserve_bytes: Annotated[float, within(0, 10_000, "GiB", GIB)] = Field(0, alias="reserve_gib")
-    """Memory reserved for activations, CUDA graphs and the runtime."""
     name: str = Field("", exclude=True)
     """The name or path by which it was loaded."""
 
@@ -215,7 +197,6 @@ class Device(Section):
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the device has multiprocessors; device files of CPUs leave out ``processors``."""
         return self.processors > 1
 
     def rate(self, scheme: str) -> float:
@@ -225,7 +206,7 @@ class Device(Section):
 
     def kernel(self, scheme: str) -> Kernel:
         """Return the kernel of a scheme; raise :class:`FlexQuantError` for one that the device cannot run."""
-        if scheme in LIKE_W4A16 and scheme not in self.kernels:
+        if scheme == MARLIN and scheme not in self.kernels:
             scheme = "w4a16"
         if scheme not in self.kernels:
             raise FlexQuantError(

@@ -71,9 +71,7 @@ class Linear:
 
     @property
     def fills_marlin(self) -> bool:
-        return any(
-            self.outputs % outputs == 0 and self.inputs % inputs == 0 for outputs, inputs in MARLIN_TILES
-        )
+        return any(self.outputs % rows == 0 and self.inputs % columns == 0 for rows, columns in MARLIN_TILES)
 
     def with_outputs(self, outputs: int) -> Linear:
         return replace(self, outputs=outputs, weight_bytes=self.weight_bytes * outputs / self.outputs)
@@ -203,16 +201,8 @@ class PlannedModel:
                 "language model"
             )
         matrices = (shape for shape in parameters.values() if len(shape) == 2)
-        head = parameters.get("lm_head.weight") or next(matrices)
-        return cls(
-            model,
-            config,
-            linears,
-            frozenset(kept),
-            plain_linear(*head),
-            rest,
-            reads_more_than_text(whole),
-        )
+        head = plain_linear(*(parameters.get("lm_head.weight") or next(matrices)))
+        return cls(model, config, linears, frozenset(kept), head, rest, reads_more_than_text(whole))
 
     @property
     def has_experts(self) -> bool:
@@ -222,10 +212,8 @@ class PlannedModel:
         """Return one device's share of the model with a variant, named after it, in each of ``schemes``.
 
         ``derived`` are variants of one copy that a policy derives from these. Bytes are divided evenly.
-
-        Raises FlexQuantError as :meth:`~flexquant.planning.config_numbers.Attention.read` does, for linears
-        that the ``devices`` cannot share, and for experts if the config does not say how many a token goes
-        through.
+        Raises FlexQuantError as :meth:`Attention.read` and :func:`active_experts` do, and for linears that
+        the ``devices`` cannot share.
         """
         attention = Attention.read(self.config, devices, self.source)
         num_layers = len(attention.heads)
@@ -239,19 +227,14 @@ class PlannedModel:
                 linear = linear.with_outputs(linear.outputs + heads.repeated(devices))
             return linear.share(name, devices)
 
-        own: dict[str, float] = {}
-        linears: dict[str, Counter[Linear]] = {}
-        for scheme in schemes:
-            whole = {name: self._in_scheme(name, scheme) for name in self.linears}
-            linears[scheme] = Counter(part(name, linear) for name, linear in whole.items())
-            own[scheme] = sum(x.experts * x.weight_bytes for x in whole.values()) / devices
+        whole = {s: {name: self._in_scheme(name, s) for name in self.linears} for s in schemes}
         model = ModelShape(
             num_layers,
             attention.kv_bytes_per_token,
             attention.flops,
-            linears,
+            {s: Counter(part(name, x) for name, x in of.items()) for s, of in whole.items()},
             self.head.with_outputs(ceil(self.head.outputs / devices)),
-            own,
+            {s: sum(x.experts * x.weight_bytes for x in of.values()) / devices for s, of in whole.items()},
             self.rest_bytes / devices,
         )
         for name, derivation in derived.items():

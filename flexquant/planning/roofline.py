@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Predict the time of one linear, and of a whole forward pass, from bytes, operations and overheads.
+"""Predict the time of a linear, of a forward pass, and of equal requests that arrive at once.
 
 A linear with N outputs and K inputs takes for M tokens
 
@@ -9,38 +9,29 @@ A linear with N outputs and K inputs takes for M tokens
 *bytes* are the stored weight with its scales, the activations and the 16-bit outputs. *operations* are
 2 M N K, except for kernels with tiles: these cover M x N with whole tiles, and the tiles run in whole waves
 over the processors ("tile and wave quantization", NVIDIA's Matrix Multiplication Background User's Guide), so
-33 tokens in tiles of 64 rows cost as much as 64, and 64 tiles on 132 processors as much as 132. Marlin and
-Machete, which run W4A16, spread their work evenly. The three parts are added, because GEMMs of tens of
-microseconds hardly overlap them.
+33 tokens in tiles of 64 rows cost as much as 64. Marlin and Machete, which run W4A16, spread their work
+evenly. The three parts are added, because GEMMs of tens of microseconds hardly overlap them.
 
-Sources of the numbers (rates and bandwidths are the data sheets'; published figures have N = K = 8192):
-
-    calibrated, for each     ``call_us`` on W4A16's gain at M = 1; W4A16's ``efficiency`` on its loss at
-    architecture             M = 8192; on Hopper W4A16's ``bandwidth`` on the gain with larger matrices
-    assumed, for all GPUs    W8A8 reaches 0.6 of the rate and 0.9 of the bandwidth; ``call_in_pass_us``
-                             replaces ``call_us`` in a pass and is the same for all variants
-    predicted                the crossovers, all five within the published brackets
-
-Sensitivity. The crossovers stay within the brackets if W8A8 reaches 0.55 to 0.75 of the rate and W4A16's
-calibrated efficiency changes in proportion, which keeps its published loss; if W8A8's share alone changes,
-from 0.55 to 0.65.
-
-Limits. The form (a sum rather than a maximum) and the tiles were chosen with the published crossovers in
-view. W8A8 is taken as FP8 on all GPUs that have FP8: with the tiles of INT8 kernels, which on Hopper have at
-least 64 rows, the crossovers hold for the H100 and the A100 class only. The published figures of W4A16 are
-Marlin's; on Hopper vLLM prefers Machete, which is calibrated on this repository's own run on an H100. In that
-run GEMMs of 256 to 1024 tokens took W4A16 and W8A8 two thirds of what is predicted, or less; their ratio is
-met. The published GEMMs were launched one by one, so they do not show ``call_in_pass_us``; as it is the same
-for all variants, it moves no crossover.
+Rates and bandwidths are the data sheets'. W4A16's ``call_us``, ``efficiency`` and, on Hopper, ``bandwidth``
+are calibrated on published gains and losses of Marlin (N = K = 8192), and Machete's on this repository's run
+on an H100. W8A8 is assumed to reach 0.6 of the rate and 0.9 of the bandwidth, and is taken as FP8 on all GPUs
+that have FP8. The crossovers are predicted: all five lie within the published brackets, also if W8A8 reaches
+0.55 to 0.75 of the rate and W4A16's efficiency changes in proportion. Not met: in the run on the H100, GEMMs
+of 256 to 1024 tokens took W4A16 and W8A8 two thirds of what is predicted, or less; their ratio is met.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
+from statistics import fmean
+from typing import NamedTuple
 
-from flexquant.planning.device import Device
+from flexquant.planning.device import GIB, Device
 from flexquant.planning.planned_model import Linear, ModelShape
+from flexquant.policy.schema import Phase
 
 QUANTISED_ACTIVATIONS = ("w8a8", "fp8")
 
@@ -50,10 +41,9 @@ class Batch:
     """What one forward pass computes."""
 
     tokens: int
-    """Tokens, the padding to the size of a CUDA graph included."""
     sequences: int
     """Sequences; lm_head computes one row for each."""
-    cached: int = 0
+    cached: float = 0
     """Tokens that decoding sequences read from the KV cache."""
     pairs: float = 0.0
     """Pairs of a query and a key in the attention to prompts."""
@@ -65,8 +55,7 @@ def pass_seconds(model: ModelShape, variant: str, batch: Batch, device: Device) 
     for linear, count in model.linears[variant].items():
         seconds += count * (
             linear_seconds(linear, batch.tokens, device, in_pass=True)
-            + quantisation_seconds(linear, batch.tokens, device)
-            + dequantisation_seconds(linear, device)
+            + _preparation_seconds(linear, batch.tokens, device)
         )
     seconds += batch.cached * model.kv_bytes_per_token / device.kernel("bf16").bytes_per_s
     seconds += batch.pairs * model.attention_flops / device.attention_flops_per_s
@@ -94,22 +83,19 @@ def linear_seconds(linear: Linear, tokens: int, device: Device, in_pass: bool = 
     return call + moved / kernel.bytes_per_s + operations / kernel.flops_per_s
 
 
-def quantisation_seconds(linear: Linear, tokens: int, device: Device) -> float:
-    """Return the time of quantising 16-bit activations [tokens, inputs] to 8 bit, if the scheme does so."""
-    if linear.scheme not in QUANTISED_ACTIVATIONS:
-        return 0.0
-    return 3 * tokens * linear.inputs / device.kernel("bf16").bytes_per_s
+def _preparation_seconds(linear: Linear, tokens: int, device: Device) -> float:
+    """Return the time before the product, of quantising 16-bit activations [tokens, inputs] to 8 bit.
 
-
-def dequantisation_seconds(linear: Linear, device: Device) -> float:
-    """Return the time of computing a linear's INT8 weight from the stored INT4 one, if each pass does so.
-
-    It reads the one and writes the other at the memory's bandwidth; the product reads it again.
+    For one copy it includes computing the INT8 weight from the stored INT4 one: each pass reads the one and
+    writes the other at the memory's bandwidth, and the product reads it again.
     """
-    if not linear.source_bytes:
-        return 0.0
-    kernel = device.kernel("bf16")
-    return kernel.call_in_pass_seconds + (linear.source_bytes + linear.weight_bytes) / kernel.bytes_per_s
+    memory, seconds = device.kernel("bf16"), 0.0
+    if linear.scheme in QUANTISED_ACTIVATIONS:
+        seconds += 3 * tokens * linear.inputs / memory.bytes_per_s
+    if linear.source_bytes:
+        seconds += memory.call_in_pass_seconds
+        seconds += (linear.source_bytes + linear.weight_bytes) / memory.bytes_per_s
+    return seconds
 
 
 def _padded_outputs(linear: Linear, rows: int, experts: float, device: Device) -> float:
@@ -125,3 +111,80 @@ def _padded_outputs(linear: Linear, rows: int, experts: float, device: Device) -
     tile = next((tile for tile in tiles if rows_per_expert <= tile.tokens), tiles[-1])
     blocks = ceil(experts * ceil(rows_per_expert / tile.rows) * ceil(linear.outputs / tile.columns))
     return ceil(blocks / device.processors) * device.processors * tile.rows * tile.columns
+
+
+class Limits(NamedTuple):
+    """The most tokens and sequences of a pass, as ``vllm serve`` (0.32) chooses them by itself."""
+
+    tokens: int
+    sequences: int
+
+    @classmethod
+    def of(cls, device: Device, devices: int = 1) -> Limits:
+        """Follow vLLM's ``EngineArgs.get_batch_defaults``."""
+        if not device.is_gpu:
+            return cls(2048 * devices, 128 * devices)
+        if device.memory_bytes >= 160 * GIB:
+            return cls(16384, 1024)
+        is_a100 = "a100" in f"{device.name} {device.description}".lower()
+        return cls(8192, 1024) if device.memory_bytes >= 70 * GIB and not is_a100 else cls(2048, 256)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Loads to serve, each of which arrives at once; all requests are alike."""
+
+    input_tokens: int
+    output_tokens: int
+    concurrency: Sequence[int]
+    """Requests at once, one number for each load."""
+
+    @property
+    def request_tokens(self) -> int:
+        return self.input_tokens + self.output_tokens
+
+
+@dataclass(frozen=True)
+class Load:
+    """Means over the requests of a load that all arrive at once, in seconds."""
+
+    ttft: float
+    tpot: float
+    request: float
+    """From arrival to the last token."""
+
+
+def serve(
+    batches: Batches,
+    count: int,
+    limits: Limits,
+    kv_cache_tokens: int,
+    seconds: Callable[[Phase, Batch], float],
+) -> Load:
+    """Serve ``count`` requests that arrive at once; ``seconds`` returns the time of a pass.
+
+    As many requests as the KV cache holds to their end, one at least, are served together: first their
+    prompts, in passes with as many tokens as a pass may have, then all decode. The next ones come after them.
+    Left out: vLLM also decodes the first of them beside the prompts of the others, admits more than the KV
+    cache holds in the end, and pads passes; the server works between them.
+    """
+    prompt, steps = batches.input_tokens, batches.output_tokens - 1
+    together = min(limits.sequences, kv_cache_tokens // batches.request_tokens)
+    first_tokens: list[float] = []
+    last_tokens: list[float] = []
+    now = 0.0
+    while len(last_tokens) < count:
+        number = min(together, count - len(last_tokens))
+        full, rest = divmod(number * prompt, limits.tokens)
+        passes = [
+            seconds("prefill", Batch(n, ceil(n / prompt), pairs=n * (prompt + 1) / 2))
+            for n in [limits.tokens] * full + [rest] * (rest > 0)
+        ]
+        ends = list(accumulate(passes, initial=now))
+        first_tokens += [ends[ceil(n * prompt / limits.tokens)] for n in range(1, number + 1)]
+        # The time of a pass is linear in the tokens that it reads, so the mean pass reads their mean.
+        decode = Batch(number, number, cached=number * (prompt + (steps - 1) / 2))
+        now = ends[-1] + (steps * seconds("decode", decode) if steps else 0)
+        last_tokens += [now] * number
+    ttft, request = fmean(first_tokens), fmean(last_tokens)
+    return Load(ttft, (request - ttft) / max(1, steps), request)

@@ -7,7 +7,6 @@ A tuned policy holds them under its key ``measured``:
     measured:
       origin: {machine: {...}, versions: {...}, date: 2026-11-21, command: [...]}
       context: 64                # tokens of every sequence in the KV cache, in the decode passes below
-      context_ns: 12.5           # nanoseconds that one more token in the KV cache adds to a pass
       decode_ms:                 # sequences -> median, smallest and largest time over the rounds
         w8a8: {1: [60.1, 59.8, 60.9], 8: [159.0, 154.1, 161.2]}
       prefill_ms:                # tokens of one prompt, with an empty KV cache -> the same
@@ -75,8 +74,6 @@ class MeasuredSection(Section):
     """Machine, versions, date and command; or the device whose times were predicted."""
     context: Positive
     """Tokens of every sequence in the KV cache, in the decode passes."""
-    context_ns: Number
-    """Nanoseconds that one more token in the KV cache costs a pass."""
     decode_ms: Curves
     """Times by variant and sequences: median, smallest, largest; milliseconds."""
     prefill_ms: Curves
@@ -113,8 +110,6 @@ class PassTimes:
     prefill: Mapping[str, Curve]
     context: int
     """Tokens that every sequence had in the KV cache in the decode passes."""
-    context_seconds: float
-    """Seconds that one more token in the KV cache adds to a pass; the same for all variants."""
     origin: JsonObject
     """Origin of the times, as JSON-able data: machine, versions, date, command; or a predicted device."""
 
@@ -148,7 +143,6 @@ class PassTimes:
         return {
             "origin": dict(self.origin),
             "context": self.context,
-            "context_ns": _round(self.context_seconds * 1e9),
             "decode_ms": _curves_to_data(self.decode),
             "prefill_ms": _curves_to_data(self.prefill),
         }
@@ -169,7 +163,7 @@ def device_name(origin: JsonObject) -> str:
 def measured_pass_times(measured: MeasuredSection) -> PassTimes:
     """Return the times that a policy document holds."""
     decode, prefill = map(_curves_from_data, (measured.decode_ms, measured.prefill_ms))
-    return PassTimes(decode, prefill, measured.context, measured.context_ns / 1e9, measured.origin)
+    return PassTimes(decode, prefill, measured.context, measured.origin)
 
 
 def _curves_from_data(data: Mapping[str, Mapping[str, list[float]]]) -> dict[str, Curve]:

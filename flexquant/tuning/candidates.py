@@ -1,23 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Find the variants that tuning chooses among, stored or derived, the most precise first."""
+"""Find the variants that tuning chooses among, the most precise first; their losses, and their memory."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import MergedConfig
-from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.model_config import JsonObject, count_layers
+from flexquant.checkpoint.weight_bytes import bytes_in_use, report_checkpoint
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import SCHEMA as EVALUATION_SCHEMA
+from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import Policy, find_policies
 
 BITS_16 = 16
 SOURCE = "w4a16"
 FROM_INT4 = "w8a8-from-int4"
 """Built-in policy of the variant that computes INT8 weights from those of SOURCE."""
+UTILISATION = 0.9
+"""Share of the memory that vLLM takes by default."""
 
 
 def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str, Policy]:
@@ -86,6 +96,62 @@ def leave_out_lossy(
             "--max-quality-loss"
         )
     return kept, {name: losses[name] for name in policies}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The devices' memory for weights and KV cache, and the bytes of the weights."""
+
+    total: float
+    """Bytes on all devices together that weights and KV cache may take."""
+    shared: int
+    """Bytes of the weights that are loaded with any variant."""
+    own: Mapping[str, Mapping[str, int]]
+    """Candidate -> variant whose weights it loads -> bytes beyond the shared weights."""
+
+    @classmethod
+    def of(cls, checkpoint: MergedCheckpoint, variants: Mapping[str, Policy], devices: int) -> Memory:
+        """Read the checkpoint's headers and this machine's memory; ``find_variants`` gives ``variants``."""
+        from vllm.platforms import current_platform
+
+        merged, number = checkpoint.merged, count_layers(checkpoint.config)
+        own: dict[str, dict[str, int]] = {}
+        for name, policy in variants.items():
+            routes = build_route_table(
+                policy, merged.variants, number, sys.maxsize, mixable=merged.mixable_groups
+            )
+            layers = {v: layers for v, layers in routes.layers.items() if routes.has_weights(v)}
+            sources = {v: routes.source(v) for v in routes.derived}
+            found = bytes_in_use(merged, checkpoint.tensors, layers, sources)
+            own[name] = {v: sum(found[v].values()) for v in layers}
+        return cls(
+            UTILISATION * devices * current_platform.get_device_total_memory(),
+            report_checkpoint(merged, number, checkpoint.tensors).shared_bytes,
+            own,
+        )
+
+    def requests(self, variants: Sequence[str], request: float) -> int:
+        """Return how many requests, each with ``request`` bytes of KV cache, fit beside the variants."""
+        left = self.total - self.shared - sum(self._loaded(variants).values())
+        return max(0, int(left / request))
+
+    def saved(self, variants: Sequence[str]) -> dict[str, int]:
+        """Return the bytes of each variant whose weights these candidates do not load."""
+        loaded = self._loaded(variants)
+        return {v: size for v, size in self._loaded([*self.own]).items() if v not in loaded}
+
+    def _loaded(self, candidates: Sequence[str]) -> Counter[str]:
+        """Return the bytes of each variant, the most that a candidate loads: they share its layers."""
+        return reduce(or_, (Counter(self.own[candidate]) for candidate in candidates))
+
+    def utilisation(self, variant: str) -> float:
+        """Return the share of each device's memory for this variant's engine, with one engine per variant.
+
+        The memory that the weights leave is divided evenly.
+        """
+        engines = {name: self.shared + sum(own.values()) for name, own in self.own.items()}
+        share = engines[variant] + (self.total - sum(engines.values())) / len(engines)
+        return UTILISATION * share / self.total
 
 
 def _read_losses(file: Path) -> dict[str, float]:

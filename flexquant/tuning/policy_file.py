@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,10 +22,11 @@ from flexquant.evaluation.engine import describe_command
 from flexquant.policy.pass_times import UNITS, PassTimes, device_name, format_times
 from flexquant.policy.rules import Policy, add_derivations, parse_policy
 from flexquant.policy.schema import SCHEMA
-from flexquant.tuning.measure import Measurement, stand_in_notes
-from flexquant.tuning.objectives import PHASE_OF, Goal, Slo, largest_within
-from flexquant.tuning.samples import Samples
-from flexquant.tuning.size_thresholds import Decision, Range, undecided
+from flexquant.serving.kernels import STAND_INS
+from flexquant.tuning.measure import Measurement
+from flexquant.tuning.objectives import BOUNDS, Goal
+from flexquant.tuning.samples import MEASURED_PHASES, Samples
+from flexquant.tuning.size_thresholds import Decision, undecided
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,6 @@ def tuned_policy(
     notes = [
         *origin_notes(origin, goal),
         *kernel_notes(measured.kernels),
-        *stand_in_notes(measured.kernels),
         *remarks,
         *crossover_notes(samples, names, decision),
         *bound_notes(samples, decision, goal.slo),
@@ -130,24 +131,19 @@ def write_files(output: TuningFiles, tuned: TuningResult, title: str) -> list[Pa
     files = [output.policy]
     with staged_file(output.policy) as policy:
         policy.write_text(f"{text}\n{to_yaml(tuned.document, compact=True)}", encoding="utf-8")
-        try:
-            with staged_file(output.plot) as plot:
-                save_tuning_plot(tuned.times, tuned.decision, title, plot)
+        with suppress(MatplotlibMissing), staged_file(output.plot) as plot:
+            _save_plot(tuned.times, tuned.decision, title, plot)
             files.append(output.plot)
-        except MatplotlibMissing:
-            pass
     return files
 
 
 def describe_decision(decision: Decision) -> str:
     """Return e.g. ``decode in w4a16 up to 12 sequences, then w8a8; prefill in w8a8``."""
-    return "; ".join(f"{phase} in {describe_steps(phase, r)}" for phase, r in decision.ranges.items())
-
-
-def describe_steps(phase: str, ranges: Sequence[Range]) -> str:
-    """Return e.g. ``w4a16 up to 12 sequences, then w8a8``."""
-    steps = [r.variant if r.last is None else f"{r.variant} up to {r.last} {UNITS[phase]}" for r in ranges]
-    return ", then ".join(steps)
+    return "; ".join(
+        f"{phase} in "
+        + ", then ".join(r.variant + (f" up to {r.last} {UNITS[phase]}" if r.last else "") for r in ranges)
+        for phase, ranges in decision.ranges.items()
+    )
 
 
 def _rules(decision: Decision, uses: Mapping[str, str | JsonObject]) -> list[JsonObject]:
@@ -155,33 +151,27 @@ def _rules(decision: Decision, uses: Mapping[str, str | JsonObject]) -> list[Jso
     if len(decision.variants) == 1:
         return [{"use": uses[decision.variants[0]]}]
     rules: list[JsonObject] = []
-    for r in decision.ranges["decode"]:
-        when: JsonObject = {"phase": "decode"}
-        if r.last is not None:
-            when["batch_size"] = {"max": r.last}
-        rules.append({"when": when, "use": uses[r.variant]})
-    for r in decision.ranges["prefill"]:
-        if r.last is not None:
-            rules.append({"when": {"tokens": {"max": r.last}}, "use": uses[r.variant]})
-        else:
-            rules.append({"use": uses[r.variant]})
+    for phase in MEASURED_PHASES:
+        for r in decision.ranges[phase]:
+            when: JsonObject = {"phase": "decode"} if phase == "decode" else {}
+            if r.last is not None:
+                when["batch_size" if phase == "decode" else "tokens"] = {"max": r.last}
+            use = {"use": uses[r.variant]}
+            rules.append({"when": when, **use} if when else use)
     return rules
 
 
-def save_tuning_plot(times: PassTimes, decision: Decision, title: str, file: Path) -> None:
+def _save_plot(times: PassTimes, decision: Decision, title: str, file: Path) -> None:
     """Draw decode and prefill side by side, with logarithmic axes, into the PNG ``file``.
 
     Raises MatplotlibMissing without matplotlib.
     """
     figure, canvas = new_figure(10, 4.5)
-    panels = (("decode", "sequences", times.decode), ("prefill", "tokens", times.prefill))
-    for axes, (phase, unit, curves) in zip(figure.subplots(1, 2), panels, strict=True):
+    panels = (("decode", times.decode), ("prefill", times.prefill))
+    for axes, (phase, curves) in zip(figure.subplots(1, 2), panels, strict=True):
         for marker, (variant, curve) in zip("osD^vPX", curves.items(), strict=False):
-            medians = [1e3 * t.median for t in curve.values()]
-            errors = [
-                [1e3 * (t.median - t.low) for t in curve.values()],
-                [1e3 * (t.high - t.median) for t in curve.values()],
-            ]
+            medians = [1e3 * time.median for time in curve.values()]
+            errors = [[1e3 * abs(time.median - time[end]) for time in curve.values()] for end in (1, 2)]
             axes.errorbar(list(curve), medians, yerr=errors, marker=marker, capsize=3, label=variant)
         for r in decision.ranges[phase]:
             if r.last is not None:
@@ -190,7 +180,7 @@ def save_tuning_plot(times: PassTimes, decision: Decision, title: str, file: Pat
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(lambda size, _: f"{size:g}")
-        axes.set_xlabel(f"{unit} in a {phase} pass")
+        axes.set_xlabel(f"{UNITS[phase]} in a {phase} pass")
         axes.set_ylabel("ms")
         axes.grid(alpha=0.3)
         axes.legend()
@@ -211,9 +201,15 @@ def origin_notes(origin: JsonObject, goal: Goal) -> list[str]:
 
 
 def kernel_notes(kernels: Mapping[str, Sequence[str]]) -> list[str]:
-    """Name the kernels of each variant, if the engines have reported them."""
+    """Name the kernels of each variant, if engines were started, and warn of stand-ins for fast ones."""
     told = "; ".join(f"{variant} {', '.join(names)}" for variant, names in kernels.items())
-    return [f"Kernels: {told}."] if told else []
+    stand_ins = [
+        f"{variant} runs on {name}, {STAND_INS[name]}: its times say nothing about other machines."
+        for variant, names in kernels.items()
+        for name in names
+        if name in STAND_INS
+    ]
+    return [f"Kernels: {told}.", *stand_ins] if told else []
 
 
 def crossover_notes(samples: Samples, variants: Sequence[str], decision: Decision) -> list[str]:
@@ -235,20 +231,16 @@ def crossover_notes(samples: Samples, variants: Sequence[str], decision: Decisio
     return notes
 
 
-def bound_notes(samples: Samples, decision: Decision, slo: Slo | None) -> list[str]:
+def bound_notes(samples: Samples, decision: Decision, slo: Mapping[str, float]) -> list[str]:
     """Say up to which size each bound is kept, and how long the next size takes."""
     notes = []
-    for name, phase in PHASE_OF.items():
-        bound = slo.bound(phase) if slo is not None else None
-        if bound is None:
-            continue
+    for phase, bound in slo.items():
         sizes = samples.sizes(phase)
-        kept = largest_within(samples, decision, phase, bound)
-        text = f"{name}={1e3 * bound:g}ms is kept up to {kept} {UNITS[phase]}"
-        if kept < sizes[-1]:
-            size = sizes[sizes.index(kept) + 1]
-            nearest = samples.time(decision.variant(phase, size), phase, size).median
-            text += f", but not at {size}, where the nearest is {1e3 * nearest:.3g} ms"
+        nearest = [samples.time(decision.variant(phase, size), phase, size).median for size in sizes]
+        kept = max(1, next((n for n, time in enumerate(nearest) if time > bound), len(sizes)))
+        text = f"{BOUNDS[phase]}={1e3 * bound:g}ms is kept up to {sizes[kept - 1]} {UNITS[phase]}"
+        if kept < len(sizes):
+            text += f", but not at {sizes[kept]}, where the nearest is {1e3 * nearest[kept]:.3g} ms"
         notes.append(f"{text}.")
     return notes
 
@@ -256,7 +248,7 @@ def bound_notes(samples: Samples, decision: Decision, slo: Slo | None) -> list[s
 def batch_notes(samples: Samples, goal: Goal, requests: Callable[[], int]) -> list[str]:
     """Say, for the objective throughput, if more requests fit into memory than were measured."""
     largest = samples.sizes("decode")[-1]
-    if goal.slo is not None or goal.objective != "throughput" or (fitting := requests()) <= largest:
+    if goal.slo or goal.objective != "throughput" or (fitting := requests()) <= largest:
         return []
     return [
         f"Throughput is that of {largest} sequences, the most that were measured; {fitting} requests of "

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Hold the measured times by variant, phase, size and round, and compare variants by ratios within rounds.
+"""Which sizes of passes are measured, and their times by variant, phase, size and round.
 
 Machines drift and stall, so only ratios within a round count (flexquant.evaluation.comparison).
 """
@@ -10,16 +10,86 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import read_earlier, write_text
-from flexquant.evaluation.comparison import Comparison, compare
+from flexquant.errors import UsageError
+from flexquant.evaluation.comparison import Comparison, Effort, compare
+from flexquant.evaluation.workers import MAX_STEPS
 from flexquant.policy.pass_times import PassTimes, Time
 from flexquant.policy.schema import Phase
 
 MEASURED_PHASES: tuple[Phase, ...] = ("decode", "prefill")
 """Phases whose passes are measured; the time of a mixed pass is that of a prefill pass."""
+SERVED_SEQUENCES = 256
+SERVED_TOKENS = 2048
+"""vLLM's default limits of a pass on most devices; they decide which CUDA graphs are captured."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes of passes to measure, how often and for how long."""
+
+    decode: tuple[int, ...]
+    """Sequences of the decode passes, ascending."""
+    prefill: tuple[int, ...]
+    """Tokens of the prefill passes, ascending."""
+    context: int
+    """Tokens of every sequence in the KV cache when decoding begins."""
+    effort: Effort
+    seconds: float
+    """Seconds for each size in each round, in which the pass is repeated."""
+
+    @property
+    def passes(self) -> list[tuple[str, int]]:
+        """Phase and size of every pass."""
+        return [*(("decode", size) for size in self.decode), *(("prefill", size) for size in self.prefill)]
+
+    def up_to(self, max_batch: int | None = None, max_tokens: int | None = None) -> Grid:
+        """Return a grid with the given largest sizes; None leaves a largest size as it is."""
+        decode = self.decode if max_batch is None else _up_to(self.decode, max_batch)
+        prefill = self.prefill if max_tokens is None else _up_to(self.prefill, max_tokens)
+        return replace(self, decode=decode, prefill=prefill)
+
+    def fitting(self, max_length: int | None) -> Grid:
+        """Return a grid for a model whose sequences have at most ``max_length`` tokens; None: no limit.
+
+        Raises UsageError if ``max_length`` is too small to measure.
+        """
+        if max_length is None:
+            return self
+        needed = self.context + 2 * MAX_STEPS
+        if max_length <= needed:
+            raise UsageError(
+                f"the model's sequences have at most {max_length} tokens, but tuning needs more than "
+                f"{needed}; give a model with a larger max_position_embeddings"
+            )
+        return self.up_to(max_tokens=min(self.prefill[-1], max_length - 1))
+
+    def engine_options(self) -> JsonObject:
+        """Return vLLM's engine arguments for these sizes."""
+        return {
+            "max_num_seqs": max(SERVED_SEQUENCES, self.decode[-1]),
+            "max_num_batched_tokens": max(SERVED_TOKENS, self.prefill[-1], self.decode[-1]),
+            "max_model_len": max(self.prefill[-1] + 1, self.context + 2 * MAX_STEPS),
+            "enable_prefix_caching": False,
+        }
+
+
+def _powers_of_two(last: int, first: int = 1) -> tuple[int, ...]:
+    return tuple(2**i for i in range(first.bit_length() - 1, last.bit_length()))
+
+
+CPU = Grid(_powers_of_two(64), _powers_of_two(1024, 8), 16, Effort(6, 12), seconds=0.3)
+GPU = Grid(_powers_of_two(256), _powers_of_two(8192, 8), 64, Effort(9, 36), seconds=0.05)
+QUICK_CPU = Grid((1, 5, 24), (12, 40, 128), 8, Effort(6, 12), seconds=0.1)
+QUICK_GPU = Grid((1, 8, 32, 128), (16, 128, 1024, 4096), 64, Effort(6, 12), seconds=0.05)
+
+
+def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
+    return (*(size for size in sizes if size < most), most)
 
 
 class Samples:
@@ -27,8 +97,6 @@ class Samples:
 
     def __init__(self) -> None:
         self._seconds: dict[str, dict[str, dict[int, list[float]]]] = {}
-        self.context_seconds: list[float] = []
-        """Seconds that one more token in the KV cache adds to a pass, measured once a round."""
 
     def add(self, variant: str, phase: str, size: int, seconds: float) -> None:
         self._seconds.setdefault(variant, {}).setdefault(phase, {}).setdefault(size, []).append(seconds)
@@ -46,6 +114,11 @@ class Samples:
         """Return the sizes at which every variant was measured, ascending."""
         curves = [set(phases.get(phase, ())) for phases in self._seconds.values()]
         return sorted(set.intersection(*curves)) if curves else []
+
+    @property
+    def passes(self) -> list[tuple[str, int]]:
+        """Phase and size of every pass that was measured with every variant."""
+        return [(phase, size) for phase in MEASURED_PHASES for size in self.sizes(phase)]
 
     def time(self, variant: str, phase: str, size: int) -> Time:
         seconds = self._seconds[variant][phase][size]
@@ -70,13 +143,11 @@ class Samples:
             }
             for phase in MEASURED_PHASES
         )
-        cost = statistics.median(self.context_seconds) if self.context_seconds else 0.0
-        return PassTimes(decode, prefill, context, max(0.0, cost), origin)
+        return PassTimes(decode, prefill, context, origin)
 
     def save(self, file: Path, run: JsonObject) -> None:
         """Write all samples to ``file`` in one step; ``run`` describes the run that they belong to."""
-        data = {"run": run, "seconds": self._seconds, "context_seconds": self.context_seconds}
-        write_text(file, json.dumps(data))
+        write_text(file, json.dumps({"run": run, "seconds": self._seconds}))
 
     @classmethod
     def load(cls, file: Path, run: JsonObject) -> Samples:
@@ -89,7 +160,6 @@ class Samples:
 
         def read(text: str) -> tuple[JsonObject, Samples]:
             data, samples = json.loads(text), cls()
-            samples.context_seconds = data["context_seconds"]
             samples._seconds = {
                 variant: {
                     phase: {int(size): values for size, values in curve.items()}

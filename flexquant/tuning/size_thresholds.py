@@ -28,23 +28,16 @@ MOST_DOUBTFUL = 1 / 3
 """Largest share of undecided sizes; with more, the machine counts as too noisy."""
 
 
-class TooNoisyError(FlexQuantError):
-    """The measured times do not decide; ``sizes`` are the undecided sizes by phase."""
-
-    def __init__(self, message: str, sizes: dict[str, list[int]]) -> None:
-        super().__init__(message)
-        self.sizes = sizes
-
-
 ChoiceCost = Callable[[str, str, int], float]
 """(phase, variant, size) -> cost of choosing the variant there, as the logarithm of a ratio of times."""
+Crossing = Callable[[str, str, str, int], float]
+"""(phase, a, b, size) -> negative where ``a`` should be kept, positive where ``b`` should take over."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """The sizes from ``first`` to ``last`` (None: no upper end), for which ``variant`` is chosen."""
+    """The sizes up to ``last`` (None: no upper end), for which ``variant`` is chosen."""
 
-    first: int
     last: int | None
     variant: str
     between: tuple[int, int] | None
@@ -83,33 +76,37 @@ def fastest(samples: Samples, variants: Sequence[str]) -> ChoiceCost:
     return cost
 
 
-def choose_by_size(
-    samples: Samples,
-    variants: Sequence[str],
-    cost: ChoiceCost,
-    crossing: Callable[[str, str, str, int], float],
-) -> Decision:
-    """Choose a variant for every measured size, at the least total cost, and the ends of the ranges.
-
-    ``variants`` begin with the most precise, which is preferred at equal cost. ``crossing(phase, a, b,
-    size)`` is negative where ``a`` should be kept and positive where ``b`` should take over.
-    """
-    return Decision(
-        {phase: _ranges(phase, samples.sizes(phase), variants, cost, crossing) for phase in MEASURED_PHASES}
-    )
-
-
-def relative_speed(samples: Samples) -> Callable[[str, str, str, int], float]:
+def relative_speed(samples: Samples) -> Crossing:
     """Return the crossing by speed: the logarithm of the time of ``a`` over the time of ``b``."""
     return lambda phase, a, b, size: math.log(samples.compare(a, b, phase, size).ratio)
 
 
-def wide(samples: Samples, variants: Sequence[str], phase: str, width: float) -> list[int]:
-    """Return the sizes at which some variant's ratio to the fastest has an interval of ``width`` or more."""
+def choose_by_size(
+    samples: Samples, variants: Sequence[str], cost: ChoiceCost, crossing: Crossing
+) -> Decision:
+    """Choose a variant for every measured size, at the least total cost, and the ends of the ranges.
+
+    ``variants`` begin with the most precise, which is preferred at equal cost.
+    """
+    ranges: dict[str, tuple[Range, ...]] = {}
+    for phase in MEASURED_PHASES:
+        sizes = samples.sizes(phase)
+        path = _cheapest_path(phase, sizes, variants, cost)
+        found: list[Range] = []
+        for (a, variant), (b, following) in pairwise(zip(sizes, path, strict=True)):
+            if variant != following:
+                last = _zero(a, b, *(crossing(phase, variant, following, size) for size in (a, b)))
+                found.append(Range(last, variant, (a, b)))
+        ranges[phase] = (*found, Range(None, path[-1], None))
+    return Decision(ranges)
+
+
+def wide(samples: Samples, variants: Sequence[str], width: float) -> list[tuple[str, int]]:
+    """Return the passes in which some variant's ratio to the fastest has an interval of ``width`` or more."""
     return [
-        size
-        for size in samples.sizes(phase)
-        if not all(c.is_narrow(width) for c in samples.to_fastest(variants, phase, size).values())
+        one
+        for one in samples.passes
+        if not all(c.is_narrow(width) for c in samples.to_fastest(variants, *one).values())
     ]
 
 
@@ -127,42 +124,21 @@ def undecided(samples: Samples, variants: Sequence[str], phase: str) -> dict[int
     return {size: share for size, share in shares.items() if share > DOUBTFUL}
 
 
-def check_decidable(samples: Samples, variants: Sequence[str]) -> dict[str, list[int]]:
-    """Return the undecided sizes by phase; raise TooNoisyError if their share is above MOST_DOUBTFUL."""
-    doubtful: dict[str, list[int]] = {
-        phase: list(undecided(samples, variants, phase)) for phase in MEASURED_PHASES
-    }
+def check_decidable(samples: Samples, variants: Sequence[str]) -> None:
+    """Raise FlexQuantError if more than MOST_DOUBTFUL of the sizes are undecided, and drop their samples."""
+    doubtful = {phase: undecided(samples, variants, phase) for phase in MEASURED_PHASES}
     count = sum(map(len, doubtful.values()))
-    total = sum(len(samples.sizes(phase)) for phase in MEASURED_PHASES)
-    if count > MOST_DOUBTFUL * total:
-        raise TooNoisyError(
-            f"this machine is too noisy to decide: at {count} of {total} sizes the times of the variants "
-            f"overlap and scatter by more than {DOUBTFUL:.0%}; stop what else runs on it and start again, "
-            "which measures these sizes anew, or raise --max-rounds",
-            doubtful,
-        )
-    return doubtful
-
-
-def _ranges(
-    phase: str,
-    sizes: Sequence[int],
-    variants: Sequence[str],
-    cost: ChoiceCost,
-    crossing: Callable[[str, str, str, int], float],
-) -> tuple[Range, ...]:
-    path = _cheapest_path(phase, sizes, variants, cost)
-    ends = []
-    for (a, variant), (b, following) in pairwise(zip(sizes, path, strict=True)):
-        if variant != following:
-            signs = [crossing(phase, variant, following, size) for size in (a, b)]
-            ends.append((_zero(a, b, *signs), variant, (a, b)))
-    ranges = []
-    first = 1
-    for end, variant, bracket in ends:
-        ranges.append(Range(first, end, variant, bracket))
-        first = end + 1
-    return (*ranges, Range(first, None, path[-1], None))
+    total = len(samples.passes)
+    if count <= MOST_DOUBTFUL * total:
+        return
+    for phase, sizes in doubtful.items():
+        for size in sizes:
+            samples.forget(phase, size)
+    raise FlexQuantError(
+        f"this machine is too noisy to decide: at {count} of {total} sizes the times of the variants "
+        f"overlap and scatter by more than {DOUBTFUL:.0%}; stop what else runs on it and start again, "
+        "which measures these sizes anew, or raise --max-rounds"
+    )
 
 
 def _cheapest_path(phase: str, sizes: Sequence[int], variants: Sequence[str], cost: ChoiceCost) -> list[str]:

@@ -233,8 +233,8 @@ def study(merged: Path, folder: Path) -> Study:
 
 def limited_rules(study: Study, most: float, folder: Path) -> list[dict[str, Any]]:
     """Return a tuned policy's rules: it decodes up to four sequences in W4A16, losing at most ``most``."""
-    decode = (Range(1, 4, "w4a16", (4, 5)), Range(5, None, "w8a8", None))
-    decision = Decision({"decode": decode, "prefill": (Range(1, None, "w8a8", None),)})
+    decode = (Range(4, "w4a16", (4, 5)), Range(None, "w8a8", None))
+    decision = Decision({"decode": decode, "prefill": (Range(None, "w8a8", None),)})
     times = make_times(CROSSED)
     tuned = TuningResult(tuned_document(decision, study.variants, times, "balanced"), decision, times, [])
     file = folder / "results" / "sensitivity.json"

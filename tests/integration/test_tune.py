@@ -31,7 +31,7 @@ from flexquant.policy.rules import load_policy
 from flexquant.tuning.candidates import FROM_INT4, find_variants
 from flexquant.tuning.measure import Measurement
 from flexquant.tuning.policy_file import TuningFiles
-from flexquant.tuning.rounds import QUICK_CPU, QUICK_GPU
+from flexquant.tuning.samples import QUICK_CPU, QUICK_GPU
 from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import answers, engine
@@ -267,7 +267,6 @@ def remember(arguments, variants, seconds) -> None:
     grid = QUICK_CPU if current_platform.is_cpu() else QUICK_GPU
     measured = Measurement(args.folder, variants, grid, output.samples, enforce_eager=True)
     for _ in range(grid.effort.rounds):
-        measured.samples.context_seconds.append(0.0)
         for phase, sizes in (("decode", measured.grid.decode), ("prefill", measured.grid.prefill)):
             for size in sizes:
                 for variant in variants:

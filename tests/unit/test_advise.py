@@ -31,9 +31,9 @@ from flexquant.planning.advising import (
     try_ways,
     ways,
 )
-from flexquant.planning.batch_serving import Batches, Load
 from flexquant.planning.device import load_device
 from flexquant.planning.planned_model import MARLIN_TILES, PlannedModel
+from flexquant.planning.roofline import Batches, Load
 from tests.checkpoints import make_checkpoint
 from tests.prediction import planned
 

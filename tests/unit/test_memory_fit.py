@@ -210,10 +210,8 @@ def tuned(found: Fit, prefill: str, decode: str = "w4a16") -> TuningResult:
         }
         for sizes in ({64: 1, 256: 3}, {16: 0.3, 64: 1})
     )
-    decision = Decision(
-        {"decode": (Range(1, None, decode, None),), "prefill": (Range(1, None, prefill, None),)}
-    )
-    return TuningResult({}, decision, PassTimes(of_decode, of_prefill, 16, 0.0, {}), [])
+    decision = Decision({"decode": (Range(None, decode, None),), "prefill": (Range(None, prefill, None),)})
+    return TuningResult({}, decision, PassTimes(of_decode, of_prefill, 16, {}), [])
 
 
 def rows(found: Fit, prefill: str) -> dict[str, list[str]]:

@@ -12,12 +12,12 @@ import pytest
 from flexquant.planning.planned_model import Linear, ModelShape
 from flexquant.planning.roofline import linear_seconds, pass_seconds
 from flexquant.policy.rules import load_policy
-from tests.costs_by_hand import (
+from tests.prediction import (
     ATTENTION,
     BF16,
-    DEVICE,
     FP8,
     MARLIN,
+    UNLIKE,
     W8A8_BYTES,
     W8A8_OPERATIONS,
     Call,
@@ -28,10 +28,10 @@ from tests.costs_by_hand import (
     in_int4,
     model,
     prefill,
+    square,
     times,
     total,
 )
-from tests.prediction import square
 
 
 def check(
@@ -41,7 +41,7 @@ def check(
 
     def equals(parts: Parts, overhead_us: float) -> None:
         batch = decode(size, context) if phase == "decode" else prefill(size)
-        found = pass_seconds(shape, variant, batch, DEVICE)
+        found = pass_seconds(shape, variant, batch, UNLIKE)
         assert found == pytest.approx(sum(parts) + overhead_us * 1e-6, rel=1e-12, abs=0)
 
     return equals
@@ -69,8 +69,8 @@ def test_a_dense_model_on_several_devices(devices: int, kv_heads: int, heads: in
     )
     check(shape, "w4a16", "decode", 5, 77)(total(layers, head, (read, 0)), (3 * 4 + 1) * 3 + 3 * 13 + 170)
     pairs = 15 * 3 * heads * 48 * 4 / ATTENTION
-    found = pass_seconds(shape, "w4a16", prefill(5), DEVICE)
-    of_linears = pass_seconds(shape, "w4a16", decode(5, 0), DEVICE)
+    found = pass_seconds(shape, "w4a16", prefill(5), UNLIKE)
+    of_linears = pass_seconds(shape, "w4a16", decode(5, 0), UNLIKE)
     one_row = 2 * 4 * logits * 320 / BF16[0] + 4 * (2 * 320 + 2 * logits) / BF16[1]
     assert found - of_linears == pytest.approx(pairs - one_row, rel=1e-9, abs=0)
 
@@ -186,7 +186,7 @@ def test_a_hybrid(devices: int) -> None:
 
 
 def test_a_call_alone_has_an_overhead_of_its_own() -> None:
-    alone, in_pass = (linear_seconds(square("w8a8"), 3, DEVICE, in_pass=which) for which in (False, True))
+    alone, in_pass = (linear_seconds(square("w8a8"), 3, UNLIKE, in_pass=which) for which in (False, True))
     assert alone - in_pass == pytest.approx((11 - 3) * 1e-6)
 
 
@@ -196,4 +196,4 @@ def test_experts_in_use_may_be_a_fraction_and_their_tiles_are_whole() -> None:
     for tokens, tile in ((97, 64 * 96), (3, 16 * 64)):
         moved = 2 * tokens * (256 + 2 * 320)
         expected = 11e-6 + moved / W8A8_BYTES + 2 * 28 * tile * 256 / W8A8_OPERATIONS
-        assert linear_seconds(experts, tokens, DEVICE) == pytest.approx(expected, rel=1e-12)
+        assert linear_seconds(experts, tokens, UNLIKE) == pytest.approx(expected, rel=1e-12)

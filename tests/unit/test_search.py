@@ -273,7 +273,7 @@ def test_prompts_keep_the_most_precise_variant_where_a_tuned_policy_loses_too_mu
     study: Study, file: Path
 ) -> None:
     rules = [{"when": {"phase": "decode"}, "use": "w4a16"}, {"use": "w4a16"}]
-    decision = Decision({phase: (Range(1, None, "w4a16", None),) for phase in ("decode", "prefill")})
+    decision = Decision({phase: (Range(None, "w4a16", None),) for phase in ("decode", "prefill")})
     tuned = TuningResult({"schema": SCHEMA, "description": "tuned", "rules": rules}, decision, TIMES, [])
     limited = limit_loss(tuned, study, 0.04, file, overwrite=False, progress=lambda message: None)
     decode, others = limited.document["rules"]
