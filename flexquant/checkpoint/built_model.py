@@ -178,7 +178,7 @@ class ModelClass:
         from transformers.core_model_loading import WeightRenaming
 
         self._model = model
-        self._conversions = get_model_conversion_mapping(model)
+        self._conversions: Any = get_model_conversion_mapping(model)
         self._renamings = [change for change in self._conversions if isinstance(change, WeightRenaming)]
         self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         """Shapes of what the class loads, by its own names."""

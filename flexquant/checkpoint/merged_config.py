@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, StrictBool, StrictStr, TypeAdapter, ValidationError
@@ -156,7 +156,7 @@ class MergedConfig:
             raise FlexQuantError(
                 f"the merged checkpoint's quantization_config has {wrong_key(e)}; merge it again"
             ) from e
-        groups = section.get("mixable")
+        groups: Any = section.get("mixable")
         are_lists = isinstance(groups, list) and all(isinstance(group, list) and group for group in groups)
         if not are_lists or sorted(map(str, chain.from_iterable(groups))) != sorted(read.variants):
             raise FlexQuantError(

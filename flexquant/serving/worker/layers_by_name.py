@@ -113,8 +113,9 @@ def share_state(layer: Any, variant: str, context: dict[str, nn.Module]) -> None
 
 def share_states_of_view(view: nn.Module, variant: str, context: dict[str, nn.Module]) -> None:
     """Register the layers of a variant that is a view of another, where they are copies of that one's."""
-    for layer in view.modules():
-        if isinstance(layer, MambaBase) and layer is not context[layer.prefix]:
+    layers: list[Any] = [module for module in view.modules() if isinstance(module, MambaBase)]
+    for layer in layers:
+        if layer is not context[layer.prefix]:
             share_state(layer, variant, context)
 
 
@@ -177,10 +178,13 @@ class HybridModel:
 
     def get_mamba_state_copy_func(self) -> Any:
         """Answer vLLM before 0.32, which asks for one tuple for all kinds of states."""
-        return next(iter(self.variants.values())).get_mamba_state_copy_func()
+        return self._first_variant().get_mamba_state_copy_func()
 
     def get_mamba_state_copy_funcs(self, mamba_types: set[Any]) -> Any:
-        return next(iter(self.variants.values())).get_mamba_state_copy_funcs(mamba_types)
+        return self._first_variant().get_mamba_state_copy_funcs(mamba_types)
+
+    def _first_variant(self) -> Any:
+        return next(iter(self.variants.values()))
 
 
 def base_class(vllm_config: VllmConfig) -> Any:

@@ -19,7 +19,7 @@ linears and experts on the meta device, so that vLLM's classes find what they ne
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -267,7 +267,7 @@ def memory_for(layers: Collection[int], quant_config: QuantizationConfig | None)
             return method
         # A method that transforms a linear's inputs wraps the linear's own; all layers share its matrices.
         method_of_weights = getattr(method, "quant_method", method)
-        create = method_of_weights.create_weights
+        create: Callable[..., None] = method_of_weights.create_weights
 
         def create_without_memory(*args: object, **kwargs: object) -> None:
             with torch.device("meta"):
