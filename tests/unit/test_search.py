@@ -38,7 +38,8 @@ from flexquant.layers.searching import (
 )
 from flexquant.layers.sensitivity import Study
 from flexquant.merge import merge_checkpoints
-from flexquant.policy.plans import Layers, Plan, describe_layers, with_layer
+from flexquant.policy.plans import Layers, Plan, describe_layers
+from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import parse_policy
 from flexquant.policy.schema import SCHEMA
 from flexquant.tuning.candidates import find_variants
@@ -380,9 +381,5 @@ def test_a_policy_reads_back_the_plan_that_was_written(layers: Layers) -> None:
     }
     if MIDDLE not in layers:
         del document["derive"]
-    (rule,) = parse_policy(document, "the plan").rules
-    found = (rule.variant,) * len(layers)
-    for run in rule.layers:
-        for layer in range(run.first, run.last + 1):
-            found = with_layer(found, layer, run.variant)
-    assert found == layers
+    table = build_route_table(parse_policy(document, "the plan"), (HIGH, LOW), len(layers), max_tokens=1)
+    assert [plan.layers for plan in table.plans] == [layers]
