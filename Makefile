@@ -61,8 +61,9 @@ FULL_PROGRAMS := $(CURDIR)/.venv/lm-eval/bin:$(CURDIR)/.venv/prometheus/usr/bin
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/hadolint/bin:$(CURDIR)/.venv/schemathesis/bin
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/chromium/usr/bin:$(CURDIR)/.venv/chromium/usr/lib/chromium
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/yaml-language-server/node_modules/.bin
-# In the order of their names, so that the many short files of tests/unit fill the cores in the end.
+# In the order of their names. How long each file took goes to .work/junit (`python -m tests.durations` records it).
 PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25
+JUNIT := --junitxml $(CURDIR)/.work/junit
 
 .PHONY: demo test test-full test-quantize test-serve test-oldest mutants coverage lint check-vllm setup clean
 .SECONDARY:
@@ -81,14 +82,15 @@ test-full: test .venv/torchvision/.done .venv/serve/.ray .venv/flashinfer/.done 
 	$(MAKE) test-oldest
 
 test-quantize: .venv/quantize/.done
-	$(QUANTIZE)/python $(PYTEST) $(TESTS) tests/quantize
+	$(QUANTIZE)/python $(PYTEST) $(JUNIT)/quantize.xml $(TESTS) tests/quantize
 
 # Two ranks need two cores, so that their tests come by themselves. On a CPU vLLM's V2 runner takes
 # Triton's interpreter, which has to be chosen for a whole process.
 test-serve: .venv/serve/.done $(if $(IS_ZEN),.venv/zen/.done) .work/merged/$(TEST_NAME)/config.json
-	$(SERVE)/python $(PYTEST) $(TESTS) --ignore tests/quantize $(addprefix --ignore=,$(TWO_RANKS))
-	$(if $(HAS_CUDA),,TRITON_INTERPRET=1 $(SERVE)/python $(PYTEST) --dist load $(TESTS) tests/gpu)
-	$(SERVE)/python -m pytest $(TESTS) $(TWO_RANKS)
+	$(SERVE)/python $(PYTEST) --dist worksteal $(JUNIT)/unit.xml $(TESTS) tests/unit tests/fuzz
+	$(SERVE)/python $(PYTEST) $(JUNIT)/integration.xml $(TESTS) tests/integration tests/gpu $(addprefix --ignore=,$(TWO_RANKS))
+	$(if $(HAS_CUDA),,TRITON_INTERPRET=1 $(SERVE)/python $(PYTEST) --dist load $(JUNIT)/gpu.xml $(TESTS) tests/gpu)
+	$(SERVE)/python -m pytest $(JUNIT)/ranks.xml $(TESTS) $(TWO_RANKS)
 
 test-oldest: .venv/oldest/.done .work/merged/$(TEST_NAME)/config.json
 	CUDA_VISIBLE_DEVICES= $(OLDEST)/python $(PYTEST) -m oldest $(OLDEST_TESTS)
