@@ -12,7 +12,7 @@ from compressed_tensors.quantization import ActivationOrdering, QuantizationArgs
 from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import StoredVariant
-from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.model_config import AWQ, GPTQ, JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import Derivation
 
@@ -32,6 +32,10 @@ def check_derivable(name: str, derivation: Derivation, source: StoredVariant) ->
     else:
         problems = [group_problem(w, derivation.activations) for w in integers]
         problems = problems or ["which has no symmetric INT4 weights"]
+        if (method := source.quantization_config.get("quant_method")) in (AWQ, GPTQ):  # vLLM keeps its kernel
+            problems = [
+                f"which is in the format of {method}, not of compressed-tensors ('flexquant convert')"
+            ]
         needed = "symmetric INT4 weights in groups (scheme W4A16 in the recipe, not W4A16_ASYM)"
     if any(problems):
         raise FlexQuantError(

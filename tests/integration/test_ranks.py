@@ -21,9 +21,19 @@ CONFIG = {"variants": {"w8a8": {}, "w4a16": {}}}
 FIRST = (LAYERED_DECODE, 64, CONFIG)
 """A rank's policy, most tokens of a pass, and section of config.json."""
 OTHER_ROUTES = "rank 1 has other routes than rank 0"
+DERIVED = """
+schema: flexquant.policy/v1
+derive: {fast: {from: w4a16, activations: %s, weights: %s}}
+rules: [{use: fast}]
+"""
 CASES = {
     "equal": (FIRST, FIRST, ""),
     "policy": (FIRST, (THRESHOLD, 64, CONFIG), OTHER_ROUTES),
+    "derived": (
+        (DERIVED % ("int8", "int4"), 64, CONFIG),
+        (DERIVED % ("fp8", "int4"), 64, CONFIG),
+        OTHER_ROUTES,
+    ),
     "limits": (FIRST, (LAYERED_DECODE, 128, CONFIG), OTHER_ROUTES),
     "checkpoint": (
         FIRST,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.merged_config import StoredVariant, read_merged_config
+from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, as_merged, read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.rules import Derivation
@@ -82,6 +82,17 @@ def derive(*weights: dict[str, Any], negative_scales: bool = False) -> None:
 def test_weights_without_w4a8_are_refused_with_the_policy(weights: Any, problem: str) -> None:
     with pytest.raises(FlexQuantError, match=f"p.yaml:3.* derives 'fast' from 'w4a16', .*{problem}"):
         derive(*weights)
+
+
+def test_published_weights_in_a_format_of_their_own_have_no_w4a8() -> None:
+    """vLLM keeps the kernels of such layers elsewhere, so that they would go on as W4A16."""
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+    config = as_merged({"architectures": ["LlamaForCausalLM"], "quantization_config": section}, "model")
+    source = MergedConfig.from_json(config["quantization_config"]).variants["w4a16"]
+    computed = Derivation("w4a16", "int8", "p.yaml:3: derive.fast", weights="int8")
+    check_derivable("fast", computed, source)
+    with pytest.raises(FlexQuantError, match="from 'w4a16', which is in the format of gptq"):
+        check_derivable("fast", Derivation("w4a16", "int8", "p.yaml:3: derive.fast"), source)
 
 
 @pytest.mark.parametrize("order", REORDERED)
