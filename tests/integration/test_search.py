@@ -206,7 +206,7 @@ def test_the_policy_decodes_by_the_plan_where_the_given_one_took_the_lowest_vari
     file = folder / "results" / "searched.yaml"
     prompts, small, large = load_policy(str(file)).rules
     assert (prompts.variants, large.variants) == (("w8a8",), ("w8a8",))
-    assert small.batch_size.max == 4 and set(small.variants) == {"w4a16", "w8a8"}
+    assert small.when.batch_size.max == 4 and set(small.variants) == {"w4a16", "w8a8"}
     assert kl_of(file, folder, merged) == pytest.approx(searched[chosen_plan(folder)], rel=1e-4)
 
 
