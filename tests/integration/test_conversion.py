@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time", "The three laws of motion"]
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", [pytest.param("gptq", marks=pytest.mark.full), "awq"])
 def test_it_answers_as_vllm_does_from_the_format_itself(
     method: str, real_variants: dict[str, Path], real_symmetric: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -35,6 +35,7 @@ def test_it_answers_as_vllm_does_from_the_format_itself(
     assert {(p["phase"] == "decode", p["plan"]) for p in phase.passes} == {(False, "w8a8"), (True, "w4a16")}
 
 
+@pytest.mark.full
 def test_variants_of_two_dtypes_answer_as_their_sources_do_in_one(
     real_variants: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -27,8 +27,9 @@ FOLDER = programs.ROOT / "examples" / "disaggregated"
 
 @pytest.mark.parametrize(
     ("decode_policy", "variants"),
-    [("w4a16", {"w4a16"}), pytest.param("phase-batch", {"w8a8", "w4a16"}, marks=pytest.mark.full)],
+    [("w4a16", {"w4a16"}), ("phase-batch", {"w8a8", "w4a16"})],
 )
+@pytest.mark.full
 def test_two_servers_give_the_tokens_of_one(
     decode_policy: str, variants: set[str], tiny_merged: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -88,7 +89,7 @@ def test_a_stream_and_a_refusal_pass_through(server: str, tmp_path: Path) -> Non
         assert [model.id for model in client.models.list()] == ["tiny"]
 
 
-@pytest.mark.parametrize("gone", ["prefill", "decode"])
+@pytest.mark.parametrize("gone", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
 def test_a_server_that_is_gone_is_named(gone: str, server: str, tmp_path: Path) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     urls = {"prefill": server, "decode": server} | {gone: nobody}

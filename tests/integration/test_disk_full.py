@@ -37,6 +37,7 @@ pytestmark = pytest.mark.engine
         ),
     ],
 )
+@pytest.mark.full
 def test_what_was_there_stays_and_the_next_run_succeeds(
     command: str, output: str, written: str, advice: str, tmp_path: Path
 ) -> None:

@@ -178,6 +178,7 @@ def test_what_is_written(evaluation):
     assert 1.5 < phase["resident"] < 1.6
 
 
+@pytest.mark.full
 def test_qwen2_with_variants_of_other_names_without_a_reference(tiny_merged, text, tmp_path):
     folder = tiny_merged("qwen2")
     (tmp_path / "default.yaml").write_text(THRESHOLD.replace("w8a8", "big").replace("w4a16", "little"))

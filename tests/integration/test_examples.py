@@ -95,6 +95,7 @@ def test_custom_policy(real_merged):
 
 
 @pytest.mark.engine
+@pytest.mark.full
 def test_demo_serves_each_precision_and_charts_what_it_measured(tiny_merged, tmp_path):
     folder = shutil.copytree(tiny_merged(), tmp_path / "demo")
     reference = make_checkpoint(tmp_path / "reference", scheme=None, num_layers=4)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.engine
 SAMPLING = {"max_tokens": 8, "ignore_eos": True}
 
 
+@pytest.mark.full
 def test_a_merged_checkpoint_is_served_by_its_id(tiny_merged, tmp_path):
     prompt, trace, merged = [5, 6, 7, 8], tmp_path / "trace.jsonl", tiny_merged() / "merged"
     hub = Hub({"org/merged": merged})

@@ -18,6 +18,7 @@ from tests.integration.live_server import plugin_routes
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.full
 def test_policies_take_turns_on_one_server(
     tiny_merged: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,6 @@ def test_all_ranks_refuse_what_one_has_otherwise(tmp_path: Path):
         assert said[name].startswith(expected) and bool(said[name]) == bool(expected), name
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_step_fails_on_all_ranks_or_on_none(tmp_path: Path, tensor_parallel: int):
     assert on_both(steps, tmp_path, tensor_parallel) == {name: said for name, (_, said) in STEPS.items()}

@@ -88,7 +88,9 @@ def test_the_program_flexquant_is_installed():
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("command", of("vllm"))
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=pytest.mark.full) if i else c for i, c in enumerate(of("vllm"))]
+)
 def test_vllm_commands(command, real_merged, tmp_path, monkeypatch):
     (tmp_path / "my-policy.yaml").write_text(readme.documents("flexquant.policy/v1")[0])
     tuned = programs.ROOT / "benchmarks" / "results" / "tuning" / "smollm2-135m.yaml"

@@ -137,6 +137,7 @@ def test_table_and_plot_tell_of_every_layer(document: dict[str, Any], folder: Pa
     assert (folder / "sensitivity" / "sensitivity.png").stat().st_size > 1000
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_goes_on(
     document: dict[str, Any], measuring: list[str], folder: Path, pytestconfig: pytest.Config
 ) -> None:
@@ -190,6 +191,7 @@ def chosen_plan(folder: Path) -> str:
     return line.split(" | ")[0].removeprefix("| ")
 
 
+@pytest.mark.full
 def test_of_one_layer_the_best_is_chosen(searched: dict[str, float], folder: Path) -> None:
     plans = [
         describe_layers(layers)

@@ -30,7 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model", ["two", "copy", "one"])
+@pytest.mark.parametrize(
+    "model", ["two", *(pytest.param(model, marks=pytest.mark.full) for model in ("copy", "one"))]
+)
 def test_every_variant_has_the_head_that_stock_vllm_gives_it(folder: Path, model: str) -> None:
     w8a8, w4a16, phase = generate(folder / model / "merged", [*VARIANTS, "phase"], PROMPTS)
     for name, found in (("w8a8", w8a8), ("w4a16", w4a16)):

@@ -179,6 +179,7 @@ def test_another_objective_is_decided_without_engines(tuned):
     assert "starting" not in tuned.done.stderr
 
 
+@pytest.mark.full
 def test_an_engine_that_does_not_start_is_named_with_its_log(tiny_merged, tmp_path):
     arguments = ["tune", tiny_merged() / "merged", "--output", tmp_path / "p.yaml", *FEW]
     done = run(*arguments, "--tensor-parallel-size", "3", status=1)
@@ -291,6 +292,7 @@ def test_what_follows_from_samples_needs_no_engine(tiny_merged, tmp_path, capsys
     assert "two copies: w8a8, w4a16" in told.out and told.out.count("  chosen\n") == 1
 
 
+@pytest.mark.full
 def test_layers_are_chosen_for_a_memory(real_merged, tmp_path):
     """Eight layers and a half fit; what is chosen takes no more when it is served."""
     variants = find_variants(read_merged_config(real_merged)[0], ["w8a8", "w4a16", FROM_INT4])

@@ -93,7 +93,8 @@ def test_a_server_ends_before_it_starts_an_engine(flipped, tmp_path):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.full
 def test_a_server_verifies_once(merged, tmp_path, servers, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # vLLM logs at this level what it has verified
     log = tmp_path / "log"

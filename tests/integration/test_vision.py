@@ -148,6 +148,7 @@ def png(seed: int) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.full
 def test_chat_with_an_image_over_http(made: Made, served: dict[str, Served]) -> None:
     """The answers are those offline; bytes that are no image are refused, and the server goes on."""
     additional = json.dumps({"flexquant": {"policy": "w8a8"}})
@@ -177,6 +178,7 @@ def test_chat_with_an_image_over_http(made: Made, served: dict[str, Served]) -> 
         assert ask(png(1)) == second[0]
 
 
+@pytest.mark.full
 def test_a_variant_that_is_tied_beside_one_with_a_head_of_its_own(tmp_path: Path) -> None:
     def tie(config: dict[str, Any]) -> None:
         config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
