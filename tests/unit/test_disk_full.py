@@ -14,7 +14,7 @@ from flexquant.merge import merge_checkpoints, split_checkpoint
 from tests import programs
 from tests.quantize.quantizing import digests
 
-SMALL = [4096, 65536]
+SMALL = [pytest.param(4096, marks=pytest.mark.full), 65536]
 """Most bytes of a file: fewer than a tokenizer has, and fewer than a shard has."""
 
 

@@ -113,6 +113,7 @@ def test_a_folder_of_that_name_wins(cache: Cache, hub: Hub, models: dict[str, Pa
     assert hub.requests == []
 
 
+@pytest.mark.full
 def test_a_merge_that_was_killed_fetches_only_what_had_not_arrived(cache: Cache, hub: Hub) -> None:
     stalled, other = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
     hub.stalled[stalled] = 1000
@@ -161,7 +162,9 @@ def test_a_name_that_no_model_can_have_is_called_a_missing_folder(cache: Cache, 
     assert hub.requests == []
 
 
-@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "name", ["model-00002-of-00002.safetensors", pytest.param("tokenizer.json", marks=pytest.mark.full)]
+)
 def test_a_connection_that_breaks_is_taken_up_again(cache: Cache, hub: Hub, name: str) -> None:
     hub.cut[name] = 1000
     done = cache.run(*MERGE, status=None)
@@ -171,6 +174,7 @@ def test_a_connection_that_breaks_is_taken_up_again(cache: Cache, hub: Hub, name
     cache.run("verify", "merged")
 
 
+@pytest.mark.full
 def test_a_file_that_arrives_damaged_is_refused_and_fetched_again(cache: Cache, hub: Hub) -> None:
     hub.damaged.add("model-00002-of-00002.safetensors")
     done = cache.run(*MERGE, status=1)

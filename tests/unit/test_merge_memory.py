@@ -23,7 +23,11 @@ def merge(mib: int, folder: Path, hidden: int, awq: bool) -> tuple[int, int]:
     return nbytes, in_child(merge_once, sources, str(folder / "output"))[1]
 
 
-@pytest.mark.parametrize(("hidden", "awq"), [(2048, False), (1024, True)], ids=["as it is", "converted"])
+@pytest.mark.parametrize(
+    ("hidden", "awq"),
+    [(2048, False), pytest.param(1024, True, marks=pytest.mark.full)],
+    ids=["as it is", "converted"],
+)
 def test_four_times_the_model_takes_the_same_memory(hidden: int, awq: bool, tmp_path: Path) -> None:
     (small, peak), (large, higher) = (merge(mib, tmp_path / str(mib), hidden, awq) for mib in (64, 256))
     assert large - small > 150 * MIB

@@ -94,6 +94,7 @@ def test_the_int8_weights_are_the_nearest(
 LOADED = "from flexquant.serving.worker.one_copy.cpu import has_operators; print(has_operators())"
 
 
+@pytest.mark.full
 def test_the_loops_are_compiled_after_a_process_was_killed_while_it_compiled(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.write_text('#!/bin/sh\ncase "$*" in *-c\\ *) sleep 60;; *) exec c++ "$@";; esac\n')
