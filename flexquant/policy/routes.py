@@ -43,7 +43,7 @@ class RouteTable:
     ) -> None:
         """Take ``intervals`` for every phase, in ascending order and without gaps from one token."""
         self.derived = derived
-        """Name -> derivation of a variant that is computed from a checkpoint's variant while loading."""
+        """Name -> derivation of a variant that is computed from a checkpoint's variant."""
         self.tokens_per_sequence = tokens_per_sequence
         self._intervals = {phase: tuple(intervals[phase]) for phase in PHASES}
         self._starts = {

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Read a policy, a YAML document of schema ``flexquant.policy/v1``, and choose among several.
 
-    derive:                                  # variants that loading computes from a stored one
+    derive:                                  # variants that are computed from a stored one
       w4a8: {from: w4a16, activations: int8}
     rules:                                   # first match wins; the last rule has no `when`
       - when: {phase: decode, batch_size: {max: 32}}

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Resolve a policy for one server: read it, build its route table, and refuse what cannot be served.
 
-The front end does all this, at the start (:func:`resolve_policy`) and for each later policy
-(:func:`served_policy`). Workers take the table, clipped to their server (:func:`clip_to_server`).
+The front end (every process in which vLLM builds its configuration) does all this, at the start
+(:func:`resolve_policy`) and for each later policy (:func:`served_policy`). Workers take the table, clipped to
+their server (:func:`clip_to_server`).
 """
 
 from __future__ import annotations

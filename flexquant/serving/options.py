@@ -77,7 +77,7 @@ class ServedPolicy:
     name: str
     """Name for users: a built-in policy's name, a file's path, or the name that they gave."""
     digest: str
-    """SHA-256 of the policy document, in hexadecimal."""
+    """SHA-256 of the policy document without its measured times, in hexadecimal."""
     routes: RouteTable
 
     @classmethod

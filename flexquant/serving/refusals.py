@@ -179,6 +179,9 @@ def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:
 
 
 def has_one_embedding(merged: MergedConfig, routes: RouteTable) -> bool:
-    """Whether all plans begin with the same embedding."""
+    """Whether all plans begin with the same embedding.
+
+    A plan's embedding comes from the variant of its last layer (`build_plan`).
+    """
     sources = {routes.source(plan.layers[-1]) for plan in routes.plans}
     return len(sources) == 1 or any(module.endswith("embed_tokens") for module in merged.shared_modules)

@@ -69,7 +69,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         check_ranks_agree(self.routes, self.config.quantization_config)
         self.vllm_config = vllm_config
         self.first_routes = self.routes
-        """Determine what is loaded; a later policy (`worker_extension`) has other routes."""
+        """The routes at the start; they alone decide which layers and plans are loaded."""
         self._build_variants(prefix)
         self._observe_passes()
         self._build_plans()
