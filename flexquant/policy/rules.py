@@ -113,7 +113,7 @@ def parse_policy_text(content: bytes, source: str, name: str) -> Policy:
     return _validate(from_yaml(content, source, "policy", ("schema", "rules")), name)
 
 
-def parse_policy(document: JsonObject, source: str = "stored policy") -> Policy:
+def parse_policy(document: JsonObject, source: str) -> Policy:
     """Validate a policy given as data, e.g. the one stored in a merged checkpoint.
 
     ``source`` becomes the policy's name. Raises :class:`FlexQuantError`, whose message begins with
@@ -135,14 +135,14 @@ def choose_policy(given: str | None = None, stored: JsonObject | None = None) ->
     return name, load_policy(name)
 
 
-def find_measured(given: str | None, stored: JsonObject | None = None) -> tuple[PassTimes, str] | None:
-    """Return the measured times of the policy that :func:`choose_policy` chooses, and the policy's name.
+def find_measured(given: str | None, stored: JsonObject | None = None) -> tuple[PassTimes, Policy] | None:
+    """Return the measured times of the policy that :func:`choose_policy` chooses, and the policy.
 
     None if the checkpoint's or the default policy has no times. Raises FlexQuantError if ``given`` has none.
     """
-    name, policy = choose_policy(given, stored)
+    _, policy = choose_policy(given, stored)
     if policy.measured is not None:
-        return policy.measured, name
+        return policy.measured, policy
     if given is not None:
         raise FlexQuantError(
             f"{given} has no measured times (key 'measured'); give a policy that 'flexquant tune' wrote"
