@@ -89,6 +89,11 @@ class Policy:
         return tuple(dict.fromkeys(name for rule in self.rules for name in rule.variants))
 
 
+def source_of(variant: str, derived: Mapping[str, Derivation]) -> str:
+    """Return the checkpoint's variant whose weights a variant has: itself, unless it is derived."""
+    return derived[variant].source if variant in derived else variant
+
+
 def builtin_policies() -> list[str]:
     """Return the sorted names of the policies that come with FlexQuant."""
     return builtin_names(PACKAGE)
@@ -122,17 +127,16 @@ def parse_policy(document: JsonObject, source: str) -> Policy:
     return _validate(from_data(document, source, "policy"), source)
 
 
-def choose_policy(given: str | None = None, stored: JsonObject | None = None) -> tuple[str, Policy]:
-    """Return a name and the policy: ``given``, else ``stored``, else the default.
+def choose_policy(given: str | None = None, stored: JsonObject | None = None) -> Policy:
+    """Return the policy: ``given``, else ``stored``, else the default.
 
     ``given`` is a built-in policy's name or a policy file's path, ``stored`` the document in a merged
     checkpoint. Raises FlexQuantError for an unknown name, a file that cannot be read, and a document that
     breaks the schema.
     """
     if given is None and stored is not None:
-        return STORED_SOURCE, parse_policy(stored, STORED_SOURCE)
-    name = DEFAULT_POLICY if given is None else given
-    return name, load_policy(name)
+        return parse_policy(stored, STORED_SOURCE)
+    return load_policy(DEFAULT_POLICY if given is None else given)
 
 
 def find_measured(given: str | None, stored: JsonObject | None = None) -> tuple[PassTimes, Policy] | None:
@@ -140,7 +144,7 @@ def find_measured(given: str | None, stored: JsonObject | None = None) -> tuple[
 
     None if the checkpoint's or the default policy has no times. Raises FlexQuantError if ``given`` has none.
     """
-    _, policy = choose_policy(given, stored)
+    policy = choose_policy(given, stored)
     if policy.measured is not None:
         return policy.measured, policy
     if given is not None:

@@ -34,13 +34,13 @@ def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
     graphs, and so the largest decode pass, afterwards. Raises :class:`FlexQuantError` for an unknown policy,
     an unreadable file, a document that breaks the schema, and a policy that cannot be served.
     """
-    name, policy = choose_policy(ServingOptions.from_vllm(vllm_config).policy, merged.policy)
-    served = served_policy(vllm_config, merged, name, policy)
+    policy = choose_policy(ServingOptions.from_vllm(vllm_config).policy, merged.policy)
+    served = served_policy(vllm_config, merged, policy)
     vllm_config.additional_config = additional_config(vllm_config) | {RESOLVED_KEY: served.to_json()}
     return served.routes.up_to(max_decode_tokens(vllm_config))
 
 
-def served_policy(vllm_config: VllmConfig, merged: MergedConfig, name: str, policy: Policy) -> ServedPolicy:
+def served_policy(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) -> ServedPolicy:
     """In the front end: return the policy for workers, with decode passes of all sizes in its table.
 
     The digest leaves measured times out, which serving does not use. Raises :class:`FlexQuantError` for a
@@ -65,7 +65,7 @@ def served_policy(vllm_config: VllmConfig, merged: MergedConfig, name: str, poli
         check_derivable(variant, derivation, merged.variants[derivation.source])
     check_supported(vllm_config, merged, routes.up_to(max_decode_tokens(vllm_config)))
     document = {key: value for key, value in policy.document.items() if key != "measured"}
-    return ServedPolicy(name, digest_of(document), routes)
+    return ServedPolicy(policy.name, digest_of(document), routes)
 
 
 def clip_to_server(vllm_config: VllmConfig, merged: MergedConfig, served: ServedPolicy) -> ServedPolicy:

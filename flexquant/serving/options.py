@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 OPTIONS_KEY = "flexquant"
 """Key of ``additional_config`` with the user's options."""
@@ -57,6 +58,11 @@ class ServingOptions(BaseModel):
         else:
             problem = f"'{OPTIONS_KEY}.{path[0]}' is {value!r}; give {fields[str(path[0])].description}"
         raise FlexQuantError(f"additional-config {problem}")
+
+
+def merged_of(model_config: ModelConfig) -> MergedConfig:
+    """Return the section about the variants; raise :class:`FlexQuantError` if it is none of this version."""
+    return MergedConfig.from_json(model_config.hf_config.quantization_config)
 
 
 def additional_config(vllm_config: VllmConfig) -> JsonObject:

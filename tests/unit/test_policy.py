@@ -193,12 +193,10 @@ STORED = load_policy("w4a16").document
 
 
 def test_the_given_policy_comes_before_the_checkpoints_and_that_before_the_default() -> None:
-    assert choose_policy("w8a8", STORED)[0] == "w8a8"
-    assert choose_policy("w8a8", STORED)[1].variants == ("w8a8",)
-    name, policy = choose_policy(None, STORED)
-    assert (name, policy.variants) == ("the checkpoint's policy", ("w4a16",))
-    name, policy = choose_policy()
-    assert name == DEFAULT_POLICY and policy.document == load_policy(DEFAULT_POLICY).document
+    given, stored = choose_policy("w8a8", STORED), choose_policy(None, STORED)
+    assert (given.name, given.variants) == ("w8a8", ("w8a8",))
+    assert (stored.name, stored.variants) == ("the checkpoint's policy", ("w4a16",))
+    assert choose_policy() == load_policy(DEFAULT_POLICY) and choose_policy().name == DEFAULT_POLICY
 
 
 def test_a_stored_policy_that_breaks_the_schema_is_named() -> None:
@@ -210,7 +208,7 @@ def test_a_stored_policy_that_breaks_the_schema_is_named() -> None:
 def test_the_default_is_found_among_the_policies_that_are_compared(stored: dict | None) -> None:
     name = default_name(stored)
     (policy,) = find_policies([name], ["w8a8", "w4a16"], "merged", stored).values()
-    assert policy.document == choose_policy(None, stored)[1].document
+    assert policy.document == choose_policy(None, stored).document
 
 
 def test_measured_times_are_those_of_the_chosen_policy() -> None:
