@@ -90,9 +90,9 @@ class Bounds(Section):
         return self.min <= number and (self.max is None or number <= self.max)
 
     def starts(self, unit: int = 1) -> set[int]:
-        """Return the start of the range and of what is above it, as token counts.
+        """Return the first number in the range and the first above it.
 
-        One sequence has ``unit`` tokens.
+        Both are token counts, if the range counts sequences of ``unit`` tokens.
         """
         first = (self.min - 1) * unit + 1
         return {first} if self.max is None else {first, self.max * unit + 1}
