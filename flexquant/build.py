@@ -101,12 +101,12 @@ def _check_policy(policy: str | None, recipe: Recipe) -> None:
     """Raise FlexQuantError unless the recipe makes the variants that the policy uses."""
     if policy is None and len(recipe.variants) == 1:
         return
-    name, chosen = choose_policy(policy)
+    chosen = choose_policy(policy)
     for variant in chosen.variants:
         if variant not in recipe.variants:
             raise FlexQuantError(
-                f"the policy '{name}' uses the variant '{variant}', but the recipe '{recipe.name}' makes "
-                f"{', '.join(recipe.variants)}; choose another with --policy"
+                f"the policy '{chosen.name}' uses the variant '{variant}', but the recipe '{recipe.name}' "
+                f"makes {', '.join(recipe.variants)}; choose another with --policy"
             )
 
 

@@ -145,11 +145,11 @@ def policy_to_store(requested: str | None, variants: Collection[str]) -> JsonObj
         (name,) = variants
         description = f"{name} for every forward pass"
         return {"schema": SCHEMA, "description": description, "rules": [{"use": name}]}
-    default, policy = choose_policy()
+    policy = choose_policy()
     missing = [name for name in policy.variants if name not in variants]
     if missing:
         raise FlexQuantError(
-            f"the built-in default policy '{default}' needs a variant '{missing[0]}', but these are "
+            f"the built-in default policy '{policy.name}' needs a variant '{missing[0]}', but these are "
             f"{', '.join(variants)}; name a policy for them with --policy"
         )
     return None

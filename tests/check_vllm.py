@@ -157,6 +157,7 @@ def page(problems: Mapping[str, Sequence[str]]) -> str:
         "mypy checks FlexQuant against the source of each version. `vllm_api.py` imports the private names,",
         "with the reasons; `tests/vllm_names.py` lists what is hidden from mypy, which is checked too.",
         f"A test plants {PLANTED} breaks in a copy of the installed version, and all are found.",
+        "What a new version asks for: [tests](../../tests/README.md#a-new-version-of-vllm).",
         "",
         "| vLLM | checked by | problems | what it needed beside the versions before |",
         "|---|---|---|---|",

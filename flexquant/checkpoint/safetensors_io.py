@@ -147,15 +147,15 @@ def read_header(path: Path) -> dict[str, TensorRef]:
     return tensors
 
 
-def read_chunks(ref: TensorRef, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in chunks of ``chunk_bytes`` (the last can be shorter), which reuse one buffer.
+def read_chunks(ref: TensorRef) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in chunks of CHUNK_BYTES (the last can be shorter), which reuse one buffer.
 
     Raises FlexQuantError if the file can no longer be read or has become shorter.
     """
     if isinstance(ref, ComputedTensor):
-        yield from _computed_chunks(ref, chunk_bytes)
+        yield from _computed_chunks(ref)
         return
-    buffer = memoryview(bytearray(min(chunk_bytes, ref.nbytes)))
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, ref.nbytes)))
     with _opened(ref) as f:
         left = ref.nbytes
         while left:
@@ -229,7 +229,7 @@ def load_tensor(ref: TensorRef, rows: Sequence[range] | None = None) -> torch.Te
     return data.view(getattr(torch, torch_name)).reshape(shape)
 
 
-def _computed_chunks(ref: ComputedTensor, chunk_bytes: int) -> Iterator[memoryview]:
+def _computed_chunks(ref: ComputedTensor) -> Iterator[memoryview]:
     """Yield the bytes of a computed tensor; only the rows that a chunk touches are computed at a time.
 
     Chunks that touch the same rows, which are then longer than a chunk, share them.
@@ -241,8 +241,8 @@ def _computed_chunks(ref: ComputedTensor, chunk_bytes: int) -> Iterator[memoryvi
         return
     row_bytes = max(1, ref.nbytes // max(1, ref.shape[0]))
     touched, data = range(0), memoryview(b"")
-    for start in range(0, ref.nbytes, chunk_bytes):
-        stop = min(start + chunk_bytes, ref.nbytes)
+    for start in range(0, ref.nbytes, CHUNK_BYTES):
+        stop = min(start + CHUNK_BYTES, ref.nbytes)
         rows = range(start // row_bytes, -(-stop // row_bytes))
         if rows != touched:
             touched = rows

@@ -182,7 +182,7 @@ def add_study(parser: argparse.ArgumentParser, files: str) -> None:
         type=parse_names,
         metavar="NAMES",
         help="comma-separated variants that layers may be in, or policies of one variant such as w4a8 "
-        "(default: those of the checkpoint)",
+        "(default: all variants of the checkpoint; if it has one alone, INT8 computed from it too)",
     )
     add_counts(parser, {"--batch-size": (STUDY_DEFAULTS.batch_sizes[0], "sequences in a decode pass")})
     add_rows(parser, STUDY_DEFAULTS, "the")

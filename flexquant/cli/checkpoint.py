@@ -123,7 +123,7 @@ def inspect(args: argparse.Namespace) -> JsonObject:
     report = report_checkpoint(merged, layers, checkpoint.tensors)
     loaded: BytesByRange = {}
     try:
-        _, policy = choose_policy(None, merged.policy)
+        policy = choose_policy(None, merged.policy)
         routes = build_route_table(
             policy, merged.variants, layers, sys.maxsize, mixable=merged.mixable_groups
         )

@@ -104,17 +104,17 @@ def _show(args: argparse.Namespace) -> JsonObject:
     result: JsonObject = {}
     rows: dict[str, Rows]
     if args.model is None:
-        _, policy = choose_policy(args.policy)
+        policy = choose_policy(args.policy)
         names = [rule.plan_text for rule in policy.rules]
         rows = {phase: match_rules(policy, names, phase, args.max_tokens) for phase in PHASES}
     else:
         config, num_layers = read_merged_config(args.model)
-        _, policy = choose_policy(args.policy, config.policy)
+        policy = choose_policy(args.policy, config.policy)
         table = build_route_table(
             policy, config.variants, num_layers, args.max_tokens, mixable=config.mixable_groups
         )
         rows = {phase: [(*row[:2], row.plan.name) for row in table.intervals(phase)] for phase in PHASES}
-        result = {"num_layers": num_layers, "plans": {plan.name: list(plan.layers) for plan in table.plans}}
+        result = {"num_layers": num_layers, "plans": table.layers_by_plan()}
 
     print(f"{policy.name}: {policy.description}" if policy.description else policy.name)
     print("\n".join(_table(rows)))

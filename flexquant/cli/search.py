@@ -70,16 +70,15 @@ def run(args: argparse.Namespace) -> JsonObject:
     )
     from flexquant.layers.searching import Budget, Search
     from flexquant.policy.plans import describe_layers
-    from flexquant.policy.rules import choose_policy, find_measured
+    from flexquant.policy.rules import find_measured
 
     budget = Budget(args.max_kl, args.max_slowdown, args.layers)
     study = study_of(args)
-    stored = study.subject.checkpoint.merged.policy
-    measured = find_measured(args.policy, stored)
+    measured = find_measured(args.policy, study.subject.checkpoint.merged.policy)
     if measured is None:
         raise UsageError(f"{args.folder} stores no measured times; give a tuned policy as --policy")
-    _, base = choose_policy(args.policy, stored)
-    search = Search(study, measured[0], budget, args.sequences, args.compare)
+    times, base = measured
+    search = Search(study, times, budget, args.sequences, args.compare)
     with writable_folder(args.output, "--output") as folder:
         found = search.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
     document = searched_policy_document(base, found, dict(study.variants), budget, args.sequences)

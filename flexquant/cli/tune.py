@@ -118,7 +118,7 @@ def _add_goal(parser: argparse.ArgumentParser) -> None:
         type=parse_names,
         metavar="NAMES",
         help="comma-separated variants to choose among, or policies of one variant such as w4a8 (default: "
-        "all variants of the checkpoint)",
+        "all variants of the checkpoint; if it has one alone, INT8 computed from it too)",
     )
 
 

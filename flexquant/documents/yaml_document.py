@@ -313,18 +313,15 @@ class Section(BaseModel):
 S = TypeVar("S", bound=Section)
 
 
-def read_section(section: type[S], document: Document, path: KeyPath = ()) -> S:
-    """Return the section at ``path`` of a document; raise FlexQuantError for the first problem in it."""
-    value = document.data
-    for part in path:
-        value = value[part]
+def read_section(section: type[S], document: Document) -> S:
+    """Return a document as a section; raise FlexQuantError for the first problem in it."""
     try:
-        return section.model_validate(value)
+        return section.model_validate(document.data)
     except ValidationError as e:
         error = e.errors(include_url=False)[0]
         found = error.get("ctx", {}).get("error")
         at = found.at if isinstance(found, Problem) else ()
-        document.fail((*path, *_path_in(value, error["loc"]), *at), str(found or error["msg"]))
+        document.fail((*_path_in(document.data, error["loc"]), *at), str(found or error["msg"]))
 
 
 def _path_in(value: object, loc: Sequence[str | int]) -> KeyPath:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexquant.checkpoint.merged_config import QUANT_METHOD, MergedConfig, is_published_int4
+from flexquant.checkpoint.merged_config import QUANT_METHOD, is_published_int4
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import versions_of
 from flexquant.errors import FlexQuantError
@@ -99,10 +99,10 @@ def change_policy(
     policy that this engine cannot serve.
     """
     from flexquant.serving.config import served_policy
+    from flexquant.serving.options import merged_of
 
     config = llm.llm_engine.vllm_config
-    merged = MergedConfig.from_json(config.model_config.hf_config.quantization_config)
-    policy = served_policy(config, merged, name, parse_policy(document, name)).to_json()
+    policy = served_policy(config, merged_of(config.model_config), parse_policy(document, name)).to_json()
     answers: list[JsonObject] = llm.collective_rpc("flexquant_change_policy", args=(policy, dry_run, seen))
     return answers
 

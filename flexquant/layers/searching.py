@@ -126,7 +126,7 @@ class Search:
 
     study: Study
     times: PassTimes
-    """Times of every variant, measured by `flexquant tune` or predicted."""
+    """Times of every variant, measured by `flexquant tune`."""
     budget: Budget
     sequences: int = 1
     """Sequences in the decode pass whose time counts."""

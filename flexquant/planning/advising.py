@@ -254,7 +254,7 @@ def _notes(
                 "larger --tensor-parallel-size or device would hold more"
             )
     if one.loads and device.is_gpu:
-        yield "one copy has not run on a GPU yet: its times there are the least certain"
+        yield "one copy has been measured on one GPU alone, an H200: its times are the least certain"
     if one.loads and model.has_experts:
         yield "one copy leaves experts in INT4 for prompts too"
     if device.is_gpu and "w8a8" not in device.kernels:

@@ -71,7 +71,7 @@ class MeasuredSection(Section):
     """Times of passes on the machine on which the policy was tuned; `flexquant tune` writes them."""
 
     origin: Annotated[JsonObject, says("give a mapping")]
-    """Machine, versions, date and command; or the device whose times were predicted."""
+    """Machine, versions, date and command."""
     context: Positive
     """Tokens of every sequence in the KV cache, in the decode passes."""
     decode_ms: Curves
@@ -111,16 +111,16 @@ class PassTimes:
     context: int
     """Tokens that every sequence had in the KV cache in the decode passes."""
     origin: JsonObject
-    """Origin of the times, as JSON-able data: machine, versions, date, command; or a predicted device."""
+    """Origin of the times, as JSON-able data: machine, versions, date, command."""
 
     @property
     def variants(self) -> tuple[str, ...]:
         return tuple(self.decode)
 
     def seconds(self, layers: Layers, phase: str, size: int) -> float:
-        """Return the time of a pass of ``size`` sequences (decode) or tokens (prefill, mixed), in seconds.
+        """Return the time of a pass of ``size`` sequences (decode) or tokens (prefill), in seconds.
 
-        ``layers`` are the variants of all decoder layers (``Plan.layers`` of :mod:`flexquant.policy.routes`);
+        ``layers`` are the variants of all decoder layers (``Plan.layers`` of :mod:`flexquant.policy.plans`);
         each layer is taken to cost an equal share of a pass in its variant. Times are interpolated between
         measured sizes, and extrapolated beyond them, in the logarithms of time and size.
         """
@@ -151,13 +151,12 @@ class PassTimes:
 def device_name(origin: JsonObject) -> str:
     """Return the GPU, or the CPU and its cores, in the ``machine`` of an origin or of a document of results.
 
-    :mod:`flexquant.evaluation.engine` makes the ``machine``. Predicted times have a ``device`` instead; a
-    user's document can have neither.
+    :mod:`flexquant.evaluation.engine` makes the ``machine``; a user's document can have none.
     """
     machine = origin.get("machine")
     if isinstance(machine, Mapping):
         return machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
-    return str(machine or origin.get("device") or "an unknown machine")
+    return str(machine or "an unknown machine")
 
 
 def measured_pass_times(measured: MeasuredSection) -> PassTimes:

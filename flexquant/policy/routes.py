@@ -18,7 +18,7 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.yaml_document import KeyPath
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Layers, Plan
-from flexquant.policy.rules import Derivation, Policy
+from flexquant.policy.rules import Derivation, Policy, source_of
 from flexquant.policy.schema import PHASES, Phase, parse_layers
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class RouteTable:
     ) -> None:
         """Take ``intervals`` for every phase, in ascending order and without gaps from one token."""
         self.derived = derived
-        """Name -> derivation of a variant that is computed from a checkpoint's variant while loading."""
+        """Name -> derivation of a variant that is computed from a checkpoint's variant."""
         self.tokens_per_sequence = tokens_per_sequence
         self._intervals = {phase: tuple(intervals[phase]) for phase in PHASES}
         self._starts = {
@@ -69,7 +69,7 @@ class RouteTable:
     def to_json(self) -> JsonObject:
         """Return the table as JSON-able data."""
         return {
-            "plans": {plan.name: list(plan.layers) for plan in self.plans},
+            "plans": self.layers_by_plan(),
             "intervals": {
                 phase: [[row.min_tokens, row.max_tokens, row.plan.name] for row in rows]
                 for phase, rows in self._intervals.items()
@@ -77,6 +77,10 @@ class RouteTable:
             "derived": {name: asdict(how) for name, how in self.derived.items()},
             "tokens_per_sequence": self.tokens_per_sequence,
         }
+
+    def layers_by_plan(self) -> dict[str, list[str]]:
+        """Return name of a plan -> the variant of every decoder layer."""
+        return {plan.name: list(plan.layers) for plan in self.plans}
 
     def up_to(self, max_decode_tokens: int) -> RouteTable:
         """Return the table in which no decode pass has more than ``max_decode_tokens`` padded tokens."""
@@ -119,7 +123,7 @@ class RouteTable:
 
     def source(self, variant: str) -> str:
         """Return the checkpoint's variant whose weights a variant has: itself, unless it is derived."""
-        return self.derived[variant].source if variant in self.derived else variant
+        return source_of(variant, self.derived)
 
     def has_weights(self, variant: str) -> bool:
         """Whether a variant has weights in memory; if not, each pass computes them from its source's."""
@@ -249,7 +253,7 @@ def _use(policy: Policy, number: int) -> KeyPath:
 
 
 def _check_mixable(policy: Policy, number: int, plan: Plan, mixable: Collection[Collection[str]]) -> None:
-    stored = {policy.derived[v].source if v in policy.derived else v for v in plan.variants}
+    stored = {source_of(v, policy.derived) for v in plan.variants}
     if any(stored <= set(group) for group in mixable):
         return
     groups = [" with ".join(group) for group in mixable if len(group) > 1]

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Read a policy, a YAML document of schema ``flexquant.policy/v1``, and choose among several.
 
-    derive:                                  # variants that loading computes from a stored one
+    derive:                                  # variants that are computed from a stored one
       w4a8: {from: w4a16, activations: int8}
     rules:                                   # first match wins; the last rule has no `when`
       - when: {phase: decode, batch_size: {max: 32}}
@@ -89,6 +89,11 @@ class Policy:
         return tuple(dict.fromkeys(name for rule in self.rules for name in rule.variants))
 
 
+def source_of(variant: str, derived: Mapping[str, Derivation]) -> str:
+    """Return the checkpoint's variant whose weights a variant has: itself, unless it is derived."""
+    return derived[variant].source if variant in derived else variant
+
+
 def builtin_policies() -> list[str]:
     """Return the sorted names of the policies that come with FlexQuant."""
     return builtin_names(PACKAGE)
@@ -113,7 +118,7 @@ def parse_policy_text(content: bytes, source: str, name: str) -> Policy:
     return _validate(from_yaml(content, source, "policy", ("schema", "rules")), name)
 
 
-def parse_policy(document: JsonObject, source: str = "stored policy") -> Policy:
+def parse_policy(document: JsonObject, source: str) -> Policy:
     """Validate a policy given as data, e.g. the one stored in a merged checkpoint.
 
     ``source`` becomes the policy's name. Raises :class:`FlexQuantError`, whose message begins with
@@ -122,27 +127,26 @@ def parse_policy(document: JsonObject, source: str = "stored policy") -> Policy:
     return _validate(from_data(document, source, "policy"), source)
 
 
-def choose_policy(given: str | None = None, stored: JsonObject | None = None) -> tuple[str, Policy]:
-    """Return a name and the policy: ``given``, else ``stored``, else the default.
+def choose_policy(given: str | None = None, stored: JsonObject | None = None) -> Policy:
+    """Return the policy: ``given``, else ``stored``, else the default.
 
     ``given`` is a built-in policy's name or a policy file's path, ``stored`` the document in a merged
     checkpoint. Raises FlexQuantError for an unknown name, a file that cannot be read, and a document that
     breaks the schema.
     """
     if given is None and stored is not None:
-        return STORED_SOURCE, parse_policy(stored, STORED_SOURCE)
-    name = DEFAULT_POLICY if given is None else given
-    return name, load_policy(name)
+        return parse_policy(stored, STORED_SOURCE)
+    return load_policy(DEFAULT_POLICY if given is None else given)
 
 
-def find_measured(given: str | None, stored: JsonObject | None = None) -> tuple[PassTimes, str] | None:
-    """Return the measured times of the policy that :func:`choose_policy` chooses, and the policy's name.
+def find_measured(given: str | None, stored: JsonObject | None = None) -> tuple[PassTimes, Policy] | None:
+    """Return the measured times of the policy that :func:`choose_policy` chooses, and the policy.
 
     None if the checkpoint's or the default policy has no times. Raises FlexQuantError if ``given`` has none.
     """
-    name, policy = choose_policy(given, stored)
+    policy = choose_policy(given, stored)
     if policy.measured is not None:
-        return policy.measured, name
+        return policy.measured, policy
     if given is not None:
         raise FlexQuantError(
             f"{given} has no measured times (key 'measured'); give a policy that 'flexquant tune' wrote"

@@ -90,7 +90,10 @@ class Bounds(Section):
         return self.min <= number and (self.max is None or number <= self.max)
 
     def starts(self, unit: int = 1) -> set[int]:
-        """Return the first number in the range and the first above it, both in units of 1 / ``unit``."""
+        """Return the first number in the range and the first above it.
+
+        Both are token counts, if the range counts sequences of ``unit`` tokens.
+        """
         first = (self.min - 1) * unit + 1
         return {first} if self.max is None else {first, self.max * unit + 1}
 
@@ -188,7 +191,7 @@ class Rule(Section):
 
 
 class DerivedSection(Section):
-    """A variant that is computed from one of the checkpoint's while it is loaded."""
+    """A variant computed from a checkpoint's, while loading or (`weights: int8`) in each pass."""
 
     source: VariantName = Field(alias="from")
     """The variant whose INT4 weights it has."""
@@ -215,7 +218,7 @@ class PolicySection(Section):
         dict[VariantName, DerivedSection],
         says("give a mapping such as w4a8: {from: w4a16, activations: int8}"),
     ] = {}
-    """Variants that are computed from the checkpoint's while they are loaded, by name."""
+    """Variants computed from a checkpoint's, while loading or (`weights: int8`) in each pass, by name."""
     measured: MeasuredSection | None = None
 
     refused: ClassVar[Mapping[str, str]] = {"experimental": NO_MOMENTS}

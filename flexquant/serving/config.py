@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Resolve a policy for one server: read it, build its route table, and refuse what cannot be served.
 
-The front end does all this, at the start (:func:`resolve_policy`) and for each later policy
-(:func:`served_policy`). Workers take the table, clipped to their server (:func:`clip_to_server`).
+The front end (every process in which vLLM builds its configuration) does all this, at the start
+(:func:`resolve_policy`) and for each later policy (:func:`served_policy`). Workers take the table, clipped to
+their server (:func:`clip_to_server`).
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
     graphs, and so the largest decode pass, afterwards. Raises :class:`FlexQuantError` for an unknown policy,
     an unreadable file, a document that breaks the schema, and a policy that cannot be served.
     """
-    name, policy = choose_policy(ServingOptions.from_vllm(vllm_config).policy, merged.policy)
-    served = served_policy(vllm_config, merged, name, policy)
+    policy = choose_policy(ServingOptions.from_vllm(vllm_config).policy, merged.policy)
+    served = served_policy(vllm_config, merged, policy)
     vllm_config.additional_config = additional_config(vllm_config) | {RESOLVED_KEY: served.to_json()}
     return served.routes.up_to(max_decode_tokens(vllm_config))
 
 
-def served_policy(vllm_config: VllmConfig, merged: MergedConfig, name: str, policy: Policy) -> ServedPolicy:
+def served_policy(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) -> ServedPolicy:
     """In the front end: return the policy for workers, with decode passes of all sizes in its table.
 
     The digest leaves measured times out, which serving does not use. Raises :class:`FlexQuantError` for a
@@ -64,7 +65,7 @@ def served_policy(vllm_config: VllmConfig, merged: MergedConfig, name: str, poli
         check_derivable(variant, derivation, merged.variants[derivation.source])
     check_supported(vllm_config, merged, routes.up_to(max_decode_tokens(vllm_config)))
     document = {key: value for key, value in policy.document.items() if key != "measured"}
-    return ServedPolicy(name, digest_of(document), routes)
+    return ServedPolicy(policy.name, digest_of(document), routes)
 
 
 def clip_to_server(vllm_config: VllmConfig, merged: MergedConfig, served: ServedPolicy) -> ServedPolicy:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 OPTIONS_KEY = "flexquant"
 """Key of ``additional_config`` with the user's options."""
@@ -59,6 +60,11 @@ class ServingOptions(BaseModel):
         raise FlexQuantError(f"additional-config {problem}")
 
 
+def merged_of(model_config: ModelConfig) -> MergedConfig:
+    """Return the section about the variants; raise :class:`FlexQuantError` if it is none of this version."""
+    return MergedConfig.from_json(model_config.hf_config.quantization_config)
+
+
 def additional_config(vllm_config: VllmConfig) -> JsonObject:
     """Return a copy of vLLM's ``additional_config``; raise :class:`FlexQuantError` if it is no mapping."""
     additional = vllm_config.additional_config
@@ -77,7 +83,7 @@ class ServedPolicy:
     name: str
     """Name for users: a built-in policy's name, a file's path, or the name that they gave."""
     digest: str
-    """SHA-256 of the policy document, in hexadecimal."""
+    """SHA-256 of the policy document without its measured times, in hexadecimal."""
     routes: RouteTable
 
     @classmethod

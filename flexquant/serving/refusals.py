@@ -30,6 +30,12 @@ LOAD_FORMATS = (
 )
 """Load formats that hand a model the tensors of safetensors files by name, or need none."""
 
+FOR_ADAPTERS = (
+    "quantise without smoothing, by recipe 'fp8', 'rtn', or one of your own, or merge the adapter into the "
+    "16-bit model before it is quantised"
+)
+"""What to do for variants that adapters do not fit."""
+
 
 def refusals(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
     """Yield a sentence for each requested feature that is not supported, with what to do instead."""
@@ -92,20 +98,16 @@ def _of_adapters(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTab
     if vllm_config.lora_config is None or len(sources) == 1 or not rescaled:
         return
     why = "SmoothQuant, AWQ and rotations do so"
-    advice = (
-        "(quantise without smoothing, by recipe 'fp8', 'rtn', or one of your own, or merge the adapter into "
-        "the 16-bit model before it is quantised)"
-    )
     if as_first:
         yield (
             "LoRA for variants whose layers take scaled inputs beside others that take them as they are "
             f"({', '.join(rescaled)} against {', '.join(as_first)}; {why}): an adapter does not fit both "
-            f"{advice}"
+            f"({FOR_ADAPTERS})"
         )
     else:
         yield (
             f"LoRA for several variants whose layers take scaled inputs ({', '.join(rescaled)}; {why}): it "
-            f"does not know whether what fits one of them would fit each other {advice}"
+            f"does not know whether what fits one of them would fit each other ({FOR_ADAPTERS})"
         )
 
 
@@ -179,6 +181,9 @@ def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:
 
 
 def has_one_embedding(merged: MergedConfig, routes: RouteTable) -> bool:
-    """Whether all plans begin with the same embedding."""
+    """Whether all plans begin with the same embedding.
+
+    A plan's embedding comes from the variant of its last layer (`build_plan`).
+    """
     sources = {routes.source(plan.layers[-1]) for plan in routes.plans}
     return len(sources) == 1 or any(module.endswith("embed_tokens") for module in merged.shared_modules)

@@ -139,7 +139,9 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         vLLM asks a description of the model's class, and one class serves all text models. ReplaySSM, which
         keeps counters beside a state, is not offered.
         """
-        merged = MergedConfig.from_json(model_config.hf_config.quantization_config)
+        from flexquant.serving.options import merged_of
+
+        merged = merged_of(model_config)
         reads_images = reads_more_than_text(model_config.hf_config.to_dict())
         if reads_images and merged.base_architecture not in VISION_ARCHITECTURES:
             return  # `refusals` says so; vLLM may lack what the architecture needs
@@ -155,8 +157,9 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
             fuse_as_for_variants,
             resolve_policy,
         )
+        from flexquant.serving.options import merged_of
 
-        merged = MergedConfig.from_json(vllm_config.model_config.hf_config.quantization_config)
+        merged = merged_of(vllm_config.model_config)
         routes = resolve_policy(vllm_config, merged)
         choose_graph_mode(vllm_config, merged, routes)
         fuse_as_for_variants(vllm_config, merged, routes)

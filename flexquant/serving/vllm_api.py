@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
 
-    # Goes when checkpoint headers are counted instead.
+    # Goes when FlexQuant is a part of vLLM.
     from vllm.model_executor.layers.linear import LinearBase
 
     # Goes when vLLM tells how much memory its CPU kernels hold.
@@ -147,7 +147,7 @@ if TYPE_CHECKING:
     # Goes when vLLM computes INT8 weights from INT4.
     from vllm.triton_utils import tl, triton
 
-    # Goes when the benchmark goes.
+    # Goes when vLLM parses engine arguments, and sets a default dtype, by public names.
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.utils.torch_utils import set_default_torch_dtype
 

@@ -20,7 +20,7 @@ from flexquant.checkpoint.weight_bytes import bytes_in_use, report_checkpoint
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import SCHEMA as EVALUATION_SCHEMA
 from flexquant.policy.routes import build_route_table
-from flexquant.policy.rules import Policy, find_policies
+from flexquant.policy.rules import Policy, find_policies, source_of
 
 BITS_16 = 16
 SOURCE = "w4a16"
@@ -46,10 +46,9 @@ def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str
                 f"name some of {', '.join(merged.variants)}, or a policy of one variant such as w4a8"
             )
         (variant,) = policy.variants
-        derivation = policy.derived.get(variant)
-        source = variant if derivation is None else derivation.source
+        source = source_of(variant, policy.derived)
         if source not in merged.variants:
-            derived = "" if derivation is None else f", from which '{variant}' is derived,"
+            derived = f", from which '{variant}' is derived," if variant in policy.derived else ""
             raise UsageError(
                 f"'{source}'{derived} is not a variant of the checkpoint: {', '.join(merged.variants)}"
             )
@@ -175,12 +174,11 @@ def _read_losses(file: Path) -> dict[str, float]:
 
 def _precision(name: str, policy: Policy, merged: MergedConfig) -> tuple[int, int]:
     """Return the bits of weights and of activations."""
-    derivation = policy.derived.get(name)
-    source = merged.variants[name if derivation is None else derivation.source]
+    source = merged.variants[source_of(name, policy.derived)]
     groups = source.quantization_config.get("config_groups", {}).values()
     weights = min((_bits(group.get("weights")) for group in groups), default=BITS_16)
     activations = min((_bits(group.get("input_activations")) for group in groups), default=BITS_16)
-    return weights, activations if derivation is None else 8
+    return weights, 8 if name in policy.derived else activations
 
 
 def _bits(arguments: JsonObject | None) -> int:

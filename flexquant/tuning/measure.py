@@ -43,6 +43,7 @@ def measure_rounds(
     """
 
     def lacking(number: int, passes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Return the passes that some variant has no sample of in round ``number``."""
         return [one for one in passes if min(samples.count(name, *one) for name in names) <= number]
 
     count, planned = 0, sum(len(lacking(number, passes)) for number in range(effort.rounds))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Decide from samples which variant runs passes of which size, for a goal and within constraints.
+"""Decide from samples which variant runs passes of which size, for a goal.
 
-A goal is latency, throughput, both in balance, or bounds on TTFT and TPOT. A constraint says which candidates
+A goal is latency, throughput, both in balance, or bounds on TTFT and TPOT. ``together`` says which candidates
 can be loaded together.
 """
 
@@ -17,7 +17,13 @@ from statistics import fmean
 
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.tuning.samples import Samples
-from flexquant.tuning.size_thresholds import MARGIN, Decision, choose_by_size, fastest, relative_speed
+from flexquant.tuning.size_thresholds import (
+    MARGIN,
+    Decision,
+    choose_by_size,
+    cost_of_speed,
+    crossing_by_speed,
+)
 
 OBJECTIVES = ("balanced", "latency", "throughput")
 WORTH_LOADING = 0.05
@@ -127,13 +133,14 @@ def _meet(samples: Samples, variants: Sequence[str], slo: Mapping[str, float]) -
             )
     if unmet:
         raise FlexQuantError(". ".join(unmet))
-    speed, faster = fastest(samples, variants), relative_speed(samples)
+    speed, faster = cost_of_speed(samples, variants), crossing_by_speed(samples)
 
     def cost(phase: str, variant: str, size: int) -> float:
         if phase not in slo:
             return speed(phase, variant, size)
         if samples.time(variant, phase, size).median > slo[phase]:
             return UNMET + speed(phase, variant, size)
+        # Each step down in precision costs more than a change of variant between sizes.
         return MARGIN * 2 * variants.index(variant)
 
     def crossing(phase: str, a: str, b: str, size: int) -> float:
@@ -145,7 +152,7 @@ def _meet(samples: Samples, variants: Sequence[str], slo: Mapping[str, float]) -
 
 
 def _fastest(samples: Samples, variants: Sequence[str]) -> Decision:
-    return choose_by_size(samples, variants, fastest(samples, variants), relative_speed(samples))
+    return choose_by_size(samples, variants, cost_of_speed(samples, variants), crossing_by_speed(samples))
 
 
 def _worth_loading(samples: Samples, variants: Sequence[str]) -> list[str]:

@@ -59,7 +59,7 @@ class Decision:
         return next(r.variant for r in self.ranges[phase] if r.last is None or size <= r.last)
 
 
-def fastest(samples: Samples, variants: Sequence[str]) -> ChoiceCost:
+def cost_of_speed(samples: Samples, variants: Sequence[str]) -> ChoiceCost:
     """Return the cost of choosing a slower one of ``variants``, which begin with the most precise.
 
     Among the variants that tie with the fastest, by MARGIN and CLOSE, the most precise costs nothing and the
@@ -76,7 +76,7 @@ def fastest(samples: Samples, variants: Sequence[str]) -> ChoiceCost:
     return cost
 
 
-def relative_speed(samples: Samples) -> Crossing:
+def crossing_by_speed(samples: Samples) -> Crossing:
     """Return the crossing by speed: the logarithm of the time of ``a`` over the time of ``b``."""
     return lambda phase, a, b, size: math.log(samples.compare(a, b, phase, size).ratio)
 

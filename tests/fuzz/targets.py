@@ -53,7 +53,7 @@ def _write(name: str, content: bytes) -> Path:
 def policy(data: bytes) -> None:
     """Read a policy file, and compute the routes that it gives."""
     parsed = parse_policy_text(data, "fuzz.yaml", "fuzz")
-    again = parse_policy(json.loads(json.dumps(parsed.document)))
+    again = parse_policy(json.loads(json.dumps(parsed.document)), "stored policy")
     assert again.rules == parsed.rules
     table = build_route_table(parsed, [*parsed.variants], LAYERS, MAX_TOKENS)
     for phase in PHASES:
@@ -77,7 +77,7 @@ def merged_config(data: bytes) -> None:
     _write(CONFIG_FILE, data)
     config, layers = read_merged_config(FOLDER)
     if config.policy is not None:
-        parsed = parse_policy(config.policy)
+        parsed = parse_policy(config.policy, "stored policy")
         build_route_table(parsed, config.variants, layers, MAX_TOKENS, mixable=config.mixable_groups)
 
 

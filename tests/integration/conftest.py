@@ -8,6 +8,7 @@ keeps the answers for the session and not the engine, or with ``take_policy``.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -138,7 +139,8 @@ def take_policy(llm: LLM, policy: str, empty_cache: bool = True) -> None:
 
     def swap(model: Any) -> None:
         config = llm.llm_engine.vllm_config
-        served = served_policy(config, model.merged, model.policy.name, read_policy(policy))
+        named = dataclasses.replace(read_policy(policy), name=model.policy.name)
+        served = served_policy(config, model.merged, named)
         model.policy = clip_to_server(config, model.merged, served)
         assert {plan.name for plan in model.routes.plans} <= model.plans.keys(), "the engine lacks a plan"
 

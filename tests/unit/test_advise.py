@@ -311,7 +311,7 @@ def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
         text = format_advice(try_ways(model, loaded, TRAFFIC, 1, 0.9), model, loaded, TRAFFIC)
         return " ".join(text.partition("note: ")[2].split())
 
-    assert "one copy has not run on a GPU yet" in notes(LLAMA_8B, "l20")
+    assert "one copy has been measured on one GPU alone" in notes(LLAMA_8B, "l20")
     assert "experts in INT4" not in notes(LLAMA_8B, "l20") and "at once" not in notes(LLAMA_8B, "l20")
     assert "one copy leaves experts in INT4 for prompts too" in notes(MIXTURE, "l20")
     assert "NVFP4" in notes(LLAMA_8B, "b200") and "NVFP4" not in notes(LLAMA_8B, "h100")

@@ -14,7 +14,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 
-from flexquant.checkpoint.safetensors_io import TensorRef, computed, read_chunks
+from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, TensorRef, computed, read_chunks
 from flexquant.checkpoint.source import Source, with_dtype
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints
@@ -185,15 +185,15 @@ def test_one_group_for_all_inputs_has_no_order(size, reordered):
 
 
 def test_rows_that_are_longer_than_a_chunk_are_computed_once(tmp_path):
-    data = torch.arange(4 * 1000, dtype=torch.int32).view(4, 10, 100)
-    stored = TensorRef("x", "I32", (4, 10, 100), tmp_path / "x", 0, 16_000)
+    data = torch.arange(4 * CHUNK_BYTES, dtype=torch.int32).view(4, -1, 128)
+    stored = TensorRef("x", "I32", tuple(data.shape), tmp_path / "x", 0, data.nbytes)
     asked: list[Any] = []
 
     def compute(rows: Any) -> torch.Tensor:
         asked.append(rows)
         return torch.cat([data[part.start : part.stop] for part in rows])
 
-    chunks = [bytes(chunk) for chunk in read_chunks(computed("x", stored, "I32", data.shape, compute), 500)]
+    chunks = [bytes(chunk) for chunk in read_chunks(computed("x", stored, "I32", data.shape, compute))]
     assert b"".join(chunks) == data.numpy().tobytes()
-    assert {len(chunk) for chunk in chunks} == {500}
+    assert {len(chunk) for chunk in chunks} == {CHUNK_BYTES}
     assert len(asked) == 4

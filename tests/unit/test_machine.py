@@ -19,7 +19,6 @@ from flexquant.policy.pass_times import device_name
     [
         ({"machine": {"cpu": "C", "cores": 2, "gpu": "NVIDIA L4"}}, "NVIDIA L4"),
         ({"machine": {"cpu": "C", "cores": 2, "gpu": None}}, "C, 2 cores"),
-        ({"device": "h100"}, "h100"),
         ({"machine": "my laptop"}, "my laptop"),
         ({}, "an unknown machine"),
     ],

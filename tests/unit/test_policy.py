@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,14 @@ def test_document_survives_json(tmp_path: Path) -> None:
     path = tmp_path / "full.yaml"
     path.write_text(FULL)
     policy = load_policy(str(path))
-    stored = parse_policy(json.loads(json.dumps(policy.document)))
+    stored = parse_policy(json.loads(json.dumps(policy.document)), "stored policy")
     assert stored.rules == policy.rules
     assert stored.document == policy.document
 
 
 def test_stored_document_may_have_whole_numbers_as_layers() -> None:
     use = {"default": "w4a16", "layers": {0: "w8a8"}}
-    policy = parse_policy({"schema": "flexquant.policy/v1", "rules": [{"use": use}]})
+    policy = parse_policy({"schema": "flexquant.policy/v1", "rules": [{"use": use}]}, "stored policy")
     assert policy.document["rules"][0]["use"]["layers"] == {"0": "w8a8"}
 
 
@@ -112,7 +113,7 @@ def test_partly_shadowed_rule_is_allowed() -> None:
             {"use": "w8a8"},
         ],
     }
-    assert len(parse_policy(document).rules) == 4
+    assert len(parse_policy(document, "stored policy").rules) == 4
 
 
 def test_builtin_policies_are_complete() -> None:
@@ -134,7 +135,7 @@ def test_builtin_policies_are_complete() -> None:
         policy = load_policy(name)
         assert policy.name == name
         assert policy.description
-        assert parse_policy(policy.document).rules == policy.rules
+        assert parse_policy(policy.document, "stored policy").rules == policy.rules
 
 
 def deriving(**derive: Any) -> dict[str, Any]:
@@ -142,17 +143,17 @@ def deriving(**derive: Any) -> dict[str, Any]:
 
 
 def test_derived_variant_is_read_and_survives_storing() -> None:
-    policy = parse_policy(deriving(w4a8={"from": "w4a16", "activations": "int8"}))
+    policy = parse_policy(deriving(w4a8={"from": "w4a16", "activations": "int8"}), "stored policy")
     assert [(d.source, d.activations) for d in policy.derived.values()] == [("w4a16", "int8")]
-    assert parse_policy(policy.document).derived == policy.derived
+    assert parse_policy(policy.document, "stored policy").derived == policy.derived
 
 
 def test_weights_are_derived_in_int4_unless_int8_is_said() -> None:
     entry = {"from": "w4a16", "activations": "int8"}
     for weights, is_one_copy in (({}, False), ({"weights": "int4"}, False), ({"weights": "int8"}, True)):
-        policy = parse_policy(deriving(w4a8=entry | weights))
+        policy = parse_policy(deriving(w4a8=entry | weights), "stored policy")
         assert [d.is_one_copy for d in policy.derived.values()] == [is_one_copy]
-        assert parse_policy(policy.document).derived == policy.derived
+        assert parse_policy(policy.document, "stored policy").derived == policy.derived
 
 
 @pytest.mark.parametrize(
@@ -179,12 +180,12 @@ def test_weights_are_derived_in_int4_unless_int8_is_said() -> None:
 )
 def test_wrong_derivations_are_refused(derive: dict[str, Any], message: str) -> None:
     with pytest.raises(FlexQuantError, match=message):
-        parse_policy(deriving(**derive))
+        parse_policy(deriving(**derive), "stored policy")
 
 
 def test_derive_has_to_be_a_mapping() -> None:
     with pytest.raises(FlexQuantError, match=r"derive is \[\"w4a8\"\]; give a mapping such as w4a8"):
-        parse_policy({**deriving(), "derive": ["w4a8"]})
+        parse_policy({**deriving(), "derive": ["w4a8"]}, "stored policy")
 
 
 TUNED = str(Path(__file__).parents[2] / "benchmarks/results/tuning/smollm2-135m.yaml")
@@ -192,12 +193,10 @@ STORED = load_policy("w4a16").document
 
 
 def test_the_given_policy_comes_before_the_checkpoints_and_that_before_the_default() -> None:
-    assert choose_policy("w8a8", STORED)[0] == "w8a8"
-    assert choose_policy("w8a8", STORED)[1].variants == ("w8a8",)
-    name, policy = choose_policy(None, STORED)
-    assert (name, policy.variants) == ("the checkpoint's policy", ("w4a16",))
-    name, policy = choose_policy()
-    assert name == DEFAULT_POLICY and policy.document == load_policy(DEFAULT_POLICY).document
+    given, stored = choose_policy("w8a8", STORED), choose_policy(None, STORED)
+    assert (given.name, given.variants) == ("w8a8", ("w8a8",))
+    assert (stored.name, stored.variants) == ("the checkpoint's policy", ("w4a16",))
+    assert choose_policy() == load_policy(DEFAULT_POLICY) and choose_policy().name == DEFAULT_POLICY
 
 
 def test_a_stored_policy_that_breaks_the_schema_is_named() -> None:
@@ -209,13 +208,14 @@ def test_a_stored_policy_that_breaks_the_schema_is_named() -> None:
 def test_the_default_is_found_among_the_policies_that_are_compared(stored: dict | None) -> None:
     name = default_name(stored)
     (policy,) = find_policies([name], ["w8a8", "w4a16"], "merged", stored).values()
-    assert policy.document == choose_policy(None, stored)[1].document
+    assert policy.document == choose_policy(None, stored).document
 
 
 def test_measured_times_are_those_of_the_chosen_policy() -> None:
     tuned = load_policy(TUNED)
-    assert find_measured(TUNED) == (tuned.measured, TUNED)
-    assert find_measured(None, tuned.document) == (tuned.measured, "the checkpoint's policy")
+    assert find_measured(TUNED) == (tuned.measured, tuned)
+    stored = replace(tuned, name="the checkpoint's policy")
+    assert find_measured(None, tuned.document) == (tuned.measured, stored)
     assert find_measured(None, STORED) is None and find_measured(None) is None
     with pytest.raises(FlexQuantError, match="w8a8 has no measured times .*flexquant tune"):
         find_measured("w8a8", tuned.document)
@@ -251,7 +251,7 @@ def test_the_schema_refuses_what_is_refused_but_for_meaning(text: str, request: 
     except FlexQuantError:
         return
     with pytest.raises(FlexQuantError):
-        parse_policy(document)
+        parse_policy(document, "stored policy")
     accepted = jsonschema.Draft202012Validator(json_schema()).is_valid(document)
     assert accepted == request.node.callspec.id.startswith(OF_MEANING)
 

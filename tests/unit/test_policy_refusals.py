@@ -315,14 +315,14 @@ def test_what_no_other_process_could_be_told_is_refused(entry: str, problem: str
 def test_a_key_of_a_stored_policy_that_is_too_long_is_refused(key: str) -> None:
     use = {"default": "w8a8", "layers": {key: "w8a8"}}
     with pytest.raises(FlexQuantError, match=f"stored policy: a key has {len(key)} characters.*at most 200"):
-        parse_policy({"schema": "flexquant.policy/v1", "rules": [{"use": use}]})
+        parse_policy({"schema": "flexquant.policy/v1", "rules": [{"use": use}]}, "stored policy")
 
 
 def test_a_size_of_more_digits_than_python_reads_is_refused() -> None:
     measured = {"decode_ms": {"w8a8": {"9" * 5000: [1, 1, 1]}}}
     document = {"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}], "measured": measured}
     with pytest.raises(FlexQuantError, match="a key has 5000 characters"):
-        parse_policy(document)
+        parse_policy(document, "stored policy")
 
 
 def test_a_few_lines_that_aliases_make_endless_are_refused(tmp_path: Path) -> None:
@@ -336,10 +336,11 @@ def test_a_few_lines_that_aliases_make_endless_are_refused(tmp_path: Path) -> No
 def test_a_policy_of_very_many_rules_is_refused() -> None:
     entries = [{"when": {"tokens": {"max": i}}, "use": "w8a8"} for i in range(1, 64)]
     document = {"schema": "flexquant.policy/v1", "rules": [*entries, {"use": "w4a16"}]}
-    assert len(parse_policy(document).rules) == 64
+    assert len(parse_policy(document, "stored policy").rules) == 64
     with pytest.raises(FlexQuantError, match="has 65 rules; write at most 64"):
         parse_policy(
-            document | {"rules": [{"when": {"tokens": {"max": 64}}, "use": "a"}, *entries, {"use": "a"}]}
+            document | {"rules": [{"when": {"tokens": {"max": 64}}, "use": "a"}, *entries, {"use": "a"}]},
+            "stored policy",
         )
 
 

@@ -246,7 +246,9 @@ def test_derived_variant_can_be_routed_to() -> None:
     ],
 )
 def test_derivation_that_does_not_fit_the_checkpoint(variants: tuple[str, ...], message: str) -> None:
-    derive = parse_policy({"schema": "flexquant.policy/v1", "derive": DERIVE, "rules": [{"use": "w4a8"}]})
+    derive = parse_policy(
+        {"schema": "flexquant.policy/v1", "derive": DERIVE, "rules": [{"use": "w4a8"}]}, "stored policy"
+    )
     with pytest.raises(FlexQuantError, match=message):
         build_route_table(derive, variants, num_layers=4, max_tokens=64)
 

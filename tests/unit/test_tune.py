@@ -260,7 +260,7 @@ def test_one_copy_is_counted_once(merged_folder):
     variants = find_variants(checkpoint.merged, ["w8a8", "w4a16", FROM_INT4])
     half = {"default": FROM_INT4, "layers": {"0": "w8a8"}}
     document = variants[FROM_INT4].document | {"rules": [{"use": half}]}
-    memory = Memory.of(checkpoint, variants | {"half": parse_policy(document)}, devices=1)
+    memory = Memory.of(checkpoint, variants | {"half": parse_policy(document, "stored policy")}, devices=1)
     assert memory.own[FROM_INT4] == memory.own["w4a16"]
     assert memory.own["half"]["w8a8"] * 2 == pytest.approx(memory.own["w8a8"]["w8a8"])
     (room, same, half_room, both) = (
@@ -296,7 +296,7 @@ def test_a_measured_plan_is_written_with_its_layers_and_without_its_times():
     policies = find_policies(names, VARIANTS)
     use = {"default": FROM_INT4, "layers": {"0": "w8a8"}}
     document = policies[FROM_INT4].document | {"rules": [{"use": use}]}
-    candidates = policies | {"mixed": parse_policy(document)}
+    candidates = policies | {"mixed": parse_policy(document, "stored policy")}
     curves = {"mixed": 1, "w8a8": 3, FROM_INT4: 2}
     samples = measured({n: lambda _, s=s: s for n, s in curves.items()} | {"w4a16": lambda n: n / 16})
     decision = decided(samples, variants=[*names, "mixed"])

@@ -120,7 +120,7 @@ class Reply(BaseModel):
 class PolicyName(Reply):
     name: str
     digest: str
-    """SHA-256 of the policy's document."""
+    """SHA-256 of the policy's document without its measured times."""
 
 
 class Reason(Reply):

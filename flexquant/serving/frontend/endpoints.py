@@ -34,7 +34,6 @@ from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.responses import HTMLResponse
 from vllm.logger import init_logger
 
-from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteChange
@@ -54,6 +53,7 @@ from flexquant.serving.frontend.access import (
 )
 from flexquant.serving.frontend.client import admin_key
 from flexquant.serving.frontend.metrics import WorkerMetrics, add_metrics_route
+from flexquant.serving.options import ServedPolicy, merged_of
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from fastapi.datastructures import State
     from vllm.config import VllmConfig
 
-    from flexquant.serving.options import ServedPolicy
     from flexquant.serving.vllm_api import AsyncLLM
 
 logger = init_logger("vllm.flexquant.policy")
@@ -270,8 +269,7 @@ def read_policy(body: bytes, name: str) -> Policy:
 def resolve(vllm_config: VllmConfig, policy: Policy) -> ServedPolicy:
     """Return the policy as workers take it; raise HTTPException 409 if this server cannot serve it."""
     try:
-        merged = MergedConfig.from_json(vllm_config.model_config.hf_config.quantization_config)
-        return served_policy(vllm_config, merged, policy.name, policy)
+        return served_policy(vllm_config, merged_of(vllm_config.model_config), policy)
     except FlexQuantError as e:
         raise HTTPException(409, str(e)) from e
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Give every quantised layer the fastest of the correct kernels, chosen by a trial on this machine.
+"""On CPUs, give every quantised layer the fastest of the correct kernels, by a trial on this machine.
 
-:mod:`~flexquant.serving.kernels.layers` reads and exchanges the kernel of a layer, and
-:mod:`~flexquant.serving.kernels.trial` times kernels once and keeps the result; both hold for any device. For
-CPUs, ``cpu_kernels`` has the kernels that vLLM lacks, and ``cpu_kernel_choice`` says which may be tried.
+:mod:`~flexquant.serving.kernels.layers` reads and exchanges the kernel of a layer, and holds for any device.
+On CPUs :mod:`~flexquant.serving.kernels.trial` times kernels once and keeps the result, ``cpu_kernels`` has
+the kernels that vLLM lacks, and ``cpu_kernel_choice`` says which may be tried.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ def exact_int8_linear(
     """
     x = x.float()
     out = x.new_empty(len(x), len(weight))
-    memory, columns = _widened(), weight.shape[1]
+    memory, columns = thread_memory(_kept, WIDENED_BYTES // 4, torch.float32), weight.shape[1]
     rows_at_once = len(memory) // columns
     for rows, part in zip(weight.split(rows_at_once), out.split(rows_at_once, dim=1), strict=True):
         widened = memory[: rows.numel()].view(-1, columns).copy_(rows)
@@ -275,12 +275,13 @@ def _exact_int8_linear_shape(
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
 
 
-def _widened() -> torch.Tensor:
-    """Return this thread's memory: two threads may multiply at once."""
-    if not hasattr(_kept, "memory"):
+def thread_memory(kept: threading.local, numbers: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return this thread's ``memory``, of at least ``numbers``: two threads may multiply at once."""
+    memory: torch.Tensor | None = getattr(kept, "memory", None)
+    if memory is None or memory.numel() < numbers:
         with torch.inference_mode(False):  # made inside that mode, it could not be written to outside of it
-            _kept.memory = torch.empty(WIDENED_BYTES // 4, dtype=torch.float32)
-    return _kept.memory
+            memory = kept.memory = torch.empty(numbers, dtype=dtype)
+    return memory
 
 
 @functools.cache

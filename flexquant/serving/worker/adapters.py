@@ -24,6 +24,7 @@ from torch import nn
 
 from flexquant.errors import FlexQuantError
 from flexquant.serving.kernels.layers import expert_layers
+from flexquant.serving.refusals import FOR_ADAPTERS
 from flexquant.serving.vllm_api import LinearBase
 
 if TYPE_CHECKING:
@@ -83,7 +84,6 @@ def check_unsmoothed(norms: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
             if not torch.equal(tensor, reference):
                 raise FlexQuantError(
                     f"the variants '{first}' and '{other}' have different weights in {name}: one of them is "
-                    "smoothed (SmoothQuant, AWQ), so that LoRA adapters do not fit its layers; quantise "
-                    "without smoothing (recipe 'fp8', 'rtn', or one of your own), or merge the adapter into "
-                    "the 16-bit model before it is quantised"
+                    "smoothed (SmoothQuant, AWQ), so that LoRA adapters do not fit its layers; "
+                    f"{FOR_ADAPTERS}"
                 )

@@ -8,6 +8,18 @@ whose builder reads the lengths there. The description travels with the metadata
 
 A step that vLLM replays from a FULL graph builds metadata too, but does not call the model. Its description
 is left over; the step's logits or the next step, whichever comes first, finds it and reports the replay.
+
+What :class:`PassObserver` holds, by the kind of pass:
+
+    pass                           _stage     _next_is_own        _left_over           state
+    vLLM's warm-up                 WARM_UP    either              None                 WARM_UP
+    the scheduler's                SCHEDULED  False               it, until read()     SCHEDULED
+    the scheduler's, replayed      SCHEDULED  False               it, until settle()   as before
+    vLLM's own beside them         SCHEDULED  True, or no         None                 IN_STEP
+                                              metadata at all
+    a capture while requests wait  CAPTURE    either              None                 CAPTURE
+
+The scheduler's first pass, which holds a prompt, ends the warm-up.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ from torch import nn
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError
 from flexquant.serving.kernels.layers import expert_layers
+from flexquant.serving.options import merged_of
 from flexquant.serving.vllm_api import CompressedTensorsWNA16MoEMethod, LinearBase, MambaBase, MoERunner
 
 if TYPE_CHECKING:
@@ -190,5 +190,5 @@ class HybridModel:
 def base_class(vllm_config: VllmConfig) -> Any:
     """Return vLLM's class for the architecture that was merged."""
     model_config = vllm_config.model_config
-    merged = MergedConfig.from_json(model_config.hf_config.quantization_config)
-    return ModelRegistry.resolve_model_cls([merged.base_architecture], model_config=model_config)[0]
+    architecture = merged_of(model_config).base_architecture
+    return ModelRegistry.resolve_model_cls([architecture], model_config=model_config)[0]

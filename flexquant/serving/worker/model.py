@@ -13,14 +13,13 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 
 from flexquant import __version__
-from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.weight_bytes import BytesByRange, describe_bytes
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable
 from flexquant.serving.config import clip_to_server
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
-from flexquant.serving.options import ServedPolicy
+from flexquant.serving.options import ServedPolicy, merged_of
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     IntermediateTensors,
@@ -64,12 +63,12 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.config = vllm_config.model_config.hf_config
-        self.merged = MergedConfig.from_json(self.config.quantization_config)
+        self.merged = merged_of(vllm_config.model_config)
         self.policy = clip_to_server(vllm_config, self.merged, ServedPolicy.from_vllm(vllm_config))
         check_ranks_agree(self.routes, self.config.quantization_config)
         self.vllm_config = vllm_config
         self.first_routes = self.routes
-        """Determine what is loaded; a later policy (`worker_extension`) has other routes."""
+        """The routes at the start; they alone decide which layers and plans are loaded."""
         self._build_variants(prefix)
         self._observe_passes()
         self._build_plans()

@@ -215,7 +215,7 @@ class PassRecords:
         """Record the policy that routes passes from now on; ``details`` go into the trace."""
         self._policies = {**dict.fromkeys(self._policies, 0), (policy.name, policy.digest): 1}
         if self._trace is not None:
-            plans = {plan.name: list(plan.layers) for plan in policy.routes.plans}
+            plans = policy.routes.layers_by_plan()
             self._trace.write({"flexquant": __version__, "policy": policy.name, "plans": plans, **details})
 
     def serve(self, forward_pass: Pass, plan: str, graph: CUDAGraphMode) -> None:

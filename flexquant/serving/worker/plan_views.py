@@ -30,7 +30,7 @@ from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
-from flexquant.policy.rules import Derivation
+from flexquant.policy.rules import Derivation, source_of
 from flexquant.serving.options import OPTIONS_KEY, RESOLVED_KEY, additional_config
 from flexquant.serving.vllm_api import (
     TorchCompileWithNoGuardsWrapper,
@@ -122,7 +122,7 @@ def plan_digest(plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivati
     schemes = {}
     for name in plan.variants:
         derivation = derived.get(name)
-        source = merged.variants[derivation.source if derivation else name]
+        source = merged.variants[source_of(name, derived)]
         schemes[name] = {
             "quantization_config": source.quantization_config,
             "activations": derivation.activations if derivation else None,

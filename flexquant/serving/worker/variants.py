@@ -9,7 +9,8 @@ by name, in ``static_forward_context``, to give each its part of the KV cache. S
 are built against a scratch dictionary, and then their attention modules are replaced by the first variant's:
 *one* KV cache, written and read by all. Modules whose tensors are the same in every variant (embedding, final
 norm, lm_head, what reads images, experts) are replaced in the same way.
-A *derived* variant (`w4a8`) is its source built again, with other kernels in the INT4 layers alone.
+A *derived* variant (`w4a8`) is its source built again, with other kernels in the INT4 layers alone; one
+that computes its weights in each pass is a view of its source (`one_copy`).
 Layers that keep a state beside their linears stay with their variant, and share the state (`layers_by_name`).
 
 Only the decoder layers that some plan takes from a variant have memory. The others are built with their

@@ -7,8 +7,8 @@ image in a prompt. So every base architecture has a class of its own here, which
 vLLM finds it by the name that :func:`~flexquant.checkpoint.merged_config.served_architecture` returns.
 
 vLLM makes embeddings, images' included, before the pass and its plan are known. Any plan can make them, since
-towers and embedding exist once: merging ensures this for the towers, and :mod:`flexquant.serving.config` for
-the embedding.
+towers and embedding exist once: merging ensures this for the towers, and :mod:`flexquant.serving.refusals`
+for the embedding.
 """
 
 from __future__ import annotations

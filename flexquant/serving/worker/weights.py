@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,10 +19,8 @@ from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
 from flexquant.checkpoint.module_names import HEAD, is_in
 from flexquant.checkpoint.safetensors_io import is_finite
 from flexquant.errors import FlexQuantError
+from flexquant.policy.rules import Derivation, source_of
 from flexquant.serving.worker.adapters import check_unsmoothed
-
-if TYPE_CHECKING:
-    from flexquant.policy.rules import Derivation
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -59,9 +57,9 @@ class VariantLoader:
         self._readers: dict[str, list[str]] = {}
         self._own_head: dict[str, bool] = {}
         for name in variants:
-            source = derived[name].source if name in derived else name
-            self._readers.setdefault(merged.variants[source].prefix, []).append(name)
-            self._own_head[name] = merged.variants[source].own_head
+            source = merged.variants[source_of(name, derived)]
+            self._readers.setdefault(source.prefix, []).append(name)
+            self._own_head[name] = source.own_head
         self._by_reference = tuple(f"{module}." for module in merged.shared_modules)
 
     def wants(self, key: str) -> bool:

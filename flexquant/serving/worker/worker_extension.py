@@ -81,7 +81,7 @@ def status_of(model: FlexQuantForCausalLM) -> JsonObject:
         "flexquant": __version__,
         "architecture": model.merged.base_architecture,
         "policy": model.policy.described(),
-        "plans": {plan.name: list(plan.layers) for plan in model.routes.plans},
+        "plans": model.routes.layers_by_plan(),
         "routes": {
             phase: [
                 {"min_tokens": row.min_tokens, "max_tokens": row.max_tokens, "plan": row.plan.name}

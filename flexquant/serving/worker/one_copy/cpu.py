@@ -22,7 +22,12 @@ from vllm.logger import init_logger
 
 from flexquant.documents.results import digest_of
 from flexquant.serving.kernels import cpu_model
-from flexquant.serving.kernels.cpu_kernels import INNER_K_TILES, TorchCPUInt4LinearKernel, exact_int8_linear
+from flexquant.serving.kernels.cpu_kernels import (
+    INNER_K_TILES,
+    TorchCPUInt4LinearKernel,
+    exact_int8_linear,
+    thread_memory,
+)
 from flexquant.serving.vllm_api import (
     CPUWNA16LinearKernel,
     MPLinearKernel,
@@ -37,7 +42,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 # A multiplication and an addition round twice, as PyTorch's operators do, whatever the CPU.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 CHANNEL_SCALE = "flexquant_channel_scale"
-"""Name of a buffer of a layer: the scales of its INT8 weights, float32 [outputs]."""
+"""Name of a buffer of a layer: the scales of its 8-bit weights, float32 [outputs]."""
 ZERO = 8.0
 """Value of a symmetric INT4 weight that stands for 0."""
 
@@ -172,9 +177,10 @@ def one_copy_linear(
 
 
 @torch.library.register_fake("flexquant::one_copy_linear", lib=_library)
-def _one_copy_linear_shape(
+def output_shape(
     x: torch.Tensor, packed: object, scale: object, zero: object, channel_scale: torch.Tensor, *_: object
 ) -> torch.Tensor:
+    """Return memory for the outputs, on a CPU or (`marlin`) a GPU."""
     return x.new_empty((x.shape[0], channel_scale.shape[0]))
 
 
@@ -230,19 +236,10 @@ def _int8_weights(
 ) -> torch.Tensor:
     """Return (value - zero) * ratio in int8 [inputs, outputs]; the thread's next call writes over it."""
     groups, outputs = ratio.shape
-    out = _scratch()[: inputs * outputs].view(inputs, outputs)
+    out = thread_memory(_kept, _most_weights, torch.int8)[: inputs * outputs].view(inputs, outputs)
     if has_operators():
         torch.ops.flexquant_one_copy.int4_to_int8(packed, ratio, zeros, layout.block, layout.in_halves, out)
         return out
     values = unpacked(packed, layout, inputs, outputs).view(groups, -1, outputs)
     scaled = values.float().sub_(zeros[:, None]).mul_(ratio[:, None])
     return out.copy_(scaled.round_().view(inputs, outputs))
-
-
-def _scratch() -> torch.Tensor:
-    """Return this thread's memory for the INT8 weights of one layer: two threads may multiply at once."""
-    memory: torch.Tensor | None = getattr(_kept, "memory", None)
-    if memory is None or memory.numel() < _most_weights:
-        with torch.inference_mode(False):  # made inside that mode, it could not be written to outside of it
-            memory = _kept.memory = torch.empty(_most_weights, dtype=torch.int8)
-    return memory

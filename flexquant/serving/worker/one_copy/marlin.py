@@ -17,9 +17,10 @@ from vllm.platforms import current_platform
 
 from flexquant.serving.vllm_api import MarlinLinearKernel, get_scale_perms, tl, triton, unpack_cols
 from flexquant.serving.vllm_api import _custom_ops as ops
+from flexquant.serving.worker.one_copy.cpu import CHANNEL_SCALE, output_shape
 
-CHANNEL_SCALE, ZERO, BIAS = "flexquant_channel_scale", "flexquant_zero", "flexquant_bias"
-"""Names of a layer's buffers: float32 [outputs], int8 [groups, outputs], and [outputs] in their order."""
+ZERO, BIAS = "flexquant_zero", "flexquant_bias"
+"""Names of further buffers of a layer: int8 [groups, outputs], and [outputs] in their order."""
 OUTPUTS_AT_ONCE, MOST_INPUTS = 64, 128
 INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -196,11 +197,7 @@ def one_copy_marlin_linear(
     return ops.cutlass_scaled_mm(quantized, weights.t(), row, channel_scale[:, None], x.dtype, bias)
 
 
-@torch.library.register_fake("flexquant::one_copy_marlin_linear", lib=_library)
-def _one_copy_marlin_linear_shape(
-    x: torch.Tensor, packed: object, scale: object, zero: object, channel_scale: torch.Tensor, *_: object
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], channel_scale.shape[0]))
+torch.library.register_fake("flexquant::one_copy_marlin_linear", output_shape, lib=_library)
 
 
 def _scratch(device: torch.device, weights: int, precision: torch.dtype) -> torch.Tensor:
