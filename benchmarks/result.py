@@ -36,9 +36,9 @@ def _lines(value: Any, indent: int = 0) -> str:
     if _depth(value) < 2 or (_depth(value) == 2 and len(text) <= RECORD):
         return text
     parts = [_lines(part, indent + 1) for part in (value.values() if isinstance(value, dict) else value)]
-    begin, end = "[]"
+    begin, end = "[", "]"
     if isinstance(value, dict):
-        begin, end = "{}"
+        begin, end = "{", "}"
         names = (json.dumps(name, ensure_ascii=False) for name in value)
         parts = [f"{name}: {part}" for name, part in zip(names, parts, strict=True)]
     separator = "\n" + " " * (indent + 1)

@@ -63,7 +63,8 @@ class Exchange:
     def __init__(self, llm: LLM, plan: str) -> None:
         """Prepare the modes; in VLLM every pass takes ``plan``."""
         (self._runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
-        (self._served,) = llm.apply_model(lambda model: getattr(model, "runnable", model))
+        served: list[Any] = llm.apply_model(lambda model: getattr(model, "runnable", model))
+        (self._served,) = served
         self._plan = self._served.plans[plan]
         groups = (group for groups in self._runner.attn_groups for group in groups)
         observed = [builder for group in groups for builder in group.metadata_builders]
