@@ -72,7 +72,10 @@ demo: .venv/serve/.done $(MERGED)/config.json $(MERGED).tuned.yaml
 	@$(SERVE)/python examples/demo.py $(MERGED) --reference $(MODEL) --policy $(MERGED).tuned.yaml \
 		--static w8a8=.work/variants/$(NAME)/w8a8 w4a16=.work/variants/$(NAME)/w4a16
 
-test: lint test-quantize test-serve
+# mypy takes one core alone.
+test:
+	$(MAKE) --jobs 2 --output-sync lint test-quantize
+	$(MAKE) test-serve
 
 test-full: test .venv/torchvision/.done .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/chromium/.done .venv/hadolint/.done .venv/schemathesis/.done .venv/yaml-language-server/.done .venv/lm-eval/.done .venv/oldest/.done .work/faketime/.done
 	$(MAKE) test-quantize TESTS="-m full"

@@ -18,6 +18,7 @@ from flexquant.cli import build_parser, main
 from tests import programs, readme
 
 BIN = Path(sys.executable).parent
+TUNED = programs.ROOT / "benchmarks" / "results" / "tuning" / "smollm2-135m.yaml"
 FEW = {
     "eval": "--samples 4 --batch-sizes 4 --prompt-tokens 32 --tokens 8 --no-questions",
     "search": "--samples 1 --batch-size 1 --prompt-tokens 8 --tokens 2",
@@ -27,18 +28,17 @@ FEW = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, real_model, real_variants, real_merged):
+@pytest.fixture
+def folder(tmp_path, real_model, real_variants, real_merged):
     """Return a folder with what the README's commands expect: a build's output, a policy, a text."""
-    folder = tmp_path_factory.mktemp("readme")
-    (folder / "my-variants").mkdir()
+    (tmp_path / "my-variants").mkdir()
     for name, path in real_variants.items():
-        (folder / "my-variants" / name).symlink_to(path)
-    (folder / "my-model").symlink_to(real_model)
-    (folder / "my-model-merged").symlink_to(real_merged)
-    (folder / "my-policy.yaml").write_text(readme.documents("flexquant.policy/v1")[0])
-    (folder / "my-text.txt").write_text(topics["execmodel"])
-    return folder
+        (tmp_path / "my-variants" / name).symlink_to(path)
+    (tmp_path / "my-model").symlink_to(real_model)
+    (tmp_path / "my-model-merged").symlink_to(real_merged)
+    (tmp_path / "my-policy.yaml").write_text(readme.documents("flexquant.policy/v1")[0])
+    (tmp_path / "my-text.txt").write_text(topics["execmodel"])
+    return tmp_path
 
 
 def of(program: str) -> list[str]:
@@ -72,14 +72,20 @@ def test_benchmark_commands_are_understood(command):
 
 
 @pytest.mark.engine
-def test_flexquant_commands_in_order(folder, monkeypatch):
+@pytest.mark.parametrize("measured", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_flexquant_commands_in_order(folder, monkeypatch, measured):
+    """`make test` parses the commands that measure, which have tests of their own, and runs the others."""
     monkeypatch.chdir(folder)
     commands = [c for c in of("flexquant") if not c.startswith(("flexquant quantize", "flexquant build"))]
     assert len(commands) > 6
+    if not measured:
+        shutil.copy(TUNED, "my-tuned.yaml")
     for command in commands:
         _, subcommand, *arguments = shlex.split(command)
-        few = shlex.split(FEW.get(subcommand, ""))
-        assert main([subcommand, *arguments, *few]) == 0, command
+        if measured or subcommand not in FEW:
+            assert main([subcommand, *arguments, *shlex.split(FEW.get(subcommand, ""))]) == 0, command
+        else:
+            build_parser().parse_args([subcommand, *arguments])
 
 
 def test_the_program_flexquant_is_installed():
@@ -93,8 +99,7 @@ def test_the_program_flexquant_is_installed():
 )
 def test_vllm_commands(command, real_merged, tmp_path, monkeypatch):
     (tmp_path / "my-policy.yaml").write_text(readme.documents("flexquant.policy/v1")[0])
-    tuned = programs.ROOT / "benchmarks" / "results" / "tuning" / "smollm2-135m.yaml"
-    shutil.copy(tuned, tmp_path / "my-tuned.yaml")
+    shutil.copy(TUNED, tmp_path / "my-tuned.yaml")
     monkeypatch.chdir(tmp_path)
     program, subcommand, model, *arguments = shlex.split(command)
     assert (program, subcommand, model) == ("vllm", "serve", "my-model-merged")
