@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.yaml_document import KeyPath
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Layers, Plan
-from flexquant.policy.rules import Derivation, Policy, source_of
-from flexquant.policy.schema import PHASES, Phase, parse_layers
+from flexquant.policy.rules import Policy, source_of
+from flexquant.policy.schema import PHASES, Derivation, Phase, parse_layers
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class RouteTable:
     def __init__(
         self,
         intervals: Mapping[Phase, Sequence[Interval]],
-        derived: dict[str, Derivation],
+        derived: Mapping[str, Derivation],
         tokens_per_sequence: int = 1,
     ) -> None:
         """Take ``intervals`` for every phase, in ascending order and without gaps from one token."""
@@ -63,7 +63,7 @@ class RouteTable:
             ]
             for phase, rows in data["intervals"].items()
         }
-        derived = {name: Derivation(**how) for name, how in data["derived"].items()}
+        derived = {name: Derivation.model_validate(how) for name, how in data["derived"].items()}
         return cls(intervals, derived, data["tokens_per_sequence"])
 
     def to_json(self) -> JsonObject:
@@ -74,7 +74,7 @@ class RouteTable:
                 phase: [[row.min_tokens, row.max_tokens, row.plan.name] for row in rows]
                 for phase, rows in self._intervals.items()
             },
-            "derived": {name: asdict(how) for name, how in self.derived.items()},
+            "derived": {name: how.model_dump(by_alias=True) for name, how in self.derived.items()},
             "tokens_per_sequence": self.tokens_per_sequence,
         }
 
@@ -235,14 +235,15 @@ def _ranges(values: Mapping[int, T], end: int) -> list[tuple[int, int, T]]:
 
 def _check_derived(policy: Policy, variants: Collection[str]) -> None:
     for name, derivation in policy.derived.items():
+        derives = f"{policy.place(('derive', name))} derives '{name}'"
         if name in variants:
             raise FlexQuantError(
-                f"{derivation.place} derives '{name}', but the checkpoint has a variant of that name; use "
-                "it as it is, or derive under another name"
+                f"{derives}, but the checkpoint has a variant of that name; use it as it is, or derive "
+                "under another name"
             )
         if derivation.source not in variants:
             raise FlexQuantError(
-                f"{derivation.place} derives '{name}' from '{derivation.source}', but the checkpoint has "
+                f"{derives} from '{derivation.source}', but the checkpoint has "
                 f"{', '.join(sorted(variants))}; derive from one of those, or choose another policy"
             )
 

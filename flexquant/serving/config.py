@@ -62,7 +62,8 @@ def served_policy(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy)
         tokens_per_sequence=tokens_per_sequence(vllm_config),
     )
     for variant, derivation in policy.derived.items():
-        check_derivable(variant, derivation, merged.variants[derivation.source])
+        derives = f"{policy.place(('derive', variant))} derives '{variant}'"
+        check_derivable(derives, derivation, merged.variants[derivation.source])
     check_supported(vllm_config, merged, routes.up_to(max_decode_tokens(vllm_config)))
     document = {key: value for key, value in policy.document.items() if key != "measured"}
     return ServedPolicy(policy.name, digest_of(document), routes)

@@ -14,20 +14,23 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.merged_config import StoredVariant
 from flexquant.checkpoint.model_config import AWQ, GPTQ, JsonObject
 from flexquant.errors import FlexQuantError
-from flexquant.policy.rules import Derivation
+from flexquant.policy.schema import Derivation
 
 ONE_SCALE = "weights have one scale a channel, and INT8 activations need groups"
 
 
-def check_derivable(name: str, derivation: Derivation, source: StoredVariant) -> None:
-    """Refuse a derived variant if its source lacks the weights that it needs, or this device a kernel."""
+def check_derivable(derives: str, derivation: Derivation, source: StoredVariant) -> None:
+    """Refuse a derived variant if its source lacks the weights that it needs, or this device a kernel.
+
+    ``derives`` opens the message: what in the policy derives the variant.
+    """
     groups = source.quantization_config["config_groups"].values()
     weights = [group.get("weights") or {} for group in groups if not group.get("input_activations")]
     integers = [w for w in weights if w.get("type", "int") == "int"]  # layers of other types do not change
     if derivation.is_one_copy:
         int4 = [w for w in integers if w.get("num_bits") == 4]
         problems = [*map(layer_problem, int4)] or ["which has no INT4 weights"]
-        check_one_copy_device(f"{derivation.place} derives '{name}'")
+        check_one_copy_device(derives)
         needed = "INT4 weights"
     else:
         problems = [group_problem(w, derivation.activations) for w in integers]
@@ -39,8 +42,8 @@ def check_derivable(name: str, derivation: Derivation, source: StoredVariant) ->
         needed = "symmetric INT4 weights in groups (scheme W4A16 in the recipe, not W4A16_ASYM)"
     if any(problems):
         raise FlexQuantError(
-            f"{derivation.place} derives '{name}' from '{derivation.source}', "
-            f"{next(filter(None, problems))}; derive it from a W4A16 variant with {needed}"
+            f"{derives} from '{derivation.source}', {next(filter(None, problems))}; derive it from a W4A16 "
+            f"variant with {needed}"
         )
     if derivation.is_one_copy:
         return

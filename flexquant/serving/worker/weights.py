@@ -19,7 +19,8 @@ from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
 from flexquant.checkpoint.module_names import HEAD, is_in
 from flexquant.checkpoint.safetensors_io import is_finite
 from flexquant.errors import FlexQuantError
-from flexquant.policy.rules import Derivation, source_of
+from flexquant.policy.rules import source_of
+from flexquant.policy.schema import Derivation
 from flexquant.serving.worker.adapters import check_unsmoothed
 
 NamedTensor = tuple[str, torch.Tensor]
