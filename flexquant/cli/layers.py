@@ -1,17 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Choose a precision for each layer in decode, under a budget of quality, time or layers.
-
-First each layer's cost alone is measured, as by 'flexquant sensitivity' and in the same file. Then one layer
-after another is raised from the lowest precision, the one that gains most for its time first, and such plans
-are measured whole, since the layers' gains do not add up. Times come from --policy, which 'flexquant tune'
-wrote. The policy that is written equals it, with the chosen plan in the rule that decodes --sequences
-sequences.
-
-examples:
-  flexquant search out --text text.txt --reference model --policy tuned.yaml --output results --max-kl 0.05
-  flexquant search out --text text.txt --policy tuned.yaml --output results --layers 8 --compare
-"""
+"""The commands about single layers: sensitivity measures them, and search chooses a precision for each."""
 
 from __future__ import annotations
 
@@ -31,7 +20,38 @@ from flexquant.cli._arguments import (
 from flexquant.errors import UsageError
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_sensitivity(parser: argparse.ArgumentParser) -> None:
+    add_study(parser, "sensitivity.json, sensitivity.md and sensitivity.png")
+
+
+def sensitivity(args: argparse.Namespace) -> JsonObject:
+    """Measure what each decoder layer costs in a lower precision, and gains in a higher one.
+
+    Every layer runs alone in a lower precision while all others are in the highest, and alone in a higher one
+    while all others are in the lowest, on one engine. Prompts are prefilled in the highest precision; their
+    continuations are forced token by token and decoded by the plan. The results are KL divergences to
+    --reference, or without it to the most precise variant. An interrupted run resumes if it is started again
+    with the same arguments. 'flexquant search' makes a policy from the results.
+
+    example:
+      flexquant sensitivity model-merged --text text.txt --variants w8a8,w4a16 --samples 16 --output results
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from flexquant.checkpoint.output import write_text
+    from flexquant.evaluation.report import writable_folder
+    from flexquant.layers.report import format_sensitivity_table, save_sensitivity_plot
+
+    study = study_of(args)
+    with writable_folder(args.output, "--output") as folder:
+        document = study.measure(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
+    table = format_sensitivity_table(document)
+    print(table)
+    write_text(folder / "sensitivity.md", table + "\n")
+    save_plot(folder / "sensitivity.png", lambda file: save_sensitivity_plot(document, file))
+    return {**document}
+
+
+def configure_search(parser: argparse.ArgumentParser) -> None:
     add_study(parser, "searched.yaml, searched.md and searched.png, beside sensitivity.json")
     parser.add_argument(
         "--policy",
@@ -58,7 +78,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> JsonObject:
+def search(args: argparse.Namespace) -> JsonObject:
+    """Choose a precision for each layer in decode, under a budget of quality, time or layers.
+
+    First each layer's cost alone is measured, as by 'flexquant sensitivity' and in the same file. Then one
+    layer after another is raised from the lowest precision, the one that gains most for its time first, and
+    such plans are measured whole, since the layers' gains do not add up. Times come from --policy, which
+    'flexquant tune' wrote. The policy that is written equals it, with the chosen plan in the rule that
+    decodes --sequences sequences.
+
+    examples:
+      flexquant search out --text text.txt --reference model --policy tuned.yaml --output out --max-kl 0.05
+      flexquant search out --text text.txt --policy tuned.yaml --output results --layers 8 --compare
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.checkpoint.output import write_text
     from flexquant.evaluation.report import writable_folder
@@ -78,9 +110,9 @@ def run(args: argparse.Namespace) -> JsonObject:
     if measured is None:
         raise UsageError(f"{args.folder} stores no measured times; give a tuned policy as --policy")
     times, base = measured
-    search = Search(study, times, budget, args.sequences, args.compare)
+    searching = Search(study, times, budget, args.sequences, args.compare)
     with writable_folder(args.output, "--output") as folder:
-        found = search.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
+        found = searching.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
     document = searched_policy_document(base, found, dict(study.variants), budget, args.sequences)
     table = format_search_table(found)
     print(table)
