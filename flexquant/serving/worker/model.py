@@ -88,8 +88,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         self._loader = VariantLoader(
             {name: variant for name, variant in variants.items() if routes.has_weights(name)},
             self.merged,
-            routes.derived,
-            routes.layers,
+            routes,
             must_be_unsmoothed=vllm_config.lora_config is not None,
         )
         self._memory: WeightMemory | None = WeightMemory(variants)
