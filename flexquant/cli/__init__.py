@@ -23,8 +23,7 @@ from pathlib import Path
 import flexquant
 from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli import advise, checkpoint, layers, policy, quantize, tune
-from flexquant.cli import eval as evaluation
+from flexquant.cli import advise, checkpoint, policy, quality, quantize, tune
 from flexquant.cli._arguments import add_json
 from flexquant.errors import FlexQuantError, UsageError
 
@@ -41,9 +40,9 @@ SUBCOMMANDS: dict[str, tuple[Configure, Run]] = {
     "verify": (checkpoint.configure_verify, checkpoint.verify),
     "split": (checkpoint.configure_split, checkpoint.split),
     "policy": (policy.configure, policy.run),
-    "eval": (evaluation.configure, evaluation.run),
-    "sensitivity": (layers.configure_sensitivity, layers.sensitivity),
-    "search": (layers.configure_search, layers.search),
+    "eval": (quality.configure_eval, quality.eval_policies),
+    "sensitivity": (quality.configure_sensitivity, quality.sensitivity),
+    "search": (quality.configure_search, quality.search),
     "tune": (tune.configure_tune, tune.tune),
     "fit": (tune.configure_fit, tune.fit),
     "advise": (advise.configure, advise.run),

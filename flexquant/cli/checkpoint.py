@@ -128,8 +128,7 @@ def inspect(args: argparse.Namespace) -> JsonObject:
             policy, merged.variants, layers, sys.maxsize, mixable=merged.mixable_groups
         )
         sources = {name: derivation.source for name, derivation in routes.derived.items()}
-        held = {name: numbers for name, numbers in routes.layers.items() if routes.has_weights(name)}
-        loaded = bytes_in_use(merged, checkpoint.tensors, held, sources)
+        loaded = bytes_in_use(merged, checkpoint.tensors, routes.stored_layers, sources)
         said = describe_bytes(loaded)
     except FlexQuantError as e:
         said = f"unknown, since the policy cannot be served: {e}"

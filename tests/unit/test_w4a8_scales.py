@@ -16,7 +16,6 @@ from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, as_m
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.schema import Derivation
-from flexquant.serving.derivations import check_derivable, layer_problem
 from flexquant.serving.kernels import trial
 from flexquant.serving.kernels.cpu_kernels import (
     AMXW4A8LinearKernel,
@@ -25,6 +24,7 @@ from flexquant.serving.kernels.cpu_kernels import (
     TorchCPUW4A8LinearKernel,
     provide_cpu_kernels,
 )
+from flexquant.serving.refusals import check_derivable, layer_problem
 from flexquant.serving.worker.w4a8 import MarlinW4A8LinearKernel, find_kernel
 from tests.checkpoints import make_checkpoint
 from tests.unit.test_one_copy import INPUTS, made

@@ -17,9 +17,8 @@ from flexquant.checkpoint.weight_bytes import BytesByRange, describe_bytes
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable
-from flexquant.serving.config import clip_to_server
+from flexquant.serving.config import ServedPolicy, clip_to_server, merged_of
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
-from flexquant.serving.options import ServedPolicy, merged_of
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     IntermediateTensors,

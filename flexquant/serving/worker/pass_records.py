@@ -25,7 +25,7 @@ from vllm.logger import init_logger
 from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
-from flexquant.serving.options import ServedPolicy, ServingOptions
+from flexquant.serving.config import ServedPolicy, ServingOptions
 from flexquant.serving.worker.forward_pass import Pass
 
 logger = init_logger("vllm.flexquant.trace")

@@ -19,8 +19,8 @@ from torch import nn
 from vllm.platforms import current_platform
 
 from flexquant.errors import FlexQuantError
-from flexquant.serving.derivations import ONE_SCALE, check_signs, check_w4a8_device
 from flexquant.serving.kernels.cpu_kernels import TorchCPUW4A8LinearKernel
+from flexquant.serving.refusals import ONE_SCALE, check_signs, check_w4a8_device
 from flexquant.serving.vllm_api import (
     CompressedTensorsWNA16,
     MarlinLinearKernel,

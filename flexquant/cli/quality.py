@@ -1,23 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The commands about single layers: sensitivity measures them, and search chooses a precision for each."""
+"""The commands that measure quality: eval of policies, sensitivity of single layers, search of a plan."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import (
     add_counts,
+    add_rows,
     add_study,
+    add_subject,
     parse_count,
+    parse_counts,
+    parse_names,
     parse_number,
     save_plot,
     study_of,
     tell,
 )
-from flexquant.errors import UsageError
+from flexquant.errors import FlexQuantError, UsageError
+from flexquant.evaluation.inputs import Settings
+
+
+def configure_eval(parser: argparse.ArgumentParser) -> None:
+    defaults = Settings()
+    add = parser.add_argument
+    add_subject(parser)
+    add(
+        "--policies",
+        type=parse_names,
+        metavar="NAMES",
+        help="comma-separated variants, built-in policies, policy files, 'stored' for the checkpoint's own "
+        "(default: every variant, and the checkpoint's default policy)",
+    )
+    add(
+        "--batch-sizes",
+        type=parse_counts,
+        default=",".join(map(str, defaults.batch_sizes)),
+        metavar="LIST",
+        help="sequences in a decode pass, comma-separated (default: %(default)s)",
+    )
+    add_rows(parser, defaults, "every")
+    add_counts(parser, {"--answer-tokens": (defaults.answer_tokens, "most tokens of an answer")})
+    questions = parser.add_mutually_exclusive_group()
+    questions.add_argument(
+        "--questions", metavar="FILE", help="questions to answer, one a line (default: 24 built-in ones)"
+    )
+    questions.add_argument("--no-questions", action="store_true", help="do not compare answers")
+    add("--output", metavar="DIR", help="folder for quality.json, quality.md and quality.png")
+    add("--plot", metavar="FILE", help="another place for the plot, .png or .svg")
+
+
+def eval_policies(args: argparse.Namespace) -> JsonObject:
+    """Measure what each policy of a merged checkpoint costs in quality, as vLLM serves it.
+
+    Rows are drawn from a text. Each row's prompt is prefilled and its continuation forced token by token, so
+    decode passes are measured as they are served, over the shared KV cache. With --reference, the 16-bit
+    model that the variants were made from, the results are KL divergence, agreement and identical answers;
+    without it, perplexity. Meanwhile TMPDIR holds the reference's log-probabilities: 4 bytes x samples x
+    tokens x vocabulary.
+
+    examples:
+      flexquant eval model-merged --text text.txt --reference model --output results
+      flexquant eval model-merged --text chats.jsonl --policies w8a8,phase,my-policy.yaml --batch-sizes 8
+    """
+    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    if args.questions and not args.reference:
+        raise UsageError("--questions needs --reference, whose answers the others are compared with")
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from flexquant.evaluation.evaluating import evaluate
+    from flexquant.evaluation.inputs import read_questions
+    from flexquant.evaluation.report import (
+        format_quality_table,
+        save_quality_plot,
+        writable_folder,
+        write_results,
+    )
+
+    questions: list[str] | None = [] if args.no_questions else None
+    if args.questions:
+        questions = read_questions(args.questions)
+    with ExitStack() as outputs:
+        if args.output:
+            outputs.enter_context(writable_folder(args.output, "--output"))
+        if args.plot:
+            outputs.enter_context(writable_folder(Path(args.plot).parent, "--plot"))
+        document = evaluate(
+            args.folder,
+            args.text,
+            reference=args.reference,
+            policies=args.policies,
+            questions=questions,
+            settings=settings,
+            progress=tell,
+        )
+    print(format_quality_table(document))
+    plots = [Path(args.plot)] if args.plot else []
+    if args.output:
+        write_results(document, args.output)
+        plots.append(Path(args.output, "quality.png"))
+    if plots:
+        try:
+            save_quality_plot(document, plots)
+        except FlexQuantError as e:  # a missing plot must not discard numbers that took minutes or hours
+            print(f"flexquant eval: no plot: {e}", file=sys.stderr)
+    return document
 
 
 def configure_sensitivity(parser: argparse.ArgumentParser) -> None:
