@@ -37,7 +37,7 @@ DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 class MarlinW4A8LinearKernel(MarlinLinearKernel):
     """Marlin that refuses scales below zero where it does not multiply right with them.
 
-    Checkpoints merged by older releases do not record such scales, so that they are first seen here.
+    A checkpoint that was published, not merged, does not record such scales: they are first seen here.
     Delete when the oldest supported vLLM divides them by the greatest magnitude, not by the greatest
     (``marlin_act_int8_process_scales``), and its kernel reads them as signed numbers.
     """
