@@ -28,13 +28,19 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.flexquant.metrics")
 
+FORWARD, TOKENS = "flexquant:forward", "flexquant:tokens"
+PADDED_TOKENS, SECONDS = "flexquant:padded_tokens", "flexquant:forward_seconds"
+SIZE = "flexquant:forward_size"
+REPLAYS = "flexquant:graph_replays"
+WEIGHT_BYTES = "flexquant:weight_bytes"
+POLICY = "flexquant:policy_info"
 COUNTERS = {
-    "forward": "Forward passes of vLLM's scheduler.",
-    "tokens": "Tokens of these passes, those that the scheduler asked for.",
-    "padded_tokens": "Tokens of these passes with padding.",
-    "forward_seconds": "Time of these passes, from the description of the batch to the logits.",
+    FORWARD: "Forward passes of vLLM's scheduler.",
+    TOKENS: "Tokens of these passes, those that the scheduler asked for.",
+    PADDED_TOKENS: "Tokens of these passes with padding.",
+    SECONDS: "Time of these passes, from the description of the batch to the logits.",
 }
-"""Name of a counter, without ``flexquant:`` and the ``_total`` that Prometheus appends -> its help text."""
+"""Name of a counter, without the ``_total`` that Prometheus appends -> its help text."""
 ENGINE = ["model_name", "engine"]
 """vLLM's labels, which all metrics have."""
 CELL = [*ENGINE, "plan", "phase"]
@@ -82,25 +88,19 @@ Engines = list[tuple[list[str], JsonObject]]
 
 def pass_metrics(engines: Engines) -> Iterator[Metric]:
     """Yield the counters of passes, and the histogram of their sizes."""
-    counters = {
-        name: CounterMetricFamily(f"flexquant:{name}", text, labels=CELL) for name, text in COUNTERS.items()
-    }
+    counters = {name: CounterMetricFamily(name, text, labels=CELL) for name, text in COUNTERS.items()}
     replays = CounterMetricFamily(
-        "flexquant:graph_replays",
-        "Of these passes those that ran from CUDA graphs.",
-        labels=[*CELL, "mode"],
+        REPLAYS, "Of these passes those that ran from CUDA graphs.", labels=[*CELL, "mode"]
     )
     sizes = HistogramMetricFamily(
-        "flexquant:forward_size",
-        "Sequences of these passes in decode, else tokens, both without padding.",
-        labels=CELL,
+        SIZE, "Sequences of these passes in decode, else tokens, both without padding.", labels=CELL
     )
     for engine, told in engines:
         for cell, (buckets, size) in zip(told["counted"], told["sizes"], strict=True):
             labels = [*engine, cell["plan"], cell["phase"]]
             sizes.add_metric(labels, buckets, size)
             for name, counter in counters.items():
-                counter.add_metric(labels, cell[name])
+                counter.add_metric(labels, cell[name.removeprefix("flexquant:")])
             for key in cell:
                 if key.startswith("graph_replays_"):
                     replays.add_metric([*labels, key.removeprefix("graph_replays_")], cell[key])
@@ -110,12 +110,12 @@ def pass_metrics(engines: Engines) -> Iterator[Metric]:
 def weights_and_policies(engines: Engines) -> Iterator[Metric]:
     """Yield the bytes of weights, and which policy routes."""
     weights = GaugeMetricFamily(
-        "flexquant:weight_bytes",
+        WEIGHT_BYTES,
         "Bytes of weights on a rank, as kernels keep them; 'shared' by several variants.",
         labels=[*ENGINE, "variant", "layers"],
     )
     policies = GaugeMetricFamily(
-        "flexquant:policy_info",
+        POLICY,
         "1 for the policy that routes, 0 for one that did before it.",
         labels=[*ENGINE, "policy", "digest"],
     )
