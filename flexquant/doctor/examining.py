@@ -13,14 +13,15 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import QUANT_METHOD, SHARED
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.doctor import Finding
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.engine import describe_machine, describe_versions, environment
 from flexquant.policy.pass_times import device_name
@@ -30,24 +31,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from flexquant.serving.worker.model import FlexQuantForCausalLM
-
-Level = Literal["ok", "note", "problem"]
-"""``note``: it serves, but slower than it could or not as expected; ``problem``: it does not serve."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One finding of the doctor."""
-
-    level: Level
-    subject: str
-    text: str
-    details: JsonObject = field(default_factory=dict)
-    """The figures of the text and more, for programs."""
-
-    def line(self) -> str:
-        mark = {"ok": " ", "note": "!", "problem": "X"}[self.level]
-        return f"{mark} {self.subject:<10} {self.text}"
 
 
 def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from vllm.model_executor.model_loader import LoadFormats
 from vllm.platforms import current_platform
 
-from flexquant.doctor.examining import Finding, examine
+from flexquant.doctor import Finding
+from flexquant.doctor.examining import examine
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
 from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from examples.vllm_server import default_environment
-from flexquant.doctor.examining import Finding
+from flexquant.doctor import Finding
 from flexquant.evaluation.engine import describe_command, describe_machine
 from flexquant.policy.pass_times import device_name
 
