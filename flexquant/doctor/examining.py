@@ -39,14 +39,9 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
     The findings end with the first problem that keeps vLLM from starting.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    machine, versions = describe_machine(), describe_versions()
-    said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    yield Finding(
-        "ok",
-        "machine",
-        f"{device_name({'machine': machine})}; {said}",
-        {"machine": machine, "versions": versions},
-    )
+    here = {"machine": describe_machine(), "versions": describe_versions()}
+    said = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    yield Finding("ok", "machine", f"{device_name(here)}; {said}", here)
     try:
         checkpoint = MergedCheckpoint.open(folder, published=True)
         merged = checkpoint.merged
