@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -68,19 +68,22 @@ Milliseconds = Annotated[
     AfterValidator(_read_time),
     says("give [median, low, high] in milliseconds"),
 ]
-Curves = Annotated[
-    dict[
-        str,
-        Annotated[
-            dict[SizeKey, Milliseconds],
-            Field(min_length=1, json_schema_extra=KEYS_AS_GIVEN),
-            AfterValidator(_read_curve),
-            says("give a mapping from sizes to times"),
+if TYPE_CHECKING:
+    Curves = Mapping[str, Curve]
+else:  # in a document: variant -> size as text -> milliseconds
+    Curves = Annotated[
+        dict[
+            str,
+            Annotated[
+                dict[SizeKey, Milliseconds],
+                Field(min_length=1, json_schema_extra=KEYS_AS_GIVEN),
+                AfterValidator(_read_curve),
+                says("give a mapping from sizes to times"),
+            ],
         ],
-    ],
-    Field(min_length=1),
-    says("give a mapping from variants to their times"),
-]
+        Field(min_length=1),
+        says("give a mapping from variants to their times"),
+    ]
 
 
 class PassTimes(Section):
