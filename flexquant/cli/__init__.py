@@ -3,8 +3,9 @@
 """The ``flexquant`` command.
 
 Each subcommand has a function that adds its options, and one that runs it. The docstring of the latter, or of
-its module if it has none, is the description that ``--help`` shows. Results for people go to stdout and
-progress to stderr; with ``--json`` the dict that was returned is the last line of stdout.
+its module if it has none, is what ``--help`` shows, and its first line stands in the list of subcommands.
+Results for people go to stdout and progress to stderr; with ``--json`` the dict that was returned is the last
+line of stdout.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from pathlib import Path
 import flexquant
 from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli import advise, checkpoint, doctor, policy, quantize, search, sensitivity, tune
-from flexquant.cli import eval as evaluation
+from flexquant.cli import advise, checkpoint, policy, quality, quantize, tune
 from flexquant.cli._arguments import add_json
 from flexquant.errors import FlexQuantError, UsageError
 
@@ -36,33 +36,16 @@ SUBCOMMANDS: dict[str, tuple[Configure, Run]] = {
     "convert": (checkpoint.configure_convert, checkpoint.convert),
     "merge": (checkpoint.configure_merge, checkpoint.merge),
     "inspect": (checkpoint.configure_inspect, checkpoint.inspect),
-    "doctor": (doctor.configure, doctor.run),
+    "doctor": (checkpoint.configure_doctor, checkpoint.doctor),
     "verify": (checkpoint.configure_verify, checkpoint.verify),
     "split": (checkpoint.configure_split, checkpoint.split),
     "policy": (policy.configure, policy.run),
-    "eval": (evaluation.configure, evaluation.run),
-    "sensitivity": (sensitivity.configure, sensitivity.run),
-    "search": (search.configure, search.run),
+    "eval": (quality.configure_eval, quality.eval_policies),
+    "sensitivity": (quality.configure_sensitivity, quality.sensitivity),
+    "search": (quality.configure_search, quality.search),
     "tune": (tune.configure_tune, tune.tune),
     "fit": (tune.configure_fit, tune.fit),
     "advise": (advise.configure, advise.run),
-}
-HELP = {
-    "build": "quantise a 16-bit model and merge its variants, in one go",
-    "quantize": "quantise a 16-bit model into one folder per variant",
-    "convert": "convert an AWQ, GPTQ, AutoRound, block FP8 or Quark checkpoint to compressed-tensors",
-    "merge": "merge quantised variants of one model into one checkpoint",
-    "inspect": "show what a merged checkpoint holds",
-    "doctor": "check how a merged checkpoint would be served on this machine",
-    "verify": "check a merged checkpoint against its hashes or its sources",
-    "split": "write one variant of a merged checkpoint as a plain checkpoint",
-    "policy": "list, validate, show and apply policies",
-    "eval": "measure what each policy costs in quality, through vLLM",
-    "sensitivity": "measure what each layer costs in a lower precision",
-    "search": "choose a precision for each layer in decode, and write the policy",
-    "tune": "measure the variants on this machine and write the policy that follows",
-    "fit": "fit a merged checkpoint into a memory: how many layers have W8A8 beside INT4",
-    "advise": "which way to serve a model on a device, from its config.json",
 }
 MODELS = ("folder", "model", "reference")
 """Arguments for which a model's id on the Hugging Face Hub can stand in the place of its folder."""
@@ -78,10 +61,6 @@ ADVICE = {
     errno.EEXIST: "choose another name",
     errno.ENOTEMPTY: "choose another name",
     errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "its links lead in a circle, so correct them",
-    errno.EIO: "the disk or its connection fails, so check it",
-    errno.ESTALE: "the network file system lost it, so mount it again",
-    errno.ETXTBSY: "a process is using it, so choose another name",
 }
 FREE_SOME = "free some space, or write to another disk; TMPDIR says where temporary files go"
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -94,10 +73,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (configure, run) in SUBCOMMANDS.items():
+        description = inspect.getdoc(run) or inspect.getdoc(inspect.getmodule(run)) or ""
         subparser = subparsers.add_parser(
             name,
-            help=HELP[name],
-            description=inspect.getdoc(run) or inspect.getdoc(inspect.getmodule(run)),
+            help=description.splitlines()[0],
+            description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_json(subparser)
@@ -164,6 +144,7 @@ def explain_os_error(error: OSError | RuntimeError) -> str | None:
     if error.errno in NO_SPACE:
         where = f" while writing {path}" if path else ""
         return f"the disk is full{where} ({error.strerror}); {FREE_SOME}"
-    if path is None or error.errno not in ADVICE:
+    if path is None:
         return None
-    return f"cannot use {path}: {error.strerror}; {ADVICE[error.errno]}"
+    advice = ADVICE.get(error.errno or 0, "check the path and its disk")
+    return f"cannot use {path}: {error.strerror}; {advice}"

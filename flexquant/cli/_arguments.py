@@ -132,6 +132,17 @@ def add_effort(add: Callable[..., object], measured: str) -> None:
     )
 
 
+def add_variants(add: Callable[..., object]) -> None:
+    """Add the option of the variants that :func:`flexquant.tuning.candidates.find_variants` finds."""
+    add(
+        "--variants",
+        type=parse_names,
+        metavar="NAMES",
+        help="comma-separated variants to choose among, or policies of one variant such as w4a8 (default: "
+        "all variants of the checkpoint; if it has one alone, INT8 computed from it too)",
+    )
+
+
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
@@ -177,13 +188,7 @@ def add_study(parser: argparse.ArgumentParser, files: str) -> None:
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="DIR", help=f"folder for {files}")
     add("--overwrite", action="store_true", help="discard earlier results in the output, and begin anew")
-    add(
-        "--variants",
-        type=parse_names,
-        metavar="NAMES",
-        help="comma-separated variants that layers may be in, or policies of one variant such as w4a8 "
-        "(default: all variants of the checkpoint; if it has one alone, INT8 computed from it too)",
-    )
+    add_variants(add)
     add_counts(parser, {"--batch-size": (STUDY_DEFAULTS.batch_sizes[0], "sequences in a decode pass")})
     add_rows(parser, STUDY_DEFAULTS, "the")
 

@@ -1,77 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Print one line on stderr for each stage of a long command: its number, what it does, and its seconds."""
+"""Print on stderr when each stage of a long command begins, and how many seconds it took."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-SHOWN_EVERY = 0.1
-"""Seconds between two updates of a line on a terminal."""
-CLEAR_TO_END = "\x1b[K"
+from tqdm import tqdm
 
 
 class Stages:
-    """Prints the stages of one command, ``[2/5] w8a8: ... 74 s``, on what is stderr when it is constructed.
+    """Prints the stages of one command, ``[2/5] w8a8: ...``, on what is stderr when it is constructed.
 
-    On a terminal the running stage's line shows its progress. In a file or pipe the line is written in two
-    parts, when the stage begins and when it ends. Notes are printed when the stage has ended.
+    On a terminal a further line shows the running stage's progress.
     """
 
     def __init__(self, total: int) -> None:
         self._stream: TextIO = sys.stderr
         self._total = total
         self._begun = 0
-        self._running = False
-        self._notes: list[str] = []
 
     def note(self, message: str) -> None:
-        """Print a line of its own, after the running stage's line."""
-        self._notes.append(message)
-        if not self._running:
-            self._print_notes()
+        """Print a line of its own."""
+        tqdm.write(message, file=self._stream)
+        self._stream.flush()
 
     @contextmanager
     def stage(self, title: str, *, unit: str = "") -> Iterator[Callable[[int, int], None]]:
         """Begin the next stage; yield a function of (done, total), counted in ``unit`` or as a percentage.
 
-        The stage ends with the block; if the block raises, its line has no seconds.
+        The stage ends with the block; if the block raises, its seconds are not told.
         """
         self._begun += 1
         line = f"[{self._begun}/{self._total}] {title} ..."
-        is_terminal = self._stream.isatty()
-        started = shown = time.monotonic()
-        self._write(line)
-        self._running = True
+        self.note(line)
+        started = time.monotonic()
+        form = f"{{n_fmt}} of {{total_fmt}}{unit}" if unit else "{percentage:.0f}%"
+        form = f"{{desc}} {form}, {{elapsed}}"
+        with tqdm(desc=line, bar_format=form, file=self._stream, disable=None, leave=False) as bar:
 
-        def show(done: int, total: int) -> None:
-            nonlocal shown
-            now = time.monotonic()
-            if is_terminal and now - shown >= SHOWN_EVERY:
-                shown = now
-                state = f"{done} of {total}{unit}" if unit else f"{done / max(total, 1):.0%}"
-                text = f"{line} {state}, {now - started:.0f} s"
-                self._write(f"\r{text[: shutil.get_terminal_size().columns - 1]}{CLEAR_TO_END}")
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
 
-        try:
             yield show
-            seconds = time.monotonic() - started
-            took = f" {seconds:.{0 if seconds >= 10 else 1}f} s"
-            self._write(f"\r{line}{took}{CLEAR_TO_END}" if is_terminal else took)
-        finally:
-            self._write("\n")
-            self._running = False
-            self._print_notes()
-
-    def _print_notes(self) -> None:
-        for note in self._notes:
-            self._write(f"{note}\n")
-        self._notes.clear()
-
-    def _write(self, text: str) -> None:
-        print(text, end="", file=self._stream, flush=True)
+        seconds = time.monotonic() - started
+        self.note(f"{line} {seconds:.{0 if seconds >= 10 else 1}f} s")

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The commands around a merged checkpoint: convert, merge, inspect, verify, split."""
+"""The commands around a merged checkpoint: convert, merge, inspect, doctor, verify, split."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 
 from flexquant.checkpoint.folder import recipe_name
 from flexquant.checkpoint.measured_loss import loss_lines, read_losses
@@ -33,11 +34,10 @@ def configure_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def convert(args: argparse.Namespace) -> JsonObject:
-    """Convert a checkpoint to the format of compressed-tensors. 'flexquant merge' reads the other
-    formats too.
+    """Convert an AWQ, GPTQ, AutoRound, block FP8 or Quark checkpoint to compressed-tensors.
 
     Quantised values do not change. AWQ (GEMM), GPTQ without desc_act, block FP8, AutoRound's exports in these
-    formats and Quark's INT8 are read.
+    formats and Quark's INT8 are read. 'flexquant merge' reads these formats too.
 
     example:
       flexquant convert model-awq --output model-w4a16 --dtype bfloat16
@@ -128,8 +128,7 @@ def inspect(args: argparse.Namespace) -> JsonObject:
             policy, merged.variants, layers, sys.maxsize, mixable=merged.mixable_groups
         )
         sources = {name: derivation.source for name, derivation in routes.derived.items()}
-        held = {name: numbers for name, numbers in routes.layers.items() if routes.has_weights(name)}
-        loaded = bytes_in_use(merged, checkpoint.tensors, held, sources)
+        loaded = bytes_in_use(merged, checkpoint.tensors, routes.stored_layers, sources)
         said = describe_bytes(loaded)
     except FlexQuantError as e:
         said = f"unknown, since the policy cannot be served: {e}"
@@ -139,6 +138,40 @@ def inspect(args: argparse.Namespace) -> JsonObject:
         print(line)
     of_variants = {name: {k: v.model_dump() for k, v in kinds.items()} for name, kinds in losses.items()}
     return {**report.to_json(), "loaded": loaded, "losses": of_variants}
+
+
+def configure_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="OUT", help="merged checkpoint")
+    parser.add_argument(
+        "arguments",
+        nargs="*",
+        metavar="ARGUMENT",
+        help="after --: arguments of vllm serve for the engine, not for the API server",
+    )
+
+
+def doctor(args: argparse.Namespace) -> JsonObject:
+    """Check in seconds, without loading weights, how 'vllm serve' would run a merged checkpoint here.
+
+    Prints one finding a line: device and versions, policy, attention backend, CUDA graphs, the kernel of
+    every linear layer and why not a better one, memory, and what would be refused. '!' marks what could be
+    better, 'X' what prevents serving; the exit code is then 1.
+
+    examples:
+      flexquant doctor model-merged
+      flexquant doctor model-merged -- --tensor-parallel-size 2 --max-model-len 8192
+    """
+    from flexquant.doctor.examining import examine
+
+    findings = []
+    for finding in examine(args.folder, args.arguments):
+        print(finding.line(), flush=True)
+        findings.append(finding)
+    return {
+        "model": args.folder,
+        "findings": [asdict(finding) for finding in findings],
+        "failed": any(finding.level == "problem" for finding in findings),
+    }
 
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:

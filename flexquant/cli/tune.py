@@ -16,8 +16,8 @@ from flexquant.cli._arguments import (
     STUDY_DEFAULTS,
     add_counts,
     add_effort,
+    add_variants,
     parse_count,
-    parse_names,
     parse_number,
     parse_size,
     pick,
@@ -113,13 +113,7 @@ def _add_goal(parser: argparse.ArgumentParser) -> None:
     )
     tokens = "tokens of a request, prompt and answer, for --objective throughput"
     add_counts(parser, {"--request-tokens": (2048, tokens)})
-    add(
-        "--variants",
-        type=parse_names,
-        metavar="NAMES",
-        help="comma-separated variants to choose among, or policies of one variant such as w4a8 (default: "
-        "all variants of the checkpoint; if it has one alone, INT8 computed from it too)",
-    )
+    add_variants(add)
 
 
 def _add_measuring(parser: argparse.ArgumentParser) -> None:

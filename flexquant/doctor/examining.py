@@ -24,6 +24,7 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.doctor import Finding
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.engine import describe_machine, describe_versions, environment
+from flexquant.policy.pass_times import device_name
 from flexquant.policy.plans import Layers
 
 if TYPE_CHECKING:
@@ -38,10 +39,9 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
     The findings end with the first problem that keeps vLLM from starting.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    machine, versions = describe_machine(), describe_versions()
-    device = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-    said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    yield Finding("ok", "machine", f"{device}; {said}", {"machine": machine, "versions": versions})
+    here = {"machine": describe_machine(), "versions": describe_versions()}
+    said = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    yield Finding("ok", "machine", f"{device_name(here)}; {said}", here)
     try:
         checkpoint = MergedCheckpoint.open(folder, published=True)
         merged = checkpoint.merged

@@ -98,8 +98,7 @@ def change_policy(
     The answers are those of :meth:`FlexQuantWorker.flexquant_change_policy`. Raises FlexQuantError for a
     policy that this engine cannot serve.
     """
-    from flexquant.serving.config import served_policy
-    from flexquant.serving.options import merged_of
+    from flexquant.serving.config import merged_of, served_policy
 
     config = llm.llm_engine.vllm_config
     policy = served_policy(config, merged_of(config.model_config), parse_policy(document, name)).to_json()

@@ -255,12 +255,7 @@ class LayerBytes:
         """Return the bytes per weight of a policy with this route table and this plan of decode passes."""
         sources = {name: name for name in self._own}
         sources |= {name: derivation.source for name, derivation in routes.derived.items()}
-        held = {
-            (name, number)
-            for name, numbers in routes.layers.items()
-            if routes.has_weights(name)
-            for number in numbers
-        }
+        held = {(name, number) for name, numbers in routes.stored_layers.items() for number in numbers}
         shared = {(name if name in routes.derived else None, number) for name, number in held}
         resident = sum(self._own[sources[name]][number] for name, number in held)
         resident += sum(self._shared[number] for _, number in shared)

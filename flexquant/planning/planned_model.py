@@ -23,7 +23,7 @@ from flexquant.checkpoint.module_names import decoder_layer, fused_name, layer_n
 from flexquant.errors import FlexQuantError
 from flexquant.planning.config_numbers import Attention, active_experts
 from flexquant.planning.device import MARLIN
-from flexquant.policy.rules import Derivation
+from flexquant.policy.schema import Derivation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

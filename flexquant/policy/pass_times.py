@@ -18,8 +18,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -34,62 +33,6 @@ UNITS = {"decode": "sequences", "prefill": "tokens"}
 """Phase -> unit of the sizes of its passes."""
 
 
-def _check_size(text: str) -> str:
-    if not text.isdecimal() or int(text) < 1:
-        raise Problem("is not a size; give whole numbers of at least 1 as keys")
-    return text
-
-
-def _check_times(times: list[float]) -> list[float]:
-    median, low, high = times
-    if not 0 < low <= median <= high:
-        raise Problem(f"is {show(times)}; give times above 0 with low <= median <= high")
-    return times
-
-
-SizeKey = Annotated[str, AfterValidator(_check_size), Field(json_schema_extra={"pattern": "^[1-9][0-9]*$"})]
-TimeSection = Annotated[
-    Annotated[list[Number], Field(min_length=3, max_length=3)],
-    AfterValidator(_check_times),
-    says("give [median, low, high] in milliseconds"),
-]
-Curves = Annotated[
-    dict[
-        str,
-        Annotated[
-            dict[SizeKey, TimeSection],
-            Field(min_length=1, json_schema_extra=KEYS_AS_GIVEN),
-            says("give a mapping from sizes to times"),
-        ],
-    ],
-    Field(min_length=1),
-    says("give a mapping from variants to their times"),
-]
-
-
-class MeasuredSection(Section):
-    """Times of passes on the machine on which the policy was tuned; `flexquant tune` writes them."""
-
-    origin: Annotated[JsonObject, says("give a mapping")]
-    """Machine, versions, date and command."""
-    context: Positive
-    """Tokens of every sequence in the KV cache, in the decode passes."""
-    decode_ms: Curves
-    """Times by variant and sequences: median, smallest, largest; milliseconds."""
-    prefill_ms: Curves
-    """Times by variant and tokens: median, smallest, largest; milliseconds."""
-
-    @model_validator(mode="after")
-    def _check(self) -> MeasuredSection:
-        if set(self.decode_ms) != set(self.prefill_ms):
-            raise Problem(
-                f"has the variants {', '.join(self.prefill_ms)}, but decode_ms {', '.join(self.decode_ms)}; "
-                "give both",
-                ["prefill_ms"],
-            )
-        return self
-
-
 class Time(NamedTuple):
     """Median, smallest and largest of measured times, in seconds."""
 
@@ -102,16 +45,68 @@ Curve = Mapping[int, Time]
 """Size (sequences of a decode pass, tokens of a prefill pass) -> time, ascending in size."""
 
 
-@dataclass(frozen=True)
-class PassTimes:
-    """Times of whole forward passes with sampling, by variant and size."""
+def _check_size(text: str) -> str:
+    if not text.isdecimal() or int(text) < 1:
+        raise Problem("is not a size; give whole numbers of at least 1 as keys")
+    return text
 
-    decode: Mapping[str, Curve]
-    prefill: Mapping[str, Curve]
-    context: int
-    """Tokens that every sequence had in the KV cache in the decode passes."""
-    origin: JsonObject
-    """Origin of the times, as JSON-able data: machine, versions, date, command."""
+
+def _read_time(times: list[float]) -> Time:
+    median, low, high = times
+    if not 0 < low <= median <= high:
+        raise Problem(f"is {show(times)}; give times above 0 with low <= median <= high")
+    return Time(*(ms / 1e3 for ms in times))
+
+
+def _read_curve(times: dict[str, Time]) -> Curve:
+    return {size: times[str(size)] for size in sorted(map(int, times))}
+
+
+SizeKey = Annotated[str, AfterValidator(_check_size), Field(json_schema_extra={"pattern": "^[1-9][0-9]*$"})]
+Milliseconds = Annotated[
+    Annotated[list[Number], Field(min_length=3, max_length=3)],
+    AfterValidator(_read_time),
+    says("give [median, low, high] in milliseconds"),
+]
+if TYPE_CHECKING:
+    Curves = Mapping[str, Curve]
+else:  # in a document: variant -> size as text -> milliseconds
+    Curves = Annotated[
+        dict[
+            str,
+            Annotated[
+                dict[SizeKey, Milliseconds],
+                Field(min_length=1, json_schema_extra=KEYS_AS_GIVEN),
+                AfterValidator(_read_curve),
+                says("give a mapping from sizes to times"),
+            ],
+        ],
+        Field(min_length=1),
+        says("give a mapping from variants to their times"),
+    ]
+
+
+class PassTimes(Section):
+    """Times of whole forward passes with sampling, by variant and size; `flexquant tune` writes them."""
+
+    origin: Annotated[JsonObject, says("give a mapping")]
+    """Machine, versions, date and command."""
+    context: Positive
+    """Tokens of every sequence in the KV cache, in the decode passes."""
+    decode: Curves = Field(alias="decode_ms")
+    """Times by variant and sequences: median, smallest, largest; milliseconds."""
+    prefill: Curves = Field(alias="prefill_ms")
+    """Times by variant and tokens: median, smallest, largest; milliseconds."""
+
+    @model_validator(mode="after")
+    def _check(self) -> PassTimes:
+        if set(self.decode) != set(self.prefill):
+            raise Problem(
+                f"has the variants {', '.join(self.prefill)}, but decode_ms {', '.join(self.decode)}; "
+                "give both",
+                ["prefill_ms"],
+            )
+        return self
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -132,14 +127,14 @@ class PassTimes:
 
     def only(self, variants: Collection[str]) -> PassTimes:
         """Return the times of these variants alone."""
-        return replace(
-            self,
-            decode={name: self.decode[name] for name in self.decode if name in variants},
-            prefill={name: self.prefill[name] for name in self.prefill if name in variants},
-        )
+        curves = {"decode": self.decode, "prefill": self.prefill}
+        kept = {
+            phase: {name: c for name, c in of.items() if name in variants} for phase, of in curves.items()
+        }
+        return self.model_copy(update=kept)
 
     def to_data(self) -> JsonObject:
-        """Return plain data that :func:`measured_pass_times` reads back, with rounded times."""
+        """Return the times as in a document, rounded."""
         return {
             "origin": dict(self.origin),
             "context": self.context,
@@ -157,19 +152,6 @@ def device_name(origin: JsonObject) -> str:
     if isinstance(machine, Mapping):
         return machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
     return str(machine or "an unknown machine")
-
-
-def measured_pass_times(measured: MeasuredSection) -> PassTimes:
-    """Return the times that a policy document holds."""
-    decode, prefill = map(_curves_from_data, (measured.decode_ms, measured.prefill_ms))
-    return PassTimes(decode, prefill, measured.context, measured.origin)
-
-
-def _curves_from_data(data: Mapping[str, Mapping[str, list[float]]]) -> dict[str, Curve]:
-    return {
-        variant: {size: Time(*(ms / 1e3 for ms in curve[str(size)])) for size in sorted(map(int, curve))}
-        for variant, curve in data.items()
-    }
 
 
 def format_times(times: PassTimes, plan: Callable[[str, int], str]) -> list[str]:
@@ -207,10 +189,9 @@ def _interpolate(curve: Curve, size: int) -> float:
 
 def _curves_to_data(curves: Mapping[str, Curve]) -> dict[str, dict[str, list[float]]]:
     return {
-        variant: {str(size): [_round(1e3 * seconds) for seconds in time] for size, time in curve.items()}
+        variant: {
+            str(size): [float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in time]
+            for size, time in curve.items()
+        }
         for variant, curve in curves.items()
     }
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")

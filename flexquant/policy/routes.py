@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.yaml_document import KeyPath
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Layers, Plan
-from flexquant.policy.rules import Derivation, Policy, source_of
-from flexquant.policy.schema import PHASES, Phase, parse_layers
+from flexquant.policy.rules import Policy, source_of
+from flexquant.policy.schema import PHASES, Derivation, Phase, parse_layers
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ class RouteTable:
     def __init__(
         self,
         intervals: Mapping[Phase, Sequence[Interval]],
-        derived: dict[str, Derivation],
+        derived: Mapping[str, Derivation],
         tokens_per_sequence: int = 1,
     ) -> None:
         """Take ``intervals`` for every phase, in ascending order and without gaps from one token."""
@@ -46,9 +47,6 @@ class RouteTable:
         """Name -> derivation of a variant that is computed from a checkpoint's variant."""
         self.tokens_per_sequence = tokens_per_sequence
         self._intervals = {phase: tuple(intervals[phase]) for phase in PHASES}
-        self._starts = {
-            phase: [row.min_tokens for row in rows[1:]] for phase, rows in self._intervals.items()
-        }
         rows = [row for phase in PHASES for row in self._intervals[phase]]
         self.plans: tuple[Plan, ...] = tuple(dict.fromkeys(row.plan for row in rows))
         """The plans that some pass can take, in the order of phases and token counts."""
@@ -63,7 +61,7 @@ class RouteTable:
             ]
             for phase, rows in data["intervals"].items()
         }
-        derived = {name: Derivation(**how) for name, how in data["derived"].items()}
+        derived = {name: Derivation.model_validate(how) for name, how in data["derived"].items()}
         return cls(intervals, derived, data["tokens_per_sequence"])
 
     def to_json(self) -> JsonObject:
@@ -71,10 +69,9 @@ class RouteTable:
         return {
             "plans": self.layers_by_plan(),
             "intervals": {
-                phase: [[row.min_tokens, row.max_tokens, row.plan.name] for row in rows]
-                for phase, rows in self._intervals.items()
+                phase: [[*row[:2], row.plan.name] for row in rows] for phase, rows in self._intervals.items()
             },
-            "derived": {name: asdict(how) for name, how in self.derived.items()},
+            "derived": {name: how.model_dump(by_alias=True) for name, how in self.derived.items()},
             "tokens_per_sequence": self.tokens_per_sequence,
         }
 
@@ -109,7 +106,8 @@ class RouteTable:
 
     def lookup(self, phase: Phase, tokens: int) -> Plan:
         """Return the plan for a pass of ``tokens`` padded tokens; beyond the table's end, its last plan."""
-        return self._intervals[phase][bisect_right(self._starts[phase], tokens)].plan
+        rows = self._intervals[phase]
+        return rows[bisect_right(rows, tokens, lo=1, key=itemgetter(0)) - 1].plan
 
     def reachable(self, tokens: int) -> tuple[Plan, ...]:
         """Return the plans that a pass of ``tokens`` padded tokens can take.
@@ -124,6 +122,11 @@ class RouteTable:
     def source(self, variant: str) -> str:
         """Return the checkpoint's variant whose weights a variant has: itself, unless it is derived."""
         return source_of(variant, self.derived)
+
+    @property
+    def stored_layers(self) -> dict[str, frozenset[int]]:
+        """The :attr:`layers` of the variants that have weights in memory."""
+        return {name: numbers for name, numbers in self.layers.items() if self.has_weights(name)}
 
     def has_weights(self, variant: str) -> bool:
         """Whether a variant has weights in memory; if not, each pass computes them from its source's."""
@@ -235,14 +238,15 @@ def _ranges(values: Mapping[int, T], end: int) -> list[tuple[int, int, T]]:
 
 def _check_derived(policy: Policy, variants: Collection[str]) -> None:
     for name, derivation in policy.derived.items():
+        derives = f"{policy.place(('derive', name))} derives '{name}'"
         if name in variants:
             raise FlexQuantError(
-                f"{derivation.place} derives '{name}', but the checkpoint has a variant of that name; use "
-                "it as it is, or derive under another name"
+                f"{derives}, but the checkpoint has a variant of that name; use it as it is, or derive "
+                "under another name"
             )
         if derivation.source not in variants:
             raise FlexQuantError(
-                f"{derivation.place} derives '{name}' from '{derivation.source}', but the checkpoint has "
+                f"{derives} from '{derivation.source}', but the checkpoint has "
                 f"{', '.join(sorted(variants))}; derive from one of those, or choose another policy"
             )
 

@@ -31,16 +31,8 @@ from flexquant.documents.yaml_document import (
     read_section,
 )
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.policy.pass_times import PassTimes, measured_pass_times
-from flexquant.policy.schema import (
-    SCHEMA,
-    Activations,
-    Bounds,
-    DerivedSection,
-    DerivedWeights,
-    PolicySection,
-    Rule,
-)
+from flexquant.policy.pass_times import PassTimes
+from flexquant.policy.schema import SCHEMA, Bounds, Derivation, PolicySection, Rule
 
 PACKAGE = "flexquant.policies"
 DEFAULT_POLICY = "phase-batch"
@@ -52,22 +44,6 @@ STORED_SOURCE = "the checkpoint's policy"
 
 
 @dataclass(frozen=True)
-class Derivation:
-    """A variant with the weights of ``source``, a checkpoint's variant, and 8-bit activations."""
-
-    source: str
-    activations: Activations
-    place: str = field(compare=False)
-    """File, line and key, for messages."""
-    weights: DerivedWeights = "int4"
-    """``int8``: each pass computes INT8 weights from the source's, and the variant has none of its own."""
-
-    @property
-    def is_one_copy(self) -> bool:
-        return self.weights == "int8"
-
-
-@dataclass(frozen=True)
 class Policy:
     """Validated rules; the first that matches a pass decides, and the last matches every pass."""
 
@@ -75,7 +51,7 @@ class Policy:
     """Name of a built-in policy, path of a file, or the given source."""
     description: str
     rules: tuple[Rule, ...]
-    derived: dict[str, Derivation]
+    derived: Mapping[str, Derivation]
     """Name -> derivation of a variant that is computed from a checkpoint's variant."""
     measured: PassTimes | None
     """Times of the variants' passes on the machine on which the policy was tuned."""
@@ -219,27 +195,22 @@ def _validate(document: Document, name: str) -> Policy:
     if "when" in last[1].model_fields_set:
         problem = "is in the last rule, which must take every pass; remove it, or add a last rule"
         document.fail(("rules", last[0], "when"), problem)
-    derived = _derivations(found.derive, document)
-    for variant in derived:
+    for variant, how in found.derive.items():
+        _check_derivation(variant, how, found, document)
+    for variant in found.derive:
         if not any(variant in rule.variants for rule in found.rules):
             document.fail(("derive", variant), "is used by no rule; remove it, or use it in one")
-    measured = None if found.measured is None else measured_pass_times(found.measured)
     rules = tuple(found.rules)
-    return Policy(name, found.description, rules, derived, measured, document.data, document.place)
+    return Policy(name, found.description, rules, found.derive, found.measured, document.data, document.place)
 
 
-def _derivations(found: Mapping[str, DerivedSection], document: Document) -> dict[str, Derivation]:
-    derived = {}
-    for name, entry in found.items():
-        path = ("derive", name)
-        if entry.source in found:
-            document.fail(
-                (*path, "from"), f"is '{entry.source}', itself derived; name a variant of the checkpoint"
-            )
-        if entry.weights == "int8" and entry.activations != "int8":
-            document.fail((*path, "activations"), f"is '{entry.activations}'; INT8 weights need int8")
-        derived[name] = Derivation(entry.source, entry.activations, document.place(path), entry.weights)
-    return derived
+def _check_derivation(variant: str, how: Derivation, policy: PolicySection, document: Document) -> None:
+    path = ("derive", variant)
+    if how.source in policy.derive:
+        problem = f"is '{how.source}', itself derived; name a variant of the checkpoint"
+        document.fail((*path, "from"), problem)
+    if how.is_one_copy and how.activations != "int8":
+        document.fail((*path, "activations"), f"is '{how.activations}'; INT8 weights need int8")
 
 
 def _can_match(rule: Rule, earlier: Sequence[Rule]) -> bool:

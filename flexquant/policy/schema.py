@@ -26,7 +26,7 @@ from flexquant.documents.yaml_document import (
     says,
 )
 from flexquant.errors import FlexQuantError
-from flexquant.policy.pass_times import MeasuredSection
+from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.plans import plan_name
 
 SCHEMA: Literal["flexquant.policy/v1"] = "flexquant.policy/v1"
@@ -190,7 +190,7 @@ class Rule(Section):
         return phase in when.phases and tokens in when.tokens and batch_size in when.batch_size
 
 
-class DerivedSection(Section):
+class Derivation(Section):
     """A variant computed from a checkpoint's, while loading or (`weights: int8`) in each pass."""
 
     source: VariantName = Field(alias="from")
@@ -199,6 +199,10 @@ class DerivedSection(Section):
     """Type to which activations are quantised, per token."""
     weights: Annotated[DerivedWeights, says(f"give one of {', '.join(get_args(DerivedWeights))}")] = "int4"
     """int4: a second copy, in the layout of another kernel. int8: no copy, each pass computes them."""
+
+    @property
+    def is_one_copy(self) -> bool:
+        return self.weights == "int8"
 
 
 class PolicySection(Section):
@@ -215,11 +219,11 @@ class PolicySection(Section):
     """The first rule that takes a pass decides; the last rule has no `when`."""
     description: Text = ""
     derive: Annotated[
-        dict[VariantName, DerivedSection],
+        dict[VariantName, Derivation],
         says("give a mapping such as w4a8: {from: w4a16, activations: int8}"),
     ] = {}
     """Variants computed from a checkpoint's, while loading or (`weights: int8`) in each pass, by name."""
-    measured: MeasuredSection | None = None
+    measured: PassTimes | None = None
 
     refused: ClassVar[Mapping[str, str]] = {"experimental": NO_MOMENTS}
 

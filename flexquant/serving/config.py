@@ -3,28 +3,120 @@
 """Resolve a policy for one server: read it, build its route table, and refuse what cannot be served.
 
 The front end (every process in which vLLM builds its configuration) does all this, at the start
-(:func:`resolve_policy`) and for each later policy (:func:`served_policy`). Workers take the table, clipped to
-their server (:func:`clip_to_server`).
+(:func:`resolve_policy`) and for each later policy (:func:`served_policy`). It puts the table beside the
+user's options into vLLM's ``--additional-config``, which vLLM passes to every worker that the front end
+starts, so no worker reads a policy. Workers take the table, clipped to their server (:func:`clip_to_server`).
+Workers of several front ends, one on each machine, compare what they received
+(:mod:`flexquant.serving.worker.ranks`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Policy, choose_policy
-from flexquant.serving.derivations import check_derivable
-from flexquant.serving.options import RESOLVED_KEY, ServedPolicy, ServingOptions, additional_config
-from flexquant.serving.refusals import has_one_head, refusals
+from flexquant.serving.refusals import check_derivable, has_one_head, refusals
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+
+OPTIONS_KEY = "flexquant"
+"""Key of ``additional_config`` with the user's options."""
+RESOLVED_KEY = "flexquant_policy"
+"""Key of ``additional_config`` with the policy that the front end has resolved."""
+
+
+class ServingOptions(BaseModel):
+    """Options in ``--additional-config '{"flexquant": {...}}'``; a field's description says what it takes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    policy: str | None = Field(None, description="a string")
+    """Name of a built-in policy or path of a YAML file; None: the checkpoint's, else the default."""
+    trace: str | None = Field(None, description="a string")
+    """File that receives one JSON line per forward pass (phase, tokens, plan ...); None: no trace."""
+    trace_mib: int = Field(1024, ge=1, description="a whole number from 1 on")
+    """Largest size of a trace file in MiB, at least 1."""
+    verify: bool = Field(False, description="true or false")
+    """Whether the checkpoint is compared with the hashes that the merge recorded before it is loaded."""
+
+    @classmethod
+    def from_vllm(cls, vllm_config: VllmConfig) -> ServingOptions:
+        """Read the options; raise :class:`FlexQuantError` for an unknown key or a value of another type."""
+        options = additional_config(vllm_config).get(OPTIONS_KEY, {})
+        try:
+            return cls.model_validate(options)
+        except ValidationError as e:
+            path, value = e.errors()[0]["loc"], e.errors()[0]["input"]
+        fields, allowed = cls.model_fields, list(cls.model_fields)
+        if not path:
+            problem = f"key '{OPTIONS_KEY}' is {options!r}; give a mapping with keys {allowed}"
+        elif path[0] not in fields:
+            problem = f"'{OPTIONS_KEY}' has the unknown key '{path[0]}'; allowed: {allowed}"
+        else:
+            problem = f"'{OPTIONS_KEY}.{path[0]}' is {value!r}; give {fields[str(path[0])].description}"
+        raise FlexQuantError(f"additional-config {problem}")
+
+
+def merged_of(model_config: ModelConfig) -> MergedConfig:
+    """Return the section about the variants; raise :class:`FlexQuantError` if it is none of this version."""
+    return MergedConfig.from_json(model_config.hf_config.quantization_config)
+
+
+def additional_config(vllm_config: VllmConfig) -> JsonObject:
+    """Return a copy of vLLM's ``additional_config``; raise :class:`FlexQuantError` if it is no mapping."""
+    additional = vllm_config.additional_config
+    if not isinstance(additional, dict):
+        raise FlexQuantError(
+            f"additional-config is of the type {type(additional).__name__}, and FlexQuant puts the policy "
+            "into it; give a mapping, or none"
+        )
+    return dict(additional)
+
+
+@dataclass(frozen=True)
+class ServedPolicy:
+    """A policy as the front end hands it to workers: its route table for one model and server."""
+
+    name: str
+    """Name for users: a built-in policy's name, a file's path, or the name that they gave."""
+    digest: str
+    """SHA-256 of the policy document without its measured times, in hexadecimal."""
+    routes: RouteTable
+
+    @classmethod
+    def from_json(cls, data: JsonObject) -> ServedPolicy:
+        """Return the policy that :meth:`to_json` returned as data."""
+        return cls(data["name"], data["digest"], RouteTable.from_json(data["routes"]))
+
+    @classmethod
+    def from_vllm(cls, vllm_config: VllmConfig) -> ServedPolicy:
+        """In a worker: return the policy that the front end has resolved."""
+        resolved = additional_config(vllm_config).get(RESOLVED_KEY)
+        if resolved is None:
+            raise FlexQuantError(
+                "the configuration holds no policy, which FlexQuant's front end puts there; build it with "
+                "vLLM's EngineArgs.create_engine_config(), in a process in which the plugin is loaded"
+            )
+        return cls.from_json(resolved)
+
+    def to_json(self) -> JsonObject:
+        """Return the policy as JSON-able data."""
+        return {**self.described(), "routes": self.routes.to_json()}
+
+    def described(self) -> dict[str, str]:
+        """Return the name and the digest, for people."""
+        return {"name": self.name, "digest": self.digest}
 
 
 def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
@@ -62,7 +154,8 @@ def served_policy(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy)
         tokens_per_sequence=tokens_per_sequence(vllm_config),
     )
     for variant, derivation in policy.derived.items():
-        check_derivable(variant, derivation, merged.variants[derivation.source])
+        derives = f"{policy.place(('derive', variant))} derives '{variant}'"
+        check_derivable(derives, derivation, merged.variants[derivation.source])
     check_supported(vllm_config, merged, routes.up_to(max_decode_tokens(vllm_config)))
     document = {key: value for key, value in policy.document.items() if key != "measured"}
     return ServedPolicy(policy.name, digest_of(document), routes)
@@ -74,7 +167,7 @@ def clip_to_server(vllm_config: VllmConfig, merged: MergedConfig, served: Served
     vLLM settles mode and sizes of CUDA graphs after the front end's check, so with graphs this raises
     :class:`FlexQuantError` for what cannot be served with these.
     """
-    clipped = dataclasses.replace(served, routes=served.routes.up_to(max_decode_tokens(vllm_config)))
+    clipped = replace(served, routes=served.routes.up_to(max_decode_tokens(vllm_config)))
     if vllm_config.compilation_config.cudagraph_mode:
         check_supported(vllm_config, merged, clipped.routes)
     return clipped

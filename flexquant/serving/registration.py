@@ -139,7 +139,7 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         vLLM asks a description of the model's class, and one class serves all text models. ReplaySSM, which
         keeps counters beside a state, is not offered.
         """
-        from flexquant.serving.options import merged_of
+        from flexquant.serving.config import merged_of
 
         merged = merged_of(model_config)
         reads_images = reads_more_than_text(model_config.hf_config.to_dict())
@@ -155,9 +155,9 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
             choose_graph_mode,
             find_compiled_code_again,
             fuse_as_for_variants,
+            merged_of,
             resolve_policy,
         )
-        from flexquant.serving.options import merged_of
 
         merged = merged_of(vllm_config.model_config)
         routes = resolve_policy(vllm_config, merged)
@@ -183,7 +183,7 @@ def verify_if_asked(vllm_config: VllmConfig) -> None:
         check_recorded_files,
         check_recorded_tensors,
     )
-    from flexquant.serving.options import ServingOptions
+    from flexquant.serving.config import ServingOptions
 
     if not ServingOptions.from_vllm(vllm_config).verify:
         return

@@ -119,7 +119,7 @@ class Memory:
             routes = build_route_table(
                 policy, merged.variants, number, sys.maxsize, mixable=merged.mixable_groups
             )
-            layers = {v: layers for v, layers in routes.layers.items() if routes.has_weights(v)}
+            layers = routes.stored_layers
             sources = {v: routes.source(v) for v in routes.derived}
             found = bytes_in_use(merged, checkpoint.tensors, layers, sources)
             own[name] = {v: sum(found[v].values()) for v in layers}

@@ -143,7 +143,7 @@ class Samples:
             }
             for phase in MEASURED_PHASES
         )
-        return PassTimes(decode, prefill, context, origin)
+        return PassTimes.model_construct(decode=decode, prefill=prefill, context=context, origin=origin)
 
     def save(self, file: Path, run: JsonObject) -> None:
         """Write all samples to ``file`` in one step; ``run`` describes the run that they belong to."""

@@ -34,8 +34,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError
-from flexquant.serving.config import clip_to_server
-from flexquant.serving.options import ServedPolicy
+from flexquant.serving.config import ServedPolicy, clip_to_server
 from flexquant.serving.worker.graphs import PlanGraphs
 from tests.policies import rules
 

@@ -15,8 +15,7 @@ from vllm import EngineArgs
 
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError
-from flexquant.serving.config import clip_to_server
-from flexquant.serving.options import ServedPolicy
+from flexquant.serving.config import ServedPolicy, clip_to_server
 from tests.integration.conftest import answers, engine
 
 BATCHES = """

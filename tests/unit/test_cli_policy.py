@@ -170,4 +170,4 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert "flexquant policy show phase-batch" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["--help"])
-    assert cli.HELP["policy"] in capsys.readouterr().out
+    assert "List policies, check one, show which plan" in capsys.readouterr().out

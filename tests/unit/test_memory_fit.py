@@ -211,7 +211,8 @@ def tuned(found: Fit, prefill: str, decode: str = "w4a16") -> TuningResult:
         for sizes in ({64: 1, 256: 3}, {16: 0.3, 64: 1})
     )
     decision = Decision({"decode": (Range(None, decode, None),), "prefill": (Range(None, prefill, None),)})
-    return TuningResult({}, decision, PassTimes(of_decode, of_prefill, 16, {}), [])
+    times = PassTimes.model_construct(decode=of_decode, prefill=of_prefill, context=16, origin={})
+    return TuningResult({}, decision, times, [])
 
 
 def rows(found: Fit, prefill: str) -> dict[str, list[str]]:

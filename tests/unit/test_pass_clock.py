@@ -10,28 +10,26 @@ import pytest
 import torch
 
 from flexquant.serving.frontend.endpoints import add_up
-from flexquant.serving.worker.pass_records import PassClock
+from flexquant.serving.worker.pass_records import PassClock, PlanCounters
 
 
 def test_a_pass_is_timed_once_and_only_if_it_began() -> None:
-    timed: list[tuple[str, float]] = []
-    timer: PassClock[str] = PassClock(
-        torch.device("cpu"), lambda label, seconds: timed.append((label, seconds))
-    )
+    timer = PassClock(torch.device("cpu"))
 
-    def end(label: str) -> None:
+    def is_timed() -> bool:
+        counters = PlanCounters(forward_seconds=-1.0)
         timer.end()
-        timer.attribute(label)
+        timer.count(counters)
+        assert counters.forward_seconds >= -1
+        return counters.forward_seconds != -1
 
-    end("never begun")
+    assert not is_timed(), "it never began"
     timer.begin()
-    end("first")
-    end("first, asked for its logits again")
+    assert is_timed()
+    assert not is_timed(), "the first pass was asked for its logits again"
     timer.begin()
     timer.begin()
-    end("after one without logits")
-    assert [label for label, _ in timed] == ["first", "after one without logits"]
-    assert all(seconds >= 0 for _, seconds in timed)
+    assert is_timed(), "the pass before had no logits"
 
 
 class Event:
@@ -60,8 +58,7 @@ def test_on_a_gpu_events_are_made_before_the_passes_and_read_once_they_have_pass
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "Event", Event)
-    timed: list[tuple[int, float]] = []
-    timer: PassClock[int] = PassClock(torch.device("cuda"), lambda *told: timed.append(told))
+    timer, passes = PassClock(torch.device("cuda")), [PlanCounters() for _ in range(151)]
     made = Event.made
     assert Event.stream == made, "an event takes its place on the GPU when it is recorded first"
     for number in range(100):
@@ -69,19 +66,19 @@ def test_on_a_gpu_events_are_made_before_the_passes_and_read_once_they_have_pass
         if number % 3 == 0:
             timer.begin()  # the pass before had no logits
         timer.end()
-        timer.attribute(number)
+        timer.count(passes[number])
         Event.reached = Event.stream - 3  # the GPU is a pass and a half behind
-    assert timed == [(number, 1.0) for number in range(97)]
+    assert [counters.forward_seconds for counters in passes[:100]] == [1.0] * 97 + [0.0] * 3
     assert Event.made == made
     for number in range(100, 150):
         timer.begin()
         timer.end()
-        timer.attribute(number)  # the GPU stands still, and no event is taken twice
+        timer.count(passes[number])  # the GPU stands still, and no event is taken twice
     Event.reached = Event.stream
     timer.begin()
     timer.end()
-    timer.attribute(150)
-    assert timed == [(number, 1.0) for number in range(150)]
+    timer.count(passes[150])
+    assert [counters.forward_seconds for counters in passes] == [1.0] * 150 + [0.0]
 
 
 def test_counters_of_engines_are_added_by_plan_and_phase() -> None:

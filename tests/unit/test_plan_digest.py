@@ -11,7 +11,7 @@ import pytest
 
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.policy.plans import Plan
-from flexquant.policy.rules import Derivation
+from flexquant.policy.schema import Derivation
 from flexquant.serving.worker.plan_views import plan_digest
 
 
@@ -29,7 +29,13 @@ MERGED = MergedConfig(
 )
 LAYERED = Plan.from_layers(("w8a8", "w4a16", "w4a16"))
 W4A8 = Plan.from_layers(("w4a8", "w4a8", "w4a8"))
-INT8 = {"w4a8": Derivation("w4a16", "int8", "line 1")}
+
+
+def derived(**how: str) -> dict[str, Derivation]:
+    return {"w4a8": Derivation.model_validate({"from": "w4a16", **how})}
+
+
+INT8 = derived(activations="int8")
 
 
 def with_group_size(variant: str) -> MergedConfig:
@@ -50,8 +56,7 @@ def test_it_changes_with_the_layers() -> None:
 
 
 def test_it_changes_with_the_derivation_and_what_that_starts_from() -> None:
-    fp8 = {"w4a8": Derivation("w4a16", "fp8", "line 1")}
-    one_copy = {"w4a8": Derivation("w4a16", "int8", "line 1", "int8")}
+    fp8, one_copy = derived(activations="fp8"), derived(activations="int8", weights="int8")
     digests = {
         plan_digest(W4A8, MERGED, INT8),
         plan_digest(W4A8, MERGED, fp8),
@@ -62,6 +67,5 @@ def test_it_changes_with_the_derivation_and_what_that_starts_from() -> None:
 
 
 def test_it_stays_the_same_whatever_else_the_policy_and_the_checkpoint_hold() -> None:
-    """So a new threshold, or another path of the policy, compiles nothing anew."""
-    elsewhere = {"w4a8": Derivation("w4a16", "int8", "line 9")}
-    assert plan_digest(W4A8, MERGED, INT8) == plan_digest(W4A8, with_group_size("w8a8"), elsewhere)
+    """So a new threshold in the policy compiles nothing anew."""
+    assert plan_digest(W4A8, MERGED, INT8) == plan_digest(W4A8, with_group_size("w8a8"), INT8)

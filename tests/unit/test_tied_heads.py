@@ -12,6 +12,8 @@ from flexquant.checkpoint.built_model import written_or_default
 from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from flexquant.policy.routes import build_route_table
+from flexquant.policy.rules import load_policy
 from flexquant.serving.worker.weights import VariantLoader
 from tests.checkpoints import make_checkpoint
 from tests.tied_heads import EMBEDDING, HEAD, make_tied, without_key
@@ -126,5 +128,6 @@ def test_a_shared_head_is_loaded_for_all(tmp_path):
     sources = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "w4a16")}
     merge_checkpoints(sources, tmp_path / "merged")
     merged, _ = read_merged_config(tmp_path / "merged")
-    loader = VariantLoader(dict.fromkeys(sources), merged, {}, dict.fromkeys(sources, {0, 1}))
+    routes = build_route_table(load_policy("phase"), sources, num_layers=2, max_tokens=64)
+    loader = VariantLoader(dict.fromkeys(sources), merged, routes)
     assert merged.shared_modules[0] == HEAD and loader.wants(f"shared.{HEAD}.weight")

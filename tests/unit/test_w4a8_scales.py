@@ -15,8 +15,7 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, as_merged, read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from flexquant.policy.rules import Derivation
-from flexquant.serving.derivations import check_derivable, layer_problem
+from flexquant.policy.schema import Derivation
 from flexquant.serving.kernels import trial
 from flexquant.serving.kernels.cpu_kernels import (
     AMXW4A8LinearKernel,
@@ -25,6 +24,7 @@ from flexquant.serving.kernels.cpu_kernels import (
     TorchCPUW4A8LinearKernel,
     provide_cpu_kernels,
 )
+from flexquant.serving.refusals import check_derivable, layer_problem
 from flexquant.serving.worker.w4a8 import MarlinW4A8LinearKernel, find_kernel
 from tests.checkpoints import make_checkpoint
 from tests.unit.test_one_copy import INPUTS, made
@@ -57,6 +57,9 @@ INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 
 
+W4A8 = Derivation.model_validate({"from": "w4a16", "activations": "int8"})
+ONE_COPY = Derivation.model_validate({"from": "w4a16", "activations": "int8", "weights": "int8"})
+DERIVES = "p.yaml:3: derive.fast derives 'fast'"
 REORDERED = ("group", "GROUP", "dynamic", "Dynamic", True)
 """What compressed-tensors reads as groups in the order of the inputs' activations."""
 
@@ -64,7 +67,7 @@ REORDERED = ("group", "GROUP", "dynamic", "Dynamic", True)
 def derive(*weights: dict[str, Any], negative_scales: bool = False) -> None:
     groups = {f"group_{i}": {"targets": ["Linear"], "weights": w} for i, w in enumerate(weights)}
     source = StoredVariant("w4a16.", {"config_groups": groups}, True, negative_scales)
-    check_derivable("fast", Derivation("w4a16", "int8", "p.yaml:3: derive.fast"), source)
+    check_derivable(DERIVES, W4A8, source)
 
 
 @pytest.mark.parametrize(
@@ -89,19 +92,17 @@ def test_published_weights_in_a_format_of_their_own_have_no_w4a8() -> None:
     section = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
     config = as_merged({"architectures": ["LlamaForCausalLM"], "quantization_config": section}, "model")
     source = MergedConfig.from_json(config["quantization_config"]).variants["w4a16"]
-    computed = Derivation("w4a16", "int8", "p.yaml:3: derive.fast", weights="int8")
-    check_derivable("fast", computed, source)
+    check_derivable(DERIVES, ONE_COPY, source)
     with pytest.raises(FlexQuantError, match="from 'w4a16', which is in the format of gptq"):
-        check_derivable("fast", Derivation("w4a16", "int8", "p.yaml:3: derive.fast"), source)
+        check_derivable(DERIVES, W4A8, source)
 
 
 @pytest.mark.parametrize("order", REORDERED)
 def test_groups_in_the_order_of_activations_have_no_one_copy(order: object) -> None:
     groups = {"group_0": {"weights": {**INT4, "actorder": order}}}
     source = StoredVariant("w4a16.", {"config_groups": groups}, True, False)
-    computed = Derivation("w4a16", "int8", "p.yaml:3: derive.fast", weights="int8")
     with pytest.raises(FlexQuantError, match="derives 'fast' from 'w4a16', whose groups are ordered by act"):
-        check_derivable("fast", computed, source)
+        check_derivable(DERIVES, ONE_COPY, source)
 
 
 @pytest.mark.parametrize("order", ["static", "STATIC", "weight", "Weight", False, None])

@@ -39,7 +39,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteChange
 from flexquant.policy.rules import Policy, parse_policy_text
 from flexquant.policy.schema import SCHEMA, Phase, json_schema
-from flexquant.serving.config import served_policy
+from flexquant.serving.config import ServedPolicy, merged_of, served_policy
 from flexquant.serving.frontend.access import (
     STATUS_TIMEOUT,
     PolicyName,
@@ -53,7 +53,6 @@ from flexquant.serving.frontend.access import (
 )
 from flexquant.serving.frontend.client import admin_key
 from flexquant.serving.frontend.metrics import WorkerMetrics, add_metrics_route
-from flexquant.serving.options import ServedPolicy, merged_of
 
 if TYPE_CHECKING:
     from argparse import Namespace

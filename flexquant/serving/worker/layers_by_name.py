@@ -27,8 +27,8 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 
 from flexquant.errors import FlexQuantError
+from flexquant.serving.config import merged_of
 from flexquant.serving.kernels.layers import expert_layers
-from flexquant.serving.options import merged_of
 from flexquant.serving.vllm_api import CompressedTensorsWNA16MoEMethod, LinearBase, MambaBase, MoERunner
 
 if TYPE_CHECKING:

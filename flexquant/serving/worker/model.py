@@ -17,9 +17,8 @@ from flexquant.checkpoint.weight_bytes import BytesByRange, describe_bytes
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable
-from flexquant.serving.config import clip_to_server
+from flexquant.serving.config import ServedPolicy, clip_to_server, merged_of
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
-from flexquant.serving.options import ServedPolicy, merged_of
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     IntermediateTensors,
@@ -88,8 +87,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         self._loader = VariantLoader(
             {name: variant for name, variant in variants.items() if routes.has_weights(name)},
             self.merged,
-            routes.derived,
-            routes.layers,
+            routes,
             must_be_unsmoothed=vllm_config.lora_config is not None,
         )
         self._memory: WeightMemory | None = WeightMemory(variants)

@@ -13,10 +13,9 @@ import itertools
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import BinaryIO, Generic, TypeVar
+from typing import BinaryIO
 
 import msgspec
 import torch
@@ -26,12 +25,11 @@ from vllm.logger import init_logger
 from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
-from flexquant.serving.options import ServedPolicy, ServingOptions
+from flexquant.serving.config import ServedPolicy, ServingOptions
 from flexquant.serving.worker.forward_pass import Pass
 
 logger = init_logger("vllm.flexquant.trace")
 
-Label = TypeVar("Label")
 EVENTS = 16
 """Events that are made at first, for eight passes on a GPU; more are made only if it is further behind."""
 SIZE_BUCKETS = (1, 2, 3, *(factor << power for power in range(1, 13) for factor in (2, 3)), 1 << 14)
@@ -40,21 +38,19 @@ SIZE_ENDS = [*(f"{end}.0" for end in SIZE_BUCKETS), "+Inf"]
 """The same as Prometheus writes them, with the bucket of all larger sizes."""
 
 
-class PassClock(Generic[Label]):
+class PassClock:
     """Times successive passes, from the description of the batch until the logits are requested.
 
     A pass whose logits nobody requests has no time. On a GPU both moments are events in its stream, which are
     read once they have passed, so nothing waits for the GPU; they are made before the passes and used again.
     """
 
-    def __init__(self, device: torch.device, timed: Callable[[Label, float], None]) -> None:
-        """Time passes; ``timed`` is called with their labels and the seconds, on a GPU with delay."""
-        self._timed = timed
+    def __init__(self, device: torch.device) -> None:
         self._device = None if device.type == "cpu" else device
         self._began: float | torch.Event | None = None
         self._ended: tuple[torch.Event, torch.Event] | float | None = None
-        """Begin and end of the pass that ended last, or its seconds; None once it has a label."""
-        self._under_way: deque[tuple[Label, torch.Event, torch.Event]] = deque()
+        """Begin and end of the pass that ended last, or its seconds; None once they are counted."""
+        self._under_way: deque[tuple[PlanCounters, torch.Event, torch.Event]] = deque()
         self._idle: list[torch.Event] = []
         if self._device is not None:
             self._idle = [self._record() for _ in range(EVENTS)]
@@ -76,16 +72,16 @@ class PassClock(Generic[Label]):
         elif began is not None:
             self._ended = began, self._record()
 
-    def attribute(self, label: Label) -> None:
-        """Give the pass that ended last its label; a second call does nothing."""
+    def count(self, counters: PlanCounters) -> None:
+        """Add the seconds of the pass that ended last, on a GPU with delay; a second call does nothing."""
         times, self._ended = self._ended, None
         if isinstance(times, float):
-            self._timed(label, times)
+            counters.forward_seconds += times
         elif times is not None:
-            self._under_way.append((label, *times))
+            self._under_way.append((counters, *times))
             while self._under_way and self._under_way[0][2].query():
                 passed, first, last = self._under_way.popleft()
-                self._timed(passed, first.elapsed_time(last) / 1000)
+                passed.forward_seconds += first.elapsed_time(last) / 1000
                 self._idle += (first, last)
 
     def _record(self) -> torch.Event:
@@ -97,13 +93,13 @@ class PassClock(Generic[Label]):
 
 @dataclass(slots=True)
 class PlanCounters:
-    """Counters of one plan and phase."""
+    """Counters of one plan and phase; fields with an own metric have its name behind ``flexquant:``."""
 
     forward: int = 0
     tokens: int = 0
     """Tokens without padding."""
     padded_tokens: int = 0
-    seconds: float = 0.0
+    forward_seconds: float = 0.0
     size: int = 0
     """Sum of the sizes of all passes: their sequences in decode, else their tokens, without padding."""
     buckets: list[int] = field(default_factory=lambda: [0] * len(SIZE_ENDS))
@@ -122,17 +118,11 @@ class PlanCounters:
         if graph != CUDAGraphMode.NONE:
             self.replays[graph.name] += 1
 
-    def add_seconds(self, seconds: float) -> None:
-        self.seconds += seconds
-
     def to_data(self) -> dict[str, float]:
         """Return the counters but the buckets, by their names in ``/metrics`` without ``flexquant:``."""
-        return {
-            "forward": self.forward,
-            "tokens": self.tokens,
-            "padded_tokens": self.padded_tokens,
-            "forward_seconds": self.seconds,
-        } | {f"graph_replays_{mode}": number for mode, number in self.replays.items()}
+        names = ("forward", "tokens", "padded_tokens", "forward_seconds")
+        replays = {f"graph_replays_{mode}": number for mode, number in self.replays.items()}
+        return {name: getattr(self, name) for name in names} | replays
 
 
 def trace_file(vllm_config: VllmConfig) -> str | None:
@@ -202,7 +192,7 @@ class PassRecords:
         self._trace = Trace(file, mib) if file is not None else None
         self._tells = parallel.rank == parallel.world_size - parallel.tensor_parallel_size
         device = torch.device(vllm_config.device_config.device_type)
-        self.clock: PassClock[PlanCounters] = PassClock(device, PlanCounters.add_seconds)
+        self.clock = PassClock(device)
         """Is told when a pass begins, and that it has ended before :meth:`time`."""
         self._engine = str(parallel.data_parallel_index)
         self._counters: dict[tuple[str, str], PlanCounters] = {}
@@ -231,7 +221,7 @@ class PassRecords:
         """Count the seconds of the pass that has ended, after :meth:`serve` said which it was."""
         if self._last is not None:
             forward_pass, plan = self._last
-            self.clock.attribute(self._counters[plan, forward_pass.phase])
+            self.clock.count(self._counters[plan, forward_pass.phase])
 
     def last_pass(self) -> JsonObject | None:
         """Return the last pass and its plan, in the form of the trace; None before the first pass."""

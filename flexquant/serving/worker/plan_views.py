@@ -30,8 +30,9 @@ from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
-from flexquant.policy.rules import Derivation, source_of
-from flexquant.serving.options import OPTIONS_KEY, RESOLVED_KEY, additional_config
+from flexquant.policy.rules import source_of
+from flexquant.policy.schema import Derivation
+from flexquant.serving.config import OPTIONS_KEY, RESOLVED_KEY, additional_config
 from flexquant.serving.vllm_api import (
     TorchCompileWithNoGuardsWrapper,
     set_current_vllm_config,

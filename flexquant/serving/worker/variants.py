@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
@@ -45,6 +44,7 @@ from flexquant.serving.vllm_api import (
     initialize_model,
 )
 from flexquant.serving.worker.layers_by_name import (
+    base_class,
     check_precision,
     explained_kernels,
     keep_state,
@@ -145,13 +145,12 @@ def build_variant(
 ) -> nn.Module:
     """Build one variant, with attention layers of its own and the decoder layers that some plan takes."""
     architecture, layers = merged.base_architecture, routes.layers[name]
-    base_class, _ = ModelRegistry.resolve_model_cls([architecture], model_config=vllm_config.model_config)
     config = variant_vllm_config(vllm_config, merged.variants[routes.source(name)], architecture)
     # --cpu-offload-gb needs layers with memory: vLLM copies each layer as soon as it is built.
     offloads = vllm_config.offload_config.uva.cpu_offload_gb > 0
     memory = nullcontext() if offloads else memory_for(layers, config.quant_config)
     with explained_kernels(name, vllm_config), memory:
-        variant = initialize_model(config, prefix=prefix, model_class=base_class)
+        variant = initialize_model(config, prefix=prefix, model_class=base_class(vllm_config))
     check_structure(variant, architecture)
     leave_out(variant, layers, vllm_config.compilation_config.static_forward_context)
     activations = routes.derived[name].activations if name in routes.derived else None

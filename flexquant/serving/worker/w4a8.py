@@ -19,8 +19,8 @@ from torch import nn
 from vllm.platforms import current_platform
 
 from flexquant.errors import FlexQuantError
-from flexquant.serving.derivations import ONE_SCALE, check_signs, check_w4a8_device
 from flexquant.serving.kernels.cpu_kernels import TorchCPUW4A8LinearKernel
+from flexquant.serving.refusals import ONE_SCALE, check_signs, check_w4a8_device
 from flexquant.serving.vllm_api import (
     CompressedTensorsWNA16,
     MarlinLinearKernel,
@@ -37,7 +37,7 @@ DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 class MarlinW4A8LinearKernel(MarlinLinearKernel):
     """Marlin that refuses scales below zero where it does not multiply right with them.
 
-    Checkpoints merged by older releases do not record such scales, so that they are first seen here.
+    A checkpoint that was published, not merged, does not record such scales: they are first seen here.
     Delete when the oldest supported vLLM divides them by the greatest magnitude, not by the greatest
     (``marlin_act_int8_process_scales``), and its kernel reads them as signed numbers.
     """

@@ -9,7 +9,7 @@ NaN or an integer, and what still has its marks afterwards was never written.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, islice
 from typing import Any
 
@@ -19,7 +19,7 @@ from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
 from flexquant.checkpoint.module_names import HEAD, is_in
 from flexquant.checkpoint.safetensors_io import is_finite
 from flexquant.errors import FlexQuantError
-from flexquant.policy.rules import Derivation, source_of
+from flexquant.policy.routes import RouteTable
 from flexquant.serving.worker.adapters import check_unsmoothed
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -41,23 +41,22 @@ class VariantLoader:
         self,
         variants: Mapping[str, Any],
         merged: MergedConfig,
-        derived: Mapping[str, Derivation],
-        layers: Mapping[str, Collection[int]],
+        routes: RouteTable,
         *,
         must_be_unsmoothed: bool = False,
     ) -> None:
-        """Prepare to load ``variants``, the built models by name, which have these decoder ``layers``.
+        """Prepare to load ``variants``, the built models by name, with the layers that ``routes`` take.
 
         Tensors of other layers are skipped. With ``must_be_unsmoothed``, their norms are read all the same,
         because variants may have no layer in common whose norms can be compared.
         """
         self._variants = variants
-        self._layers = layers
+        self._layers = routes.layers
         self._must_be_unsmoothed = must_be_unsmoothed
         self._readers: dict[str, list[str]] = {}
         self._own_head: dict[str, bool] = {}
         for name in variants:
-            source = merged.variants[source_of(name, derived)]
+            source = merged.variants[routes.source(name)]
             self._readers.setdefault(source.prefix, []).append(name)
             self._own_head[name] = source.own_head
         self._by_reference = tuple(f"{module}." for module in merged.shared_modules)

@@ -23,8 +23,8 @@ from torch import nn
 from vllm.platforms import current_platform
 
 from flexquant.errors import FlexQuantError
-from flexquant.serving.derivations import check_one_copy_device
 from flexquant.serving.kernels.layers import exchange_kernel, kernel_of_layer, linear_sizes
+from flexquant.serving.refusals import check_one_copy_device
 from flexquant.serving.vllm_api import (
     LinearBase,
     MarlinLinearKernel,

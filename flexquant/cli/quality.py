@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The commands that measure quality: eval of policies, sensitivity of single layers, search of a plan."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+
+from flexquant.checkpoint.model_config import JsonObject
+from flexquant.cli._arguments import (
+    add_counts,
+    add_rows,
+    add_study,
+    add_subject,
+    parse_count,
+    parse_counts,
+    parse_names,
+    parse_number,
+    save_plot,
+    study_of,
+    tell,
+)
+from flexquant.errors import FlexQuantError, UsageError
+from flexquant.evaluation.inputs import Settings
+
+
+def configure_eval(parser: argparse.ArgumentParser) -> None:
+    defaults = Settings()
+    add = parser.add_argument
+    add_subject(parser)
+    add(
+        "--policies",
+        type=parse_names,
+        metavar="NAMES",
+        help="comma-separated variants, built-in policies, policy files, 'stored' for the checkpoint's own "
+        "(default: every variant, and the checkpoint's default policy)",
+    )
+    add(
+        "--batch-sizes",
+        type=parse_counts,
+        default=",".join(map(str, defaults.batch_sizes)),
+        metavar="LIST",
+        help="sequences in a decode pass, comma-separated (default: %(default)s)",
+    )
+    add_rows(parser, defaults, "every")
+    add_counts(parser, {"--answer-tokens": (defaults.answer_tokens, "most tokens of an answer")})
+    questions = parser.add_mutually_exclusive_group()
+    questions.add_argument(
+        "--questions", metavar="FILE", help="questions to answer, one a line (default: 24 built-in ones)"
+    )
+    questions.add_argument("--no-questions", action="store_true", help="do not compare answers")
+    add("--output", metavar="DIR", help="folder for quality.json, quality.md and quality.png")
+    add("--plot", metavar="FILE", help="another place for the plot, .png or .svg")
+
+
+def eval_policies(args: argparse.Namespace) -> JsonObject:
+    """Measure what each policy of a merged checkpoint costs in quality, as vLLM serves it.
+
+    Rows are drawn from a text. Each row's prompt is prefilled and its continuation forced token by token, so
+    decode passes are measured as they are served, over the shared KV cache. With --reference, the 16-bit
+    model that the variants were made from, the results are KL divergence, agreement and identical answers;
+    without it, perplexity. Meanwhile TMPDIR holds the reference's log-probabilities: 4 bytes x samples x
+    tokens x vocabulary.
+
+    examples:
+      flexquant eval model-merged --text text.txt --reference model --output results
+      flexquant eval model-merged --text chats.jsonl --policies w8a8,phase,my-policy.yaml --batch-sizes 8
+    """
+    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    if args.questions and not args.reference:
+        raise UsageError("--questions needs --reference, whose answers the others are compared with")
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from flexquant.evaluation.evaluating import evaluate
+    from flexquant.evaluation.inputs import read_questions
+    from flexquant.evaluation.report import (
+        format_quality_table,
+        save_quality_plot,
+        writable_folder,
+        write_results,
+    )
+
+    questions: list[str] | None = [] if args.no_questions else None
+    if args.questions:
+        questions = read_questions(args.questions)
+    with ExitStack() as outputs:
+        if args.output:
+            outputs.enter_context(writable_folder(args.output, "--output"))
+        if args.plot:
+            outputs.enter_context(writable_folder(Path(args.plot).parent, "--plot"))
+        document = evaluate(
+            args.folder,
+            args.text,
+            reference=args.reference,
+            policies=args.policies,
+            questions=questions,
+            settings=settings,
+            progress=tell,
+        )
+    print(format_quality_table(document))
+    plots = [Path(args.plot)] if args.plot else []
+    if args.output:
+        write_results(document, args.output)
+        plots.append(Path(args.output, "quality.png"))
+    if plots:
+        try:
+            save_quality_plot(document, plots)
+        except FlexQuantError as e:  # a missing plot must not discard numbers that took minutes or hours
+            print(f"flexquant eval: no plot: {e}", file=sys.stderr)
+    return document
+
+
+def configure_sensitivity(parser: argparse.ArgumentParser) -> None:
+    add_study(parser, "sensitivity.json, sensitivity.md and sensitivity.png")
+
+
+def sensitivity(args: argparse.Namespace) -> JsonObject:
+    """Measure what each decoder layer costs in a lower precision, and gains in a higher one.
+
+    Every layer runs alone in a lower precision while all others are in the highest, and alone in a higher one
+    while all others are in the lowest, on one engine. Prompts are prefilled in the highest precision; their
+    continuations are forced token by token and decoded by the plan. The results are KL divergences to
+    --reference, or without it to the most precise variant. An interrupted run resumes if it is started again
+    with the same arguments. 'flexquant search' makes a policy from the results.
+
+    example:
+      flexquant sensitivity model-merged --text text.txt --variants w8a8,w4a16 --samples 16 --output results
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from flexquant.checkpoint.output import write_text
+    from flexquant.evaluation.report import writable_folder
+    from flexquant.layers.report import format_sensitivity_table, save_sensitivity_plot
+
+    study = study_of(args)
+    with writable_folder(args.output, "--output") as folder:
+        document = study.measure(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
+    table = format_sensitivity_table(document)
+    print(table)
+    write_text(folder / "sensitivity.md", table + "\n")
+    save_plot(folder / "sensitivity.png", lambda file: save_sensitivity_plot(document, file))
+    return {**document}
+
+
+def configure_search(parser: argparse.ArgumentParser) -> None:
+    add_study(parser, "searched.yaml, searched.md and searched.png, beside sensitivity.json")
+    parser.add_argument(
+        "--policy",
+        metavar="POLICY",
+        help="policy with measured times, from 'flexquant tune' (default: the one stored in the checkpoint)",
+    )
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--max-kl", type=parse_number, metavar="X", help="most KL divergence, nats a token")
+    budget.add_argument(
+        "--max-slowdown",
+        type=parse_number,
+        metavar="X",
+        help="e.g. 0.1: 10 %% slower than the fastest variant",
+    )
+    budget.add_argument("--layers", type=parse_count, metavar="N", help="number of layers to raise")
+    sequences = (
+        "sequences in the decode pass whose time counts; passes with --batch-size sequences are scored"
+    )
+    add_counts(parser, {"--sequences": (1, sequences)})
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="also measure baselines that raise as many layers: the first, the last, both ends, random ones",
+    )
+
+
+def search(args: argparse.Namespace) -> JsonObject:
+    """Choose a precision for each layer in decode, under a budget of quality, time or layers.
+
+    First each layer's cost alone is measured, as by 'flexquant sensitivity' and in the same file. Then one
+    layer after another is raised from the lowest precision, the one that gains most for its time first, and
+    such plans are measured whole, since the layers' gains do not add up. Times come from --policy, which
+    'flexquant tune' wrote. The policy that is written equals it, with the chosen plan in the rule that
+    decodes --sequences sequences.
+
+    examples:
+      flexquant search out --text text.txt --reference model --policy tuned.yaml --output out --max-kl 0.05
+      flexquant search out --text text.txt --policy tuned.yaml --output results --layers 8 --compare
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from flexquant.checkpoint.output import write_text
+    from flexquant.evaluation.report import writable_folder
+    from flexquant.layers.report import (
+        format_search_table,
+        policy_text,
+        save_search_plot,
+        searched_policy_document,
+    )
+    from flexquant.layers.searching import Budget, Search
+    from flexquant.policy.plans import describe_layers
+    from flexquant.policy.rules import find_measured
+
+    budget = Budget(args.max_kl, args.max_slowdown, args.layers)
+    study = study_of(args)
+    measured = find_measured(args.policy, study.subject.checkpoint.merged.policy)
+    if measured is None:
+        raise UsageError(f"{args.folder} stores no measured times; give a tuned policy as --policy")
+    times, base = measured
+    searching = Search(study, times, budget, args.sequences, args.compare)
+    with writable_folder(args.output, "--output") as folder:
+        found = searching.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
+    document = searched_policy_document(base, found, dict(study.variants), budget, args.sequences)
+    table = format_search_table(found)
+    print(table)
+    for name, text in (("searched.yaml", policy_text(document, found)), ("searched.md", table + "\n")):
+        write_text(folder / name, text)
+    print(f"chosen: {describe_layers(found.chosen.layers)}; wrote {folder / 'searched.yaml'}")
+    save_plot(folder / "searched.png", lambda file: save_search_plot(found, file))
+    return document
