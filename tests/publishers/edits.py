@@ -70,6 +70,18 @@ def tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Edit:
     return apply
 
 
+def without(*patterns: str) -> Edit:
+    """Drop the tensors with names in which one of the patterns is found."""
+
+    def drop(state: dict[str, torch.Tensor]) -> None:
+        found = [name for name in state if any(re.search(pattern, name) for pattern in patterns)]
+        assert found
+        for name in found:
+            del state[name]
+
+    return tensors(drop)
+
+
 def renamed(name: str) -> Edit:
     return lambda folder: (folder / SINGLE).rename(folder / name) and None
 
