@@ -33,9 +33,9 @@ ROOMS = {
         "tied_heads what_configs_name"
     ),
     "merge": (
-        "absent config_pairs conversion dequantize foreign_errors kv_compat kv_proof kv_sampling kv_states "
-        "late_refusal logits merge merging_experts merging_formats merging_vision mixing origins "
-        "quark_format rescaling same_model same_processor same_tokenizer sampling_defaults settings_by_layer "
+        "absent conversion dequantize foreign_errors kv_compat kv_proof kv_sampling kv_states "
+        "logits merge merge_ends_early merging_experts merging_formats merging_vision mixing origins "
+        "quark_format rescaling same_model same_processor same_tokenizer settings_by_layer "
         "sidecars source_errors split_verify tied_heads"
     ),
     "flexquant/serving/worker": "one_copy pass_clock plan_digest tied_heads trace_file w4a8_scales",

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from flexquant import cli
+
 ROOT = Path(__file__).parents[1]
 PATIENCE = 30
 """Seconds that an interrupted program gets to end."""
@@ -87,6 +89,15 @@ def small_files(most: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def disk_full(command: Sequence[str], most: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a ``flexquant`` command with files of at most ``most`` bytes; return the sentence it fails with."""
+    with small_files(most):
+        assert cli.main(command) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said.splitlines()[-1]
 
 
 def is_running(pid: int) -> bool:

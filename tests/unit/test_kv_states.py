@@ -81,7 +81,7 @@ def test_variants_of_a_model_with_states_share_them(kind, tmp_path):
     found = compare_and_refuse(opened(pair), tmp_path / "out")
     assert found.compatible and found.layered_plans, found
     assert found.worst.keys() >= {*STATES[kind]}
-    merge_checkpoints(pair, tmp_path / "merged")
+    merge_checkpoints({"w8a8": pair["first"], "w4a16": pair["second"]}, tmp_path / "merged")
 
 
 @pytest.mark.parametrize("schemes", [("w8a8", "w4a16"), ("w4a16", "w8a8")])

@@ -16,7 +16,6 @@ from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.errors import FlexQuantError
 from flexquant.merge.packed_formats import read_settings
 from tests import programs
-from tests.checkpoints import make_checkpoint
 from tests.foreign import write_foreign
 from tests.hub import Hub, serving
 from tests.publishers import edits
@@ -24,18 +23,14 @@ from tests.publishers import edits
 PARSE = """
 import json, sys
 from flexquant.serving.registration import SingleVariantParser
-found, config = SingleVariantParser().parse(sys.argv[1], False)
-print(json.dumps([found["architectures"], found["quantization_config"], config.architectures]))
+for model in sys.argv[1:]:
+    found, config = SingleVariantParser().parse(model, False)
+    print(json.dumps([found["architectures"], found["quantization_config"], config.architectures]))
 """
 SETTINGS_FILES = {
     "awq": edits.settings_in("quant_config.json", bits="w_bit", group_size="q_group_size"),
     "gptq": edits.settings_in("quantize_config.json"),
 }
-
-
-@pytest.fixture(scope="module")
-def w4a16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("source") / "w4a16", scheme="w4a16")
 
 
 @pytest.mark.parametrize("method", SETTINGS_FILES)
@@ -50,12 +45,11 @@ def test_settings_in_a_file_of_their_own_are_read(method: str, w4a16: Path, tmp_
     assert {section["quant_method"] for section in sections} == {method} and groups[0] == groups[1]
     assert groups[0]["group_0"]["weights"]["group_size"] == 64
 
-    hub, parsed = Hub({"org/apart": apart}), []
+    hub = Hub({"org/apart": apart})
+    command = [sys.executable, "-c", PARSE, apart, "org/apart"]
     with serving(hub):
-        for model in (str(apart), "org/apart"):
-            command = [sys.executable, "-c", PARSE, model]
-            done = programs.run(command, timeout=120, environment=hub.environment(tmp_path / "cache"))
-            parsed.append(json.loads(done.stdout.splitlines()[-1]))
+        done = programs.run(command, timeout=120, environment=hub.environment(tmp_path / "cache"))
+    parsed = [json.loads(line) for line in done.stdout.splitlines()[-2:]]
     config, _ = read_model_config(apart)
     expected_parse = [config["architectures"], config["quantization_config"], config["architectures"]]
     assert parsed == [expected_parse] * 2
