@@ -23,6 +23,14 @@ GEMV_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 """Each of eight neighbouring inputs -> its place in a word of AWQ's GEMV format."""
 
 
+def both(*edits: Edit) -> Edit:
+    def apply(folder: Path) -> None:
+        for edit in edits:
+            edit(folder)
+
+    return apply
+
+
 def edit_json(file: str, edit: Callable[[JsonObject], object]) -> Edit:
     def apply(folder: Path) -> None:
         path = folder / file

@@ -107,14 +107,14 @@ sizes = pytest.mark.parametrize("hidden", SIZES)
 
 @sizes
 def test_roundings_of_one_model_mix(compare, hidden):
-    found = compare(compare, hidden)
+    found = compare(hidden)
     assert found.layered_plans, found
     assert all(worst["share_of_bound"] < 0.75 for worst in found.worst.values()), found.worst
 
 
 @sizes
 def test_a_fold_between_up_and_down_mixes(compare, hidden):
-    assert compare(compare, hidden, scale_up_to_down).layered_plans
+    assert compare(hidden, scale_up_to_down).layered_plans
 
 
 @sizes
@@ -129,20 +129,20 @@ def test_a_fold_between_up_and_down_mixes(compare, hidden):
     ids=["k rotated", "v rotated", "v to o smoothed", "other k"],
 )
 def test_another_cache_is_refused(compare, hidden, edit, where):
-    found = compare(compare, hidden, edit)
+    found = compare(hidden, edit)
     assert not found.compatible and where in found.message
 
 
 @sizes
 def test_another_seed_is_refused(compare, hidden):
-    assert "layer 0 self_attn.k_proj" in compare(compare, hidden, seed=1).message
+    assert "layer 0 self_attn.k_proj" in compare(hidden, seed=1).message
 
 
 @sizes
 @pytest.mark.parametrize("writer", ["self_attn.o_proj", "mlp.down_proj"])
 @pytest.mark.parametrize("fault", [rotate_input, replace_weights], ids=["rotated", "replaced"])
 def test_an_output_of_another_model_is_refused(compare, hidden, writer, fault):
-    assert f"layer 1 {writer} differs" in compare(compare, hidden, fault(writer)).message
+    assert f"layer 1 {writer} differs" in compare(hidden, fault(writer)).message
 
 
 @pytest.fixture

@@ -7,18 +7,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexquant.merge.formats import open_source
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
-from tests.checkpoints import StateDict, fold_final_norm, make_checkpoint
+from tests.checkpoints import StateDict, fold_final_norm, make_pair
 from tests.unit.edits import Edit, edit_tensor, in_float32, rotate_residual
+from tests.unit.full_merge import opened
 
 HEAD, NORM = "lm_head.weight", "model.norm.weight"
 
 
 def compared(tmp_path, edit: Edit, architecture: str = "llama", **overrides) -> KVReport:
-    plain = make_checkpoint(tmp_path / "a", architecture, "w8a8", **overrides)
-    edited = make_checkpoint(tmp_path / "b", architecture, "w4a16", transform=in_float32(edit), **overrides)
-    return check_kv_compatibility([open_source(name, tmp_path / name) for name in (plain.name, edited.name)])
+    return check_kv_compatibility(opened(make_pair(tmp_path, architecture, in_float32(edit), **overrides)))
 
 
 def folded(state: StateDict) -> None:

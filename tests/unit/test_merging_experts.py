@@ -10,19 +10,9 @@ import torch
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from tests.checkpoints import EXPERTS, StateDict, make_checkpoint
+from tests.checkpoints import EXPERTS, StateDict, make_checkpoint, make_pair
 
 NORM = "post_attention_layernorm.weight"
-
-
-def sources(folder, change=None, *, kind="qwen3_moe", ignore=(), **of_the_other):
-    """Return W8A8 of a mixture, and W4A16 of it or, with arguments, of another one."""
-    return {
-        "w8a8": make_checkpoint(folder / "w8a8", kind, "w8a8", ignore=ignore),
-        "w4a16": make_checkpoint(
-            folder / "w4a16", kind, "w4a16", transform=change, ignore=ignore, **of_the_other
-        ),
-    }
 
 
 def test_a_norm_folded_into_router_and_experts_is_the_same_model(tmp_path):
@@ -38,7 +28,7 @@ def test_a_norm_folded_into_router_and_experts_is_the_same_model(tmp_path):
             for name, tensor in state.items()
         }
 
-    merge_checkpoints(sources(tmp_path, folded), tmp_path / "merged")
+    merge_checkpoints(make_pair(tmp_path, "qwen3_moe", folded), tmp_path / "merged")
     assert read_merged_config(tmp_path / "merged")[0].layered_plans
 
 
@@ -53,7 +43,7 @@ def test_a_fold_between_an_experts_up_and_down_projections_is_the_same_model(tmp
             state[other] = (state[other] / scale).bfloat16()
         return state
 
-    merge_checkpoints(sources(tmp_path, folded, kind=kind), tmp_path / "merged")
+    merge_checkpoints(make_pair(tmp_path, kind, folded), tmp_path / "merged")
     assert read_merged_config(tmp_path / "merged")[0].layered_plans
 
 
@@ -63,13 +53,15 @@ def test_another_router_is_another_model(tmp_path):
         return state | {name: state[name].roll(1, dims=0)}
 
     with pytest.raises(FlexQuantError, match="layer 1 mlp.gate differs"):
-        merge_checkpoints(sources(tmp_path, other), tmp_path / "merged")
+        merge_checkpoints(make_pair(tmp_path, "qwen3_moe", other), tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 
 def test_another_number_of_experts_is_another_model(tmp_path):
+    sources = make_pair(tmp_path, "qwen3_moe")
+    sources["w4a16"] = make_checkpoint(tmp_path / "other", "qwen3_moe", "w4a16", num_experts=4)
     with pytest.raises(FlexQuantError, match=r"experts: 8 against 4"):
-        merge_checkpoints(sources(tmp_path, num_experts=4), tmp_path / "merged")
+        merge_checkpoints(sources, tmp_path / "merged")
 
 
 def test_other_experts_cannot_be_mixed(tmp_path):
@@ -78,15 +70,14 @@ def test_other_experts_cannot_be_mixed(tmp_path):
         state[name][::20] *= 1.5
         return state
 
-    merge_checkpoints(sources(tmp_path, other), tmp_path / "merged")
+    merge_checkpoints(make_pair(tmp_path, "qwen3_moe", other), tmp_path / "merged")
     merged = read_merged_config(tmp_path / "merged")[0]
     assert not merged.layered_plans
     assert "mlp.experts.3.down_proj" in merged.kv_compatibility["residual_message"]
 
 
 def test_what_expands_a_latent_cache_is_held_once(tmp_path):
-    variants = {s: make_checkpoint(tmp_path / s, "deepseek_v2", s) for s in ("w8a8", "w4a16")}
-    merge_checkpoints(variants, tmp_path / "merged")
+    merge_checkpoints(make_pair(tmp_path, "deepseek_v2"), tmp_path / "merged")
     shared = read_merged_config(tmp_path / "merged")[0].shared_modules
     assert [name for name in shared if ".layers." in name] == [
         f"model.layers.{layer}.self_attn.kv_b_proj" for layer in (0, 1)
@@ -98,7 +89,7 @@ def test_only_experts_that_are_all_equal_are_held_once(tmp_path):
         name = "model.layers.0.mlp.experts.3.up_proj.weight"
         return state | {name: state[name] * 1.01}
 
-    merge_checkpoints(sources(tmp_path, other, ignore=[EXPERTS]), tmp_path / "merged")
+    merge_checkpoints(make_pair(tmp_path, "qwen3_moe", other, ignore=[EXPERTS]), tmp_path / "merged")
     shared = read_merged_config(tmp_path / "merged")[0].shared_modules
     assert "model.layers.1.mlp.experts" in shared
     assert not any(name.startswith("model.layers.0.") for name in shared)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from flexquant.checkpoint.module_names import decoder_roots, tower
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from tests.checkpoints import StateDict
+from tests.foreign import config_of
 from tests.vision import KINDS, make_vision_checkpoint
 
 ARCHITECTURE = KINDS["idefics3"].architecture
@@ -35,8 +35,7 @@ def test_towers_are_stored_once_and_the_class_reads_images(tmp_path):
     merge_checkpoints(variants, tmp_path / "merged")
     merged, layers = read_merged_config(tmp_path / "merged")
     assert (merged.base_architecture, layers) == (ARCHITECTURE, 4)
-    config = json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert config["architectures"] == [f"FlexQuant{ARCHITECTURE}"]
+    assert config_of(tmp_path / "merged")["architectures"] == [f"FlexQuant{ARCHITECTURE}"]
     assert merged.shared_modules == (
         "lm_head",
         "model.connector",
@@ -55,9 +54,7 @@ def test_a_variant_comes_back_with_its_architecture(tmp_path):
     variants = sources(tmp_path)
     merge_checkpoints(variants, tmp_path / "merged")
     split_checkpoint(tmp_path / "merged", "w4a16", tmp_path / "split")
-    back, before = (
-        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "split", variants["w4a16"])
-    )
+    back, before = config_of(tmp_path / "split"), config_of(variants["w4a16"])
     assert back["architectures"] == [ARCHITECTURE]
     assert back == {key: value for key, value in before.items() if key != "_name_or_path"}
 

@@ -17,30 +17,6 @@ import pytest
 from flexquant.checkpoint.output import prepare_output, remove_leftovers, staged_file, staged_folder
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.report import REPORT_FILE
-from tests import programs
-
-# The program kills itself before the n-th operation on the folder that Python reports to its audit hooks.
-DIE_EARLY = """
-import os, signal, sys
-from pathlib import Path
-from flexquant.checkpoint.output import prepare_output, staged_folder
-
-folder, fatal = Path(sys.argv[1]), int(sys.argv[2])
-operations = 0
-
-def count(event, arguments):
-    global operations
-    if any(str(folder) in str(part) for part in arguments):
-        operations += 1
-        if operations == fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-sys.addaudithook(count)
-prepare_output(folder / "merged", [], overwrite=True)
-with staged_folder(folder / "merged", overwrite=True) as stage:
-    for name in ("config.json", "weights"):
-        (stage / name).write_text("new")
-"""
 
 
 def write(output: Path, text: str) -> None:
@@ -76,6 +52,29 @@ def test_two_outputs_in_one_folder_are_written_side_by_side(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
+def write_and_die_early(folder: Path, fatal: int) -> bool:
+    """Write an output in a process of its own, and return whether it killed itself on the way.
+
+    It does so before the n-th operation on ``folder`` that Python reports to its audit hooks.
+    """
+    operations = 0
+
+    def count(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal operations
+        if any(str(folder) in str(part) for part in arguments):
+            operations += 1
+            if operations == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if (child := os.fork()) == 0:
+        try:
+            sys.addaudithook(count)
+            write(folder / "merged", "new")
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("replaces", [True, False])
 def test_killed_before_any_operation_it_leaves_the_old_output_or_none(tmp_path, replaces):
     died, fatal, lost_sight_of = True, 0, False
@@ -87,8 +86,7 @@ def test_killed_before_any_operation_it_leaves_the_old_output_or_none(tmp_path, 
         if replaces:
             write(folder / "merged", "old")
             old = whole("old")
-        command = [sys.executable, "-c", DIE_EARLY, str(folder), str(fatal)]
-        died = programs.run(command, timeout=120, status=None).returncode == -signal.SIGKILL
+        died = write_and_die_early(folder, fatal)
         if replaces and not (folder / "merged").exists():
             lost_sight_of = True
             (folder / "merged").mkdir()
@@ -106,8 +104,7 @@ def test_killed_before_any_operation_it_leaves_the_old_output_or_none(tmp_path, 
 
 
 def test_a_variant_that_lost_its_config_may_be_replaced(tmp_path):
-    (tmp_path / "w8a8").mkdir()
-    (tmp_path / "w8a8" / REPORT_FILE).write_text("{}")
+    make_folder(tmp_path / "w8a8", REPORT_FILE)
     write(tmp_path / "w8a8", "new")
     assert contents(tmp_path / "w8a8") == whole("new")
 
@@ -127,19 +124,14 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
         write(tmp_path / "file" / "merged", "new")
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, file: str = "thesis.txt") -> None:
     path.mkdir()
-    (path / "thesis.txt").write_text("precious")
-
-
-def make_checkpoint_folder(path: Path) -> None:
-    path.mkdir()
-    (path / "config.json").write_text("{}")
+    (path / file).write_text("precious")
 
 
 APPEARING = {
     "a folder with thesis.txt": make_folder,
-    "a folder with config.json": make_checkpoint_folder,
+    "a folder with config.json": lambda path: make_folder(path, "config.json"),
     "a file": Path.touch,
     "a link": lambda path: path.symlink_to("elsewhere"),
 }

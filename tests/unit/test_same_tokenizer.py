@@ -21,6 +21,7 @@ from tests.checkpoints import make_pair
 from tests.foreign import config_of
 from tests.publishers.edits import (
     Edit,
+    both,
     config,
     left_by_calibration,
     merges_as_strings,
@@ -32,14 +33,6 @@ from tests.publishers.edits import file as write
 from tests.unit.full_merge import opened
 
 TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-
-
-def both(*edits: Edit) -> Edit:
-    def apply(folder: Path) -> None:
-        for edit in edits:
-            edit(folder)
-
-    return apply
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a server counts of its passes: their times on a CPU, and the counters of several engines in sum."""
+"""What a server writes down of its passes: times, sums over several engines, and a trace.
+
+A trace ends at a whole line where no more can be written, with one warning.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 
 from flexquant.serving.frontend.endpoints import add_up
-from flexquant.serving.worker.pass_records import PassClock
+from flexquant.serving.worker.forward_pass import Pass
+from flexquant.serving.worker.pass_records import PassClock, Trace
+from tests.programs import small_files
 
 
 def test_a_pass_is_timed_once_and_only_if_it_began() -> None:
@@ -96,3 +104,71 @@ def test_counters_of_engines_are_added_by_plan_and_phase() -> None:
         {"plan": "w8a8", "phase": "prefill", "forward": 3.0, "tokens": 42.0},
         {"plan": "w8a8", "phase": "decode", "forward": 5.0},
     ]
+
+
+HEADER = {"policy": "phase"}
+
+
+def record(number: int) -> dict[str, object]:
+    """Return what a trace has of a decode pass with this number of sequences."""
+    return {**Pass("decode", number, number, 1, number)._asdict(), "plan": "w4a16"}
+
+
+def write(path: Path, passes: int) -> list[int]:
+    """Write a trace of passes with 1, 2, ... sequences; return the sequences of the passes in the trace."""
+    trace = Trace(str(path), 1)
+    trace.write(HEADER)
+    for number in range(1, passes + 1):
+        trace.write(record(number))
+    trace.write(HEADER)
+    if not path.is_file():
+        return []
+    header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert header == HEADER
+    return [line["sequences"] for line in lines if "sequences" in line]
+
+
+def ends(file: Path, reason: str) -> list[str]:
+    """Return the only message that the end of a trace leaves."""
+    return [f"the trace '{file}' ends here, and serving goes on: {reason}"]
+
+
+def test_all_passes_are_there_while_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert write(tmp_path / "trace.jsonl", 100) == [*range(1, 101)]
+    assert caplog.messages == []
+
+
+def test_a_full_disk_ends_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "trace.jsonl"
+    with small_files(4096):
+        told = write(file, 100)
+    assert 10 < len(told) < 100 and told == [*range(1, len(told) + 1)]
+    assert file.read_bytes().endswith(b"\n")
+    assert caplog.messages == ends(file, "it cannot be written (File too large)")
+
+
+def test_a_device_that_takes_nothing_ends_it(caplog: pytest.LogCaptureFixture) -> None:
+    write(Path("/dev/full"), 3)
+    assert caplog.messages == ends(Path("/dev/full"), "it cannot be written (No space left on device)")
+
+
+def test_a_file_that_fails_once_more_when_it_is_closed_ends_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    trace = Trace(str(file), 1)
+    trace.write(HEADER)
+    assert trace._file is not None
+    os.close(trace._file.fileno())
+    for _ in range(2):
+        trace.write(record(1))
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [HEADER]
+    assert caplog.messages == ends(file, "it cannot be written (Bad file descriptor)")
+
+
+def test_it_ends_at_the_size_that_it_may_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "trace.jsonl"
+    told = write(file, 10_000)
+    assert told == [*range(1, len(told) + 1)]
+    assert (1 << 20) - 300 < file.stat().st_size <= 1 << 20
+    assert caplog.messages == ends(file, "it may have 1 MiB ('flexquant.trace_mib')")
