@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""FORMAT.md is enough to read a merged checkpoint: its snippet loads one, its tables name every key."""
+"""FORMAT.md is enough to read a merged checkpoint: its snippet loads one, its tables name every key.
+
+Every link of a page leads to a file that exists, and to a heading that it has.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.merge import merge_checkpoints
 from tests import programs
 from tests.checkpoints import make_checkpoint
+from tests.programs import ROOT
 from tests.readme import BLOCK
 
 PAGE = Path(merged_config.__file__).with_name("FORMAT.md").read_text()
@@ -80,3 +84,25 @@ def test_every_written_file_is_in_the_table(merged):
     for path in merged.iterdir():
         known = any(path.match(name.replace("0000i", "*").replace("0000n", "*")) for name in names)
         assert known, path.name
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *(page for top in ROOT.glob("[a-z]*/") for page in top.rglob("*.md"))])
+CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    broken = []
+    for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
+            broken.append(link)
+    assert not broken

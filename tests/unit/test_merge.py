@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Merging: what is written, that it is all or nothing, and the command line."""
+"""Merging: what is written, in how much memory, and the command line."""
+
+from __future__ import annotations
 
 import json
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from benchmarks.merge import in_child, make_sources, merge_once
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_config import ARCHITECTURE, MergedConfig
 from flexquant.checkpoint.safetensors_io import read_header, total_bytes
@@ -18,6 +23,7 @@ from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, verify_checkpoint
 from flexquant.policy.rules import load_policy
+from tests import programs
 from tests.checkpoints import fold_final_norm, make_checkpoint, make_pair
 from tests.foreign import config_of
 
@@ -253,3 +259,35 @@ def test_command_line(sources, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*argv, "--max-shard-size", "many"])
     assert stop.value.code == 2
+
+
+MIB = 1 << 20
+
+
+def merge(mib: int, folder: Path, hidden: int, awq: bool) -> tuple[int, int]:
+    """Return the bytes of two checkpoints, and the most memory that merging them took."""
+    sources, _ = make_sources(folder, mib / 1024, hidden, awq)
+    nbytes = sum(file.stat().st_size for source in sources.values() for file in Path(source).iterdir())
+    return nbytes, in_child(merge_once, sources, str(folder / "output"))[1]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "awq"),
+    [(2048, False), pytest.param(1024, True, marks=pytest.mark.full)],
+    ids=["as it is", "converted"],
+)
+def test_four_times_the_model_takes_the_same_memory(hidden: int, awq: bool, tmp_path: Path) -> None:
+    (small, peak), (large, higher) = (merge(mib, tmp_path / str(mib), hidden, awq) for mib in (64, 256))
+    assert large - small > 150 * MIB
+    assert higher - peak < 48 * MIB
+
+
+@pytest.mark.full
+def test_the_benchmark_compares_merging_with_copying(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.merge", "--gib", 0.03, "--repeats", 1, "--hidden", 512]
+    done = programs.run([*command, "--folder", tmp_path, "--output", tmp_path / "merge.json"], timeout=300)
+    found = json.loads((tmp_path / "merge.json").read_text())
+    assert found == json.loads(done.stdout.splitlines()[-1])
+    (merged,), (copied,) = found["seconds_merge"], found["seconds_cp"]
+    assert found["merge_to_cp"] == pytest.approx(merged / copied)
+    assert found["verify_to_read"] > 0 and found["peak_rss_above_interpreter_bytes"] > 0
