@@ -162,12 +162,12 @@ Refused = Callable[..., str]
 
 
 @pytest.fixture
-def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+def refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Return a function that asserts that a build is refused, and changes nothing; it returns the message."""
 
-    def run(model: Path, output: Path, *options: str) -> str:
+    def run(output: Path, *options: str, of: Path = model) -> str:
         before = digests(tmp_path)
-        assert cli.main(command("build", model, output, *options)) == 1
+        assert cli.main(command("build", of, output, *options)) == 1
         assert digests(tmp_path) == before
         return capsys.readouterr().err
 
@@ -179,19 +179,17 @@ def test_a_build_that_differs_needs_overwrite(
 ) -> None:
     shutil.copytree(built, tmp_path / "again")
     output = tmp_path / "again/merged"
-    assert "--overwrite" in refused(model, output, "--seed", "1")
+    assert "--overwrite" in refused(output, "--seed", "1")
     assert cli.main(command("build", model, output, "--seed", "1", "--overwrite")) == 0
     assert digests(tmp_path / "again") != digests(built)
     verify_checkpoint(output)
 
 
-def test_an_edited_variant_is_told_and_not_quantised_again(
-    model: Path, built: Path, tmp_path: Path, refused: Refused
-) -> None:
+def test_an_edited_variant_is_told_and_stays(built: Path, tmp_path: Path, refused: Refused) -> None:
     shutil.copytree(built, tmp_path / "again")
     edited = tmp_path / "again/merged-variants/w4a16/tokenizer_config.json"
     edited.write_text(edited.read_text() + "\n")
-    message = refused(model, tmp_path / "again/merged")
+    message = refused(tmp_path / "again/merged")
     assert "tokenizer_config.json has other content" in message and "--overwrite" in message
 
 
@@ -202,7 +200,7 @@ def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(
     shutil.copytree(model, tmp_path / "tiny")
     shutil.copytree(built / "merged", tmp_path / "merged")
     (tmp_path / "tiny/generation_config.json").write_text('{"do_sample": true, "temperature": 0.5}')
-    message = refused(tmp_path / "tiny", tmp_path / "merged")
+    message = refused(tmp_path / "merged", of=tmp_path / "tiny")
     assert "generation_config.json" in message and "--overwrite" in message
 
 
@@ -218,7 +216,7 @@ def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(
     ],
 )
 def test_an_output_that_cannot_be_gone_on_with_is_refused_before_quantising(
-    model: Path, built: Path, tmp_path: Path, refused: Refused, content: str, options: list[str]
+    built: Path, tmp_path: Path, refused: Refused, content: str, options: list[str]
 ) -> None:
     output, variants = tmp_path / "merged", {n: built / "merged-variants" / n for n in ("w8a8", "w4a16")}
     if content == "a policy of its own":
@@ -229,31 +227,27 @@ def test_an_output_that_cannot_be_gone_on_with_is_refused_before_quantising(
         output.mkdir()
         if content == "a file of mine":
             (output / "thesis.txt").write_text("years of work")
-    message = refused(model, output, *options)
+    message = refused(output, *options)
     assert f"{output}" in message and "choose another folder" in message
     assert "calibrating" not in message
     assert not (tmp_path / "merged-variants").exists()
 
 
-def test_a_policy_that_the_recipe_cannot_serve_is_refused_first(
-    model: Path, tmp_path: Path, refused: Refused
-) -> None:
-    message = refused(model, tmp_path / "merged", "--recipe", "fp8", "--policy", "phase")
+def test_a_policy_that_the_recipe_cannot_serve_is_refused_first(tmp_path: Path, refused: Refused) -> None:
+    message = refused(tmp_path / "merged", "--recipe", "fp8", "--policy", "phase")
     assert "uses the variant 'w8a8', but the recipe 'fp8' makes fp8, w4a16" in message
     modifiers = "{GPTQModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}}"
     recipe = f"schema: flexquant.recipe/v1\nvariants: {{a: {modifiers}, b: {modifiers}}}\n"
     (tmp_path / "recipe.yaml").write_text(recipe)
-    message = refused(model, tmp_path / "merged", "--recipe", str(tmp_path / "recipe.yaml"))
+    message = refused(tmp_path / "merged", "--recipe", str(tmp_path / "recipe.yaml"))
     assert "the policy 'phase-batch' uses the variant" in message
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
-def test_a_finished_checkpoint_has_the_variants_in_the_recipes_order(
-    tmp_path: Path, model: Path, refused: Refused
-) -> None:
+def test_a_finished_checkpoint_has_the_recipes_order(tmp_path: Path, refused: Refused) -> None:
     sources = make_pair(tmp_path)
     merge_checkpoints({name: sources[name] for name in ("w4a16", "w8a8")}, tmp_path / "merged")
-    message = refused(model, tmp_path / "merged")
+    message = refused(tmp_path / "merged")
     assert "holds the variants w4a16, w8a8, but this build makes w8a8, w4a16" in message
 
 
