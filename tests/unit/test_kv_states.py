@@ -95,17 +95,14 @@ def test_another_models_projection_into_the_state_is_refused(name, schemes, tmp_
 @pytest.mark.parametrize(
     ("kind", "parameter"),
     [
-        ("qwen3_next", "linear_attn.A_log"),
         ("qwen3_next", "linear_attn.dt_bias"),
-        ("qwen3_next", "linear_attn.conv1d.weight"),
-        ("falcon_h1", "mamba.A_log"),
-        ("jamba", "mamba.dt_proj.bias"),
         ("jamba", "mamba.b_layernorm.weight"),
         ("lfm2", "conv.conv.weight"),
         ("falcon_h1", "mamba.D"),
     ],
 )
 def test_another_parameter_is_refused(kind, parameter, tmp_path):
+    """In test_kv_proof each parameter of each architecture is changed."""
     edit = edit_tensor(rf"layers\.0\.{re.escape(parameter)}$", lambda p: p + 0.2 * torch.randn_like(p))
     assert f"layer 0 {parameter} differs by" in report(tmp_path, edit, kind).message
 

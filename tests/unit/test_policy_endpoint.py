@@ -141,14 +141,6 @@ async def posting(app: FastAPI) -> AsyncIterator[asyncio.Task[httpx.Response]]:
         yield asyncio.create_task(client.post("/flexquant/policy?name=mine", content=POLICY, headers=HEADERS))
 
 
-def test_all_engines_take_it(post: Post) -> None:
-    engines = [Engine(), Engine()]
-    engines[1].policy = "another"
-    code, told = post(*engines)
-    assert (code, told["before"]["name"], told["after"]["name"]) == (200, "before", "mine")
-    assert [engine.policy for engine in engines] == ["mine", "mine"]
-
-
 def test_a_policy_that_does_not_fit_is_refused_before_an_engine_is_asked(post: Post) -> None:
     engine = Engine()
     use = {"default": "w8a8", "layers": {"99": "w4a16"}}
