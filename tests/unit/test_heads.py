@@ -8,6 +8,7 @@ The logits have to be the same in all variants, whatever is folded.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from flexquant.serving.worker.weights import VariantLoader
-from tests.checkpoints import StateDict, fold_final_norm, make_checkpoint, make_pair
+from tests.checkpoints import StateDict, fold_final_norm, make_pair
 from tests.tied_heads import EMBEDDING, HEAD, NORM, make_tied, without_key
 from tests.unit.edits import Edit, edit_tensor, in_float32, rotate_residual
 from tests.unit.full_merge import opened
@@ -27,8 +28,18 @@ COPY, OTHER = "copy", "other"
 WEIGHT = f"{HEAD}.weight"
 
 
-def merged(tmp_path: Path, **heads: str | None) -> MergedConfig:
-    sources = {name: make_tied(tmp_path / name, name, head) for name, head in heads.items()}
+def tied(folder: Path, *heads: str | None, architecture: str = "llama", key: bool = True) -> dict[str, Path]:
+    """Write w8a8 and w4a16 with these heads; without ``key`` their configs do not say that they are tied."""
+    sources = {}
+    for name, head in zip(("w8a8", "w4a16"), heads, strict=True):
+        sources[name] = make_tied(folder / name, name, head, architecture)
+        if not key:
+            without_key(sources[name], "tie_word_embeddings")
+    return sources
+
+
+def merged(tmp_path: Path, *heads: str | None, **options: Any) -> MergedConfig:
+    sources = tied(tmp_path, *heads, **options)
     merge_checkpoints(sources, tmp_path / "merged")
     verify_checkpoint(tmp_path / "merged", sources)
     return read_merged_config(tmp_path / "merged")[0]
@@ -47,21 +58,21 @@ def merged(tmp_path: Path, **heads: str | None) -> MergedConfig:
     ],
 )
 def test_a_head_is_its_variants_own_unless_it_is_the_embedding(tmp_path, heads, own, shared):
-    found = merged(tmp_path, w8a8=heads[0], w4a16=heads[1])
+    found = merged(tmp_path, *heads)
     assert tuple(variant.own_head for variant in found.variants.values()) == own
     assert (HEAD in found.shared_modules) is shared
     assert EMBEDDING in found.shared_modules
 
 
 def test_a_model_in_16_bit_has_the_head_that_one_variant_has(tmp_path):
-    sources = {name: make_tied(tmp_path / name, name, h) for name, h in (("w8a8", OTHER), ("w4a16", None))}
+    sources = tied(tmp_path, OTHER, None)
     report = merge_checkpoints(sources, tmp_path / "merged")
     with_head, without = (report.variants[name].parameters for name in sources)
     assert with_head - without == 320 * 128 and report.bytes_16bit == 2 * with_head
 
 
 def test_a_copy_of_the_embedding_comes_back_when_split(tmp_path):
-    merged(tmp_path, w8a8=None, w4a16=COPY)
+    merged(tmp_path, None, COPY)
     split_checkpoint(tmp_path / "merged", "w4a16", tmp_path / "again")
     again, source = (tmp_path / name / "model.safetensors" for name in ("again", "w4a16"))
     assert f'"{HEAD}.weight"'.encode() in again.read_bytes()
@@ -69,30 +80,20 @@ def test_a_copy_of_the_embedding_comes_back_when_split(tmp_path):
 
 
 def test_a_head_of_another_shape_is_refused(tmp_path):
-    sources = {s: make_tied(tmp_path / s, s, head) for s, head in (("w8a8", OTHER), ("w4a16", "short"))}
     with pytest.raises(FlexQuantError, match="'lm_head.weight' has shape"):
-        merge_checkpoints(sources, tmp_path / "merged")
+        merged(tmp_path, OTHER, "short")
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
 def test_a_config_without_the_key_is_tied_where_its_class_says_so(tmp_path, architecture):
-    sources = {
-        s: without_key(make_tied(tmp_path / s, s, None, architecture), "tie_word_embeddings")
-        for s in ("w8a8", "w4a16")
-    }
-    merge_checkpoints(sources, tmp_path / "merged")
-    found, _ = read_merged_config(tmp_path / "merged")
+    found = merged(tmp_path, None, None, architecture=architecture, key=False)
     assert HEAD in found.shared_modules
     assert not any(variant.own_head for variant in found.variants.values())
 
 
 def test_a_config_without_the_key_is_not_tied_where_its_class_says_so(tmp_path):
-    sources = {
-        s: without_key(make_tied(tmp_path / s, s, head), "tie_word_embeddings")
-        for s, head in (("w8a8", COPY), ("w4a16", None))
-    }
     with pytest.raises(FlexQuantError, match="'w8a8' has parameter 'lm_head.weight' and 'w4a16' does not"):
-        merge_checkpoints(sources, tmp_path / "merged")
+        merged(tmp_path, COPY, None, key=False)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_what_a_config_leaves_out_is_the_default_of_its_class(config, expected):
     ],
 )
 def test_a_section_of_another_layout_is_refused(tmp_path, key, problem):
-    section = merged(tmp_path, w8a8=None, w4a16=None).to_json()
+    section = merged(tmp_path, None, None).to_json()
     if key is None:
         section["schema_version"] = 2
     else:
@@ -131,11 +132,11 @@ def test_a_section_of_another_layout_is_refused(tmp_path, key, problem):
 
 
 def test_a_shared_head_is_loaded_for_all(tmp_path):
-    sources = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "w4a16")}
+    sources = make_pair(tmp_path)
     merge_checkpoints(sources, tmp_path / "merged")
-    merged, _ = read_merged_config(tmp_path / "merged")
-    loader = VariantLoader(dict.fromkeys(sources), merged, {}, dict.fromkeys(sources, {0, 1}))
-    assert merged.shared_modules[0] == HEAD and loader.wants(f"shared.{HEAD}.weight")
+    found, _ = read_merged_config(tmp_path / "merged")
+    loader = VariantLoader(dict.fromkeys(sources), found, {}, dict.fromkeys(sources, {0, 1}))
+    assert found.shared_modules[0] == HEAD and loader.wants(f"shared.{HEAD}.weight")
 
 
 def compared(tmp_path, edit: Edit, architecture: str = "llama", **overrides) -> KVReport:

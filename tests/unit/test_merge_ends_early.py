@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -49,30 +48,6 @@ def test_a_refusal_while_shards_are_written_leaves_what_was_there(tmp_path, outp
     assert during and all(name.endswith(".safetensors") for name in during)
     assert digests(folder) == before and len(list(folder.iterdir())) == output_exists
     assert threading.active_count() == threads
-
-
-@pytest.mark.parametrize("command", ["merge", "split"])
-def test_a_checkpoint_that_appears_meanwhile_is_replaced_only_when_told_to(sources, tmp_path, command):
-    merge_checkpoints(sources, tmp_path / "other")
-    output = tmp_path / "output"
-
-    def appear(done, total):
-        if not output.exists():
-            shutil.copytree(tmp_path / "other", output)
-
-    def write(**options):
-        if command == "merge":
-            merge_checkpoints({"w8a8": sources["w8a8"]}, output, progress=appear, **options)
-        else:
-            split_checkpoint(tmp_path / "other", "w8a8", output, progress=appear, **options)
-
-    with pytest.raises(FlexQuantError, match="a folder with README.md, .* appeared at .*output while"):
-        write()
-    assert digests(output) == digests(tmp_path / "other")
-    shutil.rmtree(output)
-    write(overwrite=True)
-    assert digests(output) != digests(tmp_path / "other")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "output"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

@@ -26,6 +26,13 @@ def write(output: Path, text: str) -> None:
             (stage / name).write_text(text)
 
 
+def put(file: Path, text: str) -> Path:
+    """Write a file; return where its text was until it was whole."""
+    with staged_file(file) as partial:
+        partial.write_text(text)
+    return partial
+
+
 def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()} if folder.exists() else {}
 
@@ -160,6 +167,14 @@ def test_what_appears_meanwhile_is_told_and_stays(what, overwrite, tmp_path):
     assert inventory(tmp_path) == kept and len(kept) > 0
 
 
+def test_a_checkpoint_that_appears_meanwhile_is_replaced_when_told_to(tmp_path):
+    with staged_folder(tmp_path / "merged", overwrite=True) as stage:
+        (stage / "config.json").write_text("new")
+        make_folder(tmp_path / "merged", "config.json")
+    assert contents(tmp_path / "merged") == {"config.json": "new"}
+    assert list(tmp_path.iterdir()) == [tmp_path / "merged"]
+
+
 def test_what_appears_between_the_two_renames_does_not_cost_the_old_copy(tmp_path, monkeypatch):
     output, rename = tmp_path / "merged", os.rename
     write(output, "old")
@@ -169,9 +184,7 @@ def test_what_appears_between_the_two_renames_does_not_cost_the_old_copy(tmp_pat
         if source == output:
             make_folder(output)
 
-    told = (
-        "is what .* was to replace, and meanwhile a folder with thesis.txt appeared at .*; move one of them"
-    )
+    told = "is what .* was to replace, and meanwhile a folder with thesis.txt appeared at .*; move one of"
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", rename_slowly)
         with pytest.raises(FlexQuantError, match="a folder with thesis.txt appeared at .*, and stays"):
@@ -195,10 +208,8 @@ def test_what_others_keep_beside_an_output_stays(tmp_path):
     assert inventory(tmp_path) == before
     for text in ("one", "two"):
         write(tmp_path / "merged", text)
-        with staged_file(tmp_path / "merged" / "weights") as partial:
-            partial.write_text(text)
-        with staged_file(tmp_path / "merged.md") as partial:
-            partial.write_text(text)
+        put(tmp_path / "merged" / "weights", text)
+        put(tmp_path / "merged.md", text)
     ours = ("merged", "merged.md", "merged/config.json", "merged/weights")
     assert {name: found for name, found in inventory(tmp_path).items() if name not in ours} == before
 
@@ -252,9 +263,7 @@ def test_everything_is_on_the_disk_before_the_output_is_in_its_place(synced, tmp
 
 
 def test_a_file_is_on_the_disk_before_it_is_in_its_place(synced, tmp_path):
-    with staged_file(tmp_path / "file.json") as partial:
-        partial.write_text("new")
-    assert synced[partial] == inventory(tmp_path)["file.json"]
+    assert synced[put(tmp_path / "file.json", "new")] == inventory(tmp_path)["file.json"]
     assert tmp_path in synced
 
 
@@ -265,8 +274,7 @@ def test_a_link_still_leads_to_the_file_that_is_written(tmp_path):
         if text:
             file.write_text(text)
         link.symlink_to(file)
-        with staged_file(link) as partial:
-            partial.write_text("new")
+        put(link, "new")
         assert link.is_symlink() and file.read_text() == "new" and not file.is_symlink()
     assert len(list((tmp_path / "disk").iterdir())) == 2
 
@@ -274,8 +282,7 @@ def test_a_link_still_leads_to_the_file_that_is_written(tmp_path):
 def test_a_pipe_is_written_to_and_stays(tmp_path):
     os.mkfifo(pipe := tmp_path / "pipe")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    with staged_file(pipe) as partial:
-        partial.write_text("new")
+    put(pipe, "new")
     assert os.read(reader, 9) == b"new" and pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
     os.close(reader)
 
