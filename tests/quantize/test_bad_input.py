@@ -101,10 +101,7 @@ QUANTISED = {
         (with_one(float("inf")), NO_NUMBER),
         (edits.without("down_proj"), LACKS_DOWN_PROJ),
         (edits.both(edits.without("down_proj"), OF_NOBODY), LACKS_DOWN_PROJ),
-        (
-            edits.without(r"model\.norm", "lm_head"),
-            r"lacks 2 of the parameters of .*model\.norm\.weight",
-        ),
+        (edits.without(r"model\.norm", "lm_head"), r"lacks 2 of the parameters of .*model\.norm\.weight"),
         (edits.generation(num_return_sequences=2), "generation settings of .*num_return_sequences"),
         *(
             (link_out(name), f"'{name}' leads outside the checkpoint folder")

@@ -137,20 +137,13 @@ def test_an_order_that_was_only_there_when_quantising_is_none(tmp_path, packed, 
         ({"weight_shape": torch.tensor([48.0, 128.0])}, INT4, "as F32"),
         ({"weight_shape": None}, INT4, "without '.*weight_shape'"),
         ({}, INT4 | {"symmetric": False}, "asymmetric but has no weight_zero_point"),
-        (
-            {"weight_zero_point": torch.zeros(48, 4, dtype=torch.int32)},
-            INT4 | {"symmetric": False},
-            r"weight_zero_point of shape \[48, 4\], expected \[6, 4\]",
-        ),
-        (
-            {"weight_zero_point": torch.zeros(24, 4, dtype=torch.int8)},
-            INT4 | {"symmetric": False},
-            r"weight_zero_point of shape \[24, 4\], expected \[48, 4\]",
-        ),
-        (
-            {"weight_zero_point": torch.zeros(48, dtype=torch.int32)},
-            INT4,
-            r"weight_zero_point of shape \[48\], expected \[6, 4\]",
+        *(
+            ({"weight_zero_point": zeros}, INT4 | {"symmetric": symmetric}, f"weight_zero_point of {problem}")
+            for zeros, symmetric, problem in (
+                (torch.zeros(48, 4, dtype=torch.int32), False, r"shape \[48, 4\], expected \[6, 4\]"),
+                (torch.zeros(24, 4, dtype=torch.int8), False, r"shape \[24, 4\], expected \[48, 4\]"),
+                (torch.zeros(48, dtype=torch.int32), True, r"shape \[48\], expected \[6, 4\]"),
+            )
         ),
         ({"bias": torch.zeros(128)}, INT4, r"bias of shape \[128\], expected \[48\]"),
     ],

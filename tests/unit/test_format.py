@@ -20,7 +20,8 @@ from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.merge import merge_checkpoints
 from tests import programs
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_pair
+from tests.foreign import assert_equal, config_of, tensors_of
 from tests.programs import ROOT
 from tests.readme import BLOCK
 
@@ -38,8 +39,7 @@ save_file(tensors, sys.argv[3])
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("sources")
-    return {s: make_checkpoint(folder / s, "gemma3", s) for s in ("w8a8", "w4a16")}
+    return make_pair(tmp_path_factory.mktemp("sources"), "gemma3")
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +54,7 @@ def test_the_snippet_loads_a_variant_without_flexquant(sources, merged, tmp_path
     (tmp_path / "snippet.py").write_text(BLOCKS["python"] + SAVE)
     command = [sys.executable, "snippet.py", str(merged), name, "loaded.safetensors"]
     programs.run(command, timeout=120, folder=tmp_path)
-    loaded, original = (
-        load_file(tmp_path / "loaded.safetensors"),
-        load_file(sources[name] / "model.safetensors"),
-    )
-    assert loaded.keys() == original.keys()
-    for key, tensor in original.items():
-        assert loaded[key].dtype == tensor.dtype and loaded[key].equal(tensor), key
+    assert_equal(load_file(tmp_path / "loaded.safetensors"), tensors_of(sources[name]))
 
 
 def test_the_example_is_a_section_that_flexquant_reads_and_writes_again():
@@ -70,7 +64,7 @@ def test_the_example_is_a_section_that_flexquant_reads_and_writes_again():
 
 def test_every_key_that_is_written_has_a_row(merged):
     rows = set(re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE))
-    section = json.loads((merged / "config.json").read_text())["quantization_config"]
+    section = config_of(merged)["quantization_config"]
     provenance = json.loads((merged / PROVENANCE_FILE).read_text())
     assert section.keys() | provenance.keys() <= rows
     named = {word for variant in section["variants"].values() for word in variant}

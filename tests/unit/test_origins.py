@@ -23,7 +23,7 @@ from flexquant.checkpoint.measured_loss import loss_lines, read_losses
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from flexquant.merge.card import describe_origins
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, make_pair
 
 RECIPE = """
 schema: flexquant.recipe/v1
@@ -36,12 +36,15 @@ made_with: {llmcompressor: 0.14.0.1, model: org/model, weights_sha256: abc, cali
 """
 
 
+def described(folder: Path, recipe: str, *names: str) -> list[str]:
+    """Return what the card says of variants, the first of which has this recipe."""
+    (folder / "recipe.yaml").write_text(recipe)
+    return describe_origins(names, {f"recipe.{names[0]}.yaml": folder / "recipe.yaml"}).splitlines()
+
+
 def test_our_recipes_are_told_in_full(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE)
     # A variant may be merged under another name than the one it was quantised under.
-    text = describe_origins(["w8a8"], {"recipe.w8a8.yaml": recipe})
-    assert text.splitlines() == [
+    assert described(tmp_path, RECIPE, "w8a8") == [
         "- `w8a8`: from org/model (weights with SHA-256 `abc`), calibrated on chats.jsonl: 64 samples of 512 "
         "tokens, seed 7 (token ids with SHA-256 `def`), by llmcompressor 0.14.0.1. In order, and in full in "
         "`recipe.w8a8.yaml`:",
@@ -58,13 +61,11 @@ def test_our_recipes_are_told_in_full(tmp_path):
     ],
 )
 def test_calibration_data_that_is_no_file_is_said_in_words(tmp_path, data, said):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.replace("chats.jsonl", data))
-    assert f"calibrated on {said}: 64 samples" in describe_origins(["w8a8"], {"recipe.w8a8.yaml": recipe})
+    (first, *_) = described(tmp_path, RECIPE.replace("chats.jsonl", data), "w8a8")
+    assert f"calibrated on {said}: 64 samples" in first
 
 
 def test_other_recipes_are_named_and_missing_ones_said(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
     for text in (
         "scheme: w8a8\n",
         "default_stage: {default_modifiers: {}}",
@@ -77,9 +78,7 @@ def test_other_recipes_are_named_and_missing_ones_said(tmp_path):
         "schema: flexquant.recipe/v1\nvariants: 7\nmade_with: 8\n",
         "[" * 5000,
     ):
-        recipe.write_text(text)
-        found = describe_origins(["w8a8", "w4a16"], {"recipe.w8a8.yaml": recipe})
-        assert found.splitlines() == [
+        assert described(tmp_path, text, "w8a8", "w4a16") == [
             "- `w8a8`: by `recipe.w8a8.yaml`, as it came with the source.",
             "- `w4a16`: its source came without a recipe.",
         ]
@@ -93,11 +92,15 @@ def test_other_recipes_are_named_and_missing_ones_said(tmp_path):
         ("7", None),
         ("{org/a: org/b}", None),
         ("true", None),
+        (None, None),
     ],
 )
 def test_only_names_of_base_models_are_carried_over(stated, bases, tmp_path):
+    """None: the card is a pointer that git-lfs did not follow."""
+    card = f"---\nbase_model: {stated}\nlicense: {{a: b}}\n---\nText.\n"
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4096\n"
     source = make_checkpoint(tmp_path / "w8a8", num_layers=1)
-    (source / "README.md").write_text(f"---\nbase_model: {stated}\nlicense: {{a: b}}\n---\nText.\n")
+    (source / "README.md").write_text(pointer if stated is None else card)
     merge_checkpoints({"w8a8": source}, tmp_path / "merged")
     assert ModelCard.load(tmp_path / "merged/README.md").data.to_dict().get("base_model") == bases
 
@@ -108,14 +111,6 @@ def test_the_card_does_not_promise_another_format_back(tmp_path):
     text = (tmp_path / "merged/README.md").read_text()
     assert "One variant of one LlamaForCausalLM" in text
     assert "`flexquant split` writes one variant as a plain checkpoint again" in text
-
-
-def test_a_card_that_git_lfs_did_not_fetch_is_none(tmp_path):
-    source = make_checkpoint(tmp_path / "w8a8", num_layers=1)
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4096\n"
-    (source / "README.md").write_text(pointer)
-    merge_checkpoints({"w8a8": source}, tmp_path / "merged")
-    assert "base_model" not in ModelCard.load(tmp_path / "merged/README.md").data.to_dict()
 
 
 MEASURED = """schema: flexquant.recipe/v1
@@ -151,7 +146,7 @@ VERSIONED = [f"mistral_instruct_tokenizer.model.{version.value}" for version in 
 
 
 def test_a_tokenizer_in_mistrals_format_is_taken_along(tmp_path: Path) -> None:
-    sources = {name: make_checkpoint(tmp_path / name, "mistral", name) for name in ("w8a8", "w4a16")}
+    sources = make_pair(tmp_path, "mistral")
     names = ["tekken.json", *VERSIONED]
     for folder in sources.values():
         for name in names:
@@ -167,7 +162,7 @@ def test_a_tokenizer_in_mistrals_format_is_taken_along(tmp_path: Path) -> None:
 
 
 def test_a_notice_is_that_of_the_first_source_that_has_it(tmp_path: Path) -> None:
-    sources = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "w4a16")}
+    sources = make_pair(tmp_path)
     for variant, folder in sources.items():
         (folder / "LICENSE").write_text(variant)
     (sources["w4a16"] / "NOTICE").write_text("w4a16")

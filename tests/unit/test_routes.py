@@ -179,10 +179,7 @@ def test_layered_plan_names(layers: dict[str, str], name: str) -> None:
             layered(**{"0-2": "w8a8", "-2": "w8a8"}),
             '.layers.-2 overlaps "0-2": both name layer 2 of this model\'s 4 layers',
         ),
-        (
-            layered(**{"3--2": "w8a8"}),
-            ".layers.3--2 runs from layer 3 back to 2 of this model's 4 layers",
-        ),
+        (layered(**{"3--2": "w8a8"}), ".layers.3--2 runs from layer 3 back to 2 of this model's 4 layers"),
     ],
 )
 def test_policy_that_does_not_fit_the_model_is_refused(use: Any, problem: str) -> None:

@@ -54,11 +54,7 @@ def test_the_table_has_what_the_installed_vllm_reads() -> None:
 @pytest.mark.parametrize("old", ["w8a8", "w4a16"])
 @pytest.mark.parametrize(
     ("architecture", "options"),
-    [
-        ("llama", {}),
-        ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}),
-        ("gemma3", {}),
-    ],
+    [("llama", {}), ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}), ("gemma3", {})],
     ids=["llama", "llama with scaled RoPE", "gemma3"],
 )
 def test_variants_saved_by_transformers_4_and_5_merge(tmp_path, architecture, options, old):
