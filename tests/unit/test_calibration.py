@@ -25,29 +25,32 @@ def tokenizer():
     return byte_tokenizer(base_config())
 
 
-def test_text_file_is_one_document(tmp_path: Path) -> None:
-    file, text = tmp_path / "prose.txt", "one paragraph\n\nanother, with umlauts: äöü\n"
-    file.write_text(text, encoding="utf-8")
-    assert list(read_documents(file)) == [text]
-
-
-def test_jsonl_holds_text_and_messages(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    file = tmp_path / "data.jsonl"
-    records = [{"text": "plain"}, {"messages": messages, "id": 3}]
-    file.write_text("\n\n".join(json.dumps(r) for r in records))
-    assert list(read_documents(file)) == ["plain", messages]
-
-
-LINE_ENDS_INSIDE_TEXT = "one\u2028two\u2029three\x85four"
+PROSE = "one paragraph\n\nanother, with umlauts: äöü\n"
+MESSAGES = [{"role": "user", "content": "hi"}]
+ODD_ENDS = "one\u2028two\u2029three\x85four"
 """Characters at which str.splitlines() cuts, but JSON does not end a string and a file no line."""
 
 
-def test_a_jsonl_record_ends_at_a_newline_alone(tmp_path: Path) -> None:
-    file = tmp_path / "data.jsonl"
-    records = [{"text": text} for text in (LINE_ENDS_INSIDE_TEXT, "next")]
-    file.write_text("\r\n".join(json.dumps(r, ensure_ascii=False) for r in records), encoding="utf-8")
-    assert list(read_documents(file)) == [record["text"] for record in records]
+@pytest.mark.parametrize(
+    ("name", "content", "documents"),
+    [
+        ("prose.txt", PROSE, [PROSE]),
+        (
+            "data.jsonl",
+            f'{{"text": "plain"}}\n\n{json.dumps({"messages": MESSAGES, "id": 3})}',
+            ["plain", MESSAGES],
+        ),
+        (
+            "data.jsonl",
+            f'{{"text": "{ODD_ENDS}"}}\r\n{{"text": "b"}}',
+            [ODD_ENDS, "b"],
+        ),
+    ],
+    ids=["text is one document", "text and messages", "a record ends at a newline alone"],
+)
+def test_documents_of_a_file(tmp_path: Path, name: str, content: str, documents: list[object]) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert list(read_documents(tmp_path / name)) == documents
 
 
 def test_a_jsonl_file_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
