@@ -142,18 +142,11 @@ def test_every_dtype_has_its_nan(tmp_path, dtype):
     assert_refused(sources, edits.tensors(put), tmp_path, "up_proj.* NaN or infinite")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.0.self_attn.rotary_emb.cos_cached",
-        "model.layers.0.self_attn.rotary_emb.sin_cached",
-        "model.layers.0.self_attn.rotary_emb.inv_freq",
-        "model.layers.0.rotary_pos_emb.inv_freq",
-    ],
-)
-def test_frequencies_that_one_source_stores_are_left_out(tmp_path, name):
+def test_frequencies_that_one_source_stores_are_left_out(tmp_path):
+    ends = [f"self_attn.rotary_emb.{end}" for end in ("cos_cached", "sin_cached", "inv_freq")]
+    added = {f"model.layers.0.{end}": torch.ones(16) for end in (*ends, "rotary_pos_emb.inv_freq")}
     sources = make_pair(tmp_path, "qwen2")
-    edits.tensors(lambda state: state.update({name: torch.ones(16)}))(sources["w8a8"])
+    edits.tensors(lambda state: state.update(added))(sources["w8a8"])
     merge_checkpoints(sources, tmp_path / "merged")
     assert not any("rotary" in key for key in read_tensors(tmp_path / "merged"))
 
@@ -168,13 +161,10 @@ def test_a_draft_head_that_one_source_has_stays_with_it(tmp_path):
 
 
 def test_a_parameter_that_one_source_has_and_the_class_has_not_is_refused(tmp_path):
-    def add(folder: Path) -> None:
-        if folder.name == "w8a8":
-            added = {"model.layers.0.self_attn.q_norm.weight": torch.ones(32)}
-            edits.tensors(lambda state: state.update(added))(folder)
-
+    sources, added = make_pair(tmp_path, "qwen2"), {"model.layers.0.self_attn.q_norm.weight": torch.ones(32)}
+    edits.tensors(lambda state: state.update(added))(sources["w8a8"])
     named = "'w8a8' has parameter .*q_norm.weight' and 'w4a16' does not"
-    assert_refused(make_pair(tmp_path, "qwen2"), add, tmp_path, named)
+    assert_refused(sources, lambda folder: None, tmp_path, named)
 
 
 @pytest.mark.parametrize("listed", ["by pattern", "by name"])
