@@ -40,11 +40,7 @@ ODD_ENDS = "one\u2028two\u2029three\x85four"
             f'{{"text": "plain"}}\n\n{json.dumps({"messages": MESSAGES, "id": 3})}',
             ["plain", MESSAGES],
         ),
-        (
-            "data.jsonl",
-            f'{{"text": "{ODD_ENDS}"}}\r\n{{"text": "b"}}',
-            [ODD_ENDS, "b"],
-        ),
+        ("data.jsonl", f'{{"text": "{ODD_ENDS}"}}\r\n{{"text": "b"}}', [ODD_ENDS, "b"]),
     ],
     ids=["text is one document", "text and messages", "a record ends at a newline alone"],
 )
