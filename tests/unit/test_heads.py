@@ -20,7 +20,7 @@ from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoi
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from flexquant.serving.worker.weights import VariantLoader
 from tests.checkpoints import StateDict, fold_final_norm, make_pair
-from tests.tied_heads import EMBEDDING, HEAD, NORM, make_tied, without_key
+from tests.tied_heads import EMBEDDING, HEAD, NORM, make_tied_pair
 from tests.unit.edits import Edit, edit_tensor, in_float32, rotate_residual
 from tests.unit.full_merge import opened
 
@@ -28,18 +28,8 @@ COPY, OTHER = "copy", "other"
 WEIGHT = f"{HEAD}.weight"
 
 
-def tied(folder: Path, *heads: str | None, architecture: str = "llama", key: bool = True) -> dict[str, Path]:
-    """Write w8a8 and w4a16 with these heads; without ``key`` their configs do not say that they are tied."""
-    sources = {}
-    for name, head in zip(("w8a8", "w4a16"), heads, strict=True):
-        sources[name] = make_tied(folder / name, name, head, architecture)
-        if not key:
-            without_key(sources[name], "tie_word_embeddings")
-    return sources
-
-
 def merged(tmp_path: Path, *heads: str | None, **options: Any) -> MergedConfig:
-    sources = tied(tmp_path, *heads, **options)
+    sources = make_tied_pair(tmp_path, *heads, **options)
     merge_checkpoints(sources, tmp_path / "merged")
     verify_checkpoint(tmp_path / "merged", sources)
     return read_merged_config(tmp_path / "merged")[0]
@@ -65,7 +55,7 @@ def test_a_head_is_its_variants_own_unless_it_is_the_embedding(tmp_path, heads, 
 
 
 def test_a_model_in_16_bit_has_the_head_that_one_variant_has(tmp_path):
-    sources = tied(tmp_path, OTHER, None)
+    sources = make_tied_pair(tmp_path, OTHER, None)
     report = merge_checkpoints(sources, tmp_path / "merged")
     with_head, without = (report.variants[name].parameters for name in sources)
     assert with_head - without == 320 * 128 and report.bytes_16bit == 2 * with_head

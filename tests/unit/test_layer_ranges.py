@@ -21,7 +21,7 @@ from tests.checkpoints import StateDict, make_checkpoint, make_pair
 from tests.foreign import config_of
 from tests.policies import rules
 from tests.publishers import edits
-from tests.tied_heads import make_tied
+from tests.tied_heads import make_tied_pair
 
 
 def test_neighbours_are_one_range():
@@ -113,10 +113,7 @@ def test_a_copy_of_the_embedding_is_stored_and_not_loaded(heads, tmp_path, capsy
     found = []
     for copies in (heads, (None, None)):
         folder = tmp_path / str(copies)
-        sources = {
-            name: make_tied(folder / name, name, head)
-            for name, head in zip(("w8a8", "w4a16"), copies, strict=True)
-        }
+        sources = make_tied_pair(folder, *copies)
         merge_checkpoints(sources, folder / "merged")
         found.append(inspect(folder / "merged", capsys))
     with_copy, without = found
