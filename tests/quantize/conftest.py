@@ -9,6 +9,8 @@ import shutil
 
 # Matrices this small take longer to share among threads than to compute in one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# huggingface_hub reads it where it is imported, and then refuses an unknown dataset without asking again.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 from pathlib import Path
 
