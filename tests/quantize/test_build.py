@@ -165,9 +165,9 @@ Refused = Callable[..., str]
 def refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Return a function that asserts that a build is refused, and changes nothing; it returns the message."""
 
-    def run(output: Path, *options: str, of: Path = model) -> str:
+    def run(output: Path, *options: str) -> str:
         before = digests(tmp_path)
-        assert cli.main(command("build", of, output, *options)) == 1
+        assert cli.main(command("build", model, output, *options)) == 1
         assert digests(tmp_path) == before
         return capsys.readouterr().err
 
@@ -194,14 +194,17 @@ def test_an_edited_variant_is_told_and_stays(built: Path, tmp_path: Path, refuse
 
 
 def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(
-    model: Path, built: Path, tmp_path: Path, refused: Refused
+    model: Path, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The variants are gone, so that nothing but the checkpoint remembers the old generation settings."""
     shutil.copytree(model, tmp_path / "tiny")
     shutil.copytree(built / "merged", tmp_path / "merged")
     (tmp_path / "tiny/generation_config.json").write_text('{"do_sample": true, "temperature": 0.5}')
-    message = refused(tmp_path / "merged", of=tmp_path / "tiny")
+    before = digests(tmp_path / "merged")
+    assert cli.main(command("build", tmp_path / "tiny", tmp_path / "merged")) == 1
+    message = capsys.readouterr().err
     assert "generation_config.json" in message and "--overwrite" in message
+    assert digests(tmp_path / "merged") == before
 
 
 @pytest.mark.parametrize(
