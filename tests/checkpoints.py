@@ -220,6 +220,22 @@ def make_checkpoint(
     )
 
 
+def make_pair(
+    folder: Path,
+    architecture: str = "llama",
+    change: Callable[[StateDict], StateDict] | None = None,
+    **both,
+) -> dict[str, Path]:
+    """Write w8a8 and w4a16 of one model and return their folders.
+
+    ``change`` edits the 16-bit state dict of w4a16; ``both`` are options of :func:`make_checkpoint`.
+    """
+    return {
+        "w8a8": make_checkpoint(folder / "w8a8", architecture, "w8a8", **both),
+        "w4a16": make_checkpoint(folder / "w4a16", architecture, "w4a16", transform=change, **both),
+    }
+
+
 def write_checkpoint(
     folder: Path,
     config: PretrainedConfig,

@@ -28,17 +28,16 @@ RECORD = ROOT / "tests" / "mutants.json"
 ROOMS = {
     "flexquant/policy": "cli_policy machine memory_fit policy policy_refusals routes yaml_document",
     "flexquant/checkpoint": (
-        "absent disk_full foreign_errors format hub layer_ranges measured_loss merge merging_vision output "
-        "same_model same_processor same_tokenizer served_config sidecars source_errors split_verify "
-        "tied_heads what_configs_name"
+        "absent foreign_errors format heads hub layer_ranges merge merge_ends_early merging_kinds origins "
+        "output same_model same_processor same_tokenizer served_config source_errors split_verify "
+        "what_configs_name"
     ),
     "merge": (
-        "absent config_pairs conversion dequantize foreign_errors kv_compat kv_proof kv_sampling kv_states "
-        "late_refusal logits merge merging_experts merging_formats merging_vision mixing origins "
-        "quark_format rescaling same_model same_processor same_tokenizer sampling_defaults settings_by_layer "
-        "sidecars source_errors split_verify tied_heads"
+        "absent conversion dequantize foreign_errors kv_compat kv_proof kv_sampling kv_states "
+        "heads merge merge_ends_early merging_formats merging_kinds mixing origins quark_format same_model "
+        "same_processor same_tokenizer settings_by_layer source_errors split_verify"
     ),
-    "flexquant/serving/worker": "one_copy pass_clock plan_digest tied_heads trace_file w4a8_scales",
+    "flexquant/serving/worker": "heads one_copy pass_records plan_digest w4a8_scales",
 }
 """Room -> the tests in tests/unit that are run against its mutants."""
 

@@ -5,15 +5,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import shlex
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
+from flexquant import cli
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 30
@@ -74,12 +77,27 @@ def run(
     return subprocess.CompletedProcess(arguments, process.returncode, *printed)
 
 
-def with_small_files(command: Sequence[object], most: int) -> list[object]:
-    """Return the command such that no file can grow beyond ``most`` bytes, a multiple of 512.
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """Let this process write no file beyond ``most`` bytes: what does not fit is refused, as on a full disk.
 
-    The system then refuses what does not fit, to any user, with EFBIG instead of a full disk's ENOSPC.
+    The error is EFBIG instead of a full disk's ENOSPC.
     """
-    return ["sh", "-c", f'ulimit -f {most // 512} && exec "$@"', "sh", *command]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def disk_full(command: Sequence[str], most: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a ``flexquant`` command with files of at most ``most`` bytes; return the sentence it fails with."""
+    with small_files(most):
+        assert cli.main(command) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said.splitlines()[-1]
 
 
 def is_running(pid: int) -> bool:

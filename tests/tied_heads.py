@@ -42,3 +42,15 @@ def without_key(folder: Path, key: str) -> Path:
     del config[key]
     path.write_text(json.dumps(config))
     return folder
+
+
+def make_tied_pair(
+    folder: Path, *heads: str | None, architecture: str = "llama", key: bool = True
+) -> dict[str, Path]:
+    """Write w8a8 and w4a16 with these heads; without ``key`` their configs do not say that they are tied."""
+    sources = {}
+    for name, head in zip(("w8a8", "w4a16"), heads, strict=True):
+        sources[name] = make_tied(folder / name, name, head, architecture)
+        if not key:
+            without_key(sources[name], "tie_word_embeddings")
+    return sources

@@ -23,6 +23,14 @@ GEMV_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 """Each of eight neighbouring inputs -> its place in a word of AWQ's GEMV format."""
 
 
+def both(*edits: Edit) -> Edit:
+    def apply(folder: Path) -> None:
+        for edit in edits:
+            edit(folder)
+
+    return apply
+
+
 def edit_json(file: str, edit: Callable[[JsonObject], object]) -> Edit:
     def apply(folder: Path) -> None:
         path = folder / file
@@ -68,6 +76,18 @@ def tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Edit:
         save_file({k: t.contiguous() for k, t in state.items()}, folder / SINGLE, metadata={"format": "pt"})
 
     return apply
+
+
+def without(*patterns: str) -> Edit:
+    """Drop the tensors with names in which one of the patterns is found."""
+
+    def drop(state: dict[str, torch.Tensor]) -> None:
+        found = [name for name in state if any(re.search(pattern, name) for pattern in patterns)]
+        assert found
+        for name in found:
+            del state[name]
+
+    return tensors(drop)
 
 
 def renamed(name: str) -> Edit:

@@ -5,9 +5,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 # Matrices this small take longer to share among threads than to compute in one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# huggingface_hub reads it where it is imported, and then refuses an unknown dataset without asking again.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 from pathlib import Path
 
@@ -26,6 +29,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model of one layer, which tests only read."""
     return make_checkpoint(tmp_path_factory.mktemp("small") / "model", scheme=None, num_layers=1)
+
+
+@pytest.fixture
+def own(small: Path, tmp_path: Path) -> Path:
+    """Return a copy of ``small``, for a test to change."""
+    return Path(shutil.copytree(small, tmp_path / "model"))
 
 
 @pytest.fixture(scope="session")

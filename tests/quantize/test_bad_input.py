@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import pytest
 import torch
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
-from flexquant.checkpoint.folder import SINGLE_FILE
 from flexquant.errors import FlexQuantError
 from tests import programs
 from tests.checkpoints import StateDict, make_checkpoint
@@ -26,12 +24,11 @@ from tests.what_configs_name import MAY_REFUSE, run_all
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
-def test_errors(model: Path, variants: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors(model: Path, variants: Path, tmp_path: Path) -> None:
     def refused(match: str, *args: Any, **options: Any) -> None:
         with pytest.raises(FlexQuantError, match=match):
             quantize(*args, **options)
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     output, empty = tmp_path / "out", tmp_path / "empty.txt"
     empty.touch()
     refused(
@@ -49,18 +46,12 @@ def test_errors(model: Path, variants: Path, tmp_path: Path, monkeypatch: pytest
     assert not output.exists()
 
 
-def changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[StateDict], StateDict]:
-    return lambda state: {**state, Q_PROJ: change(state[Q_PROJ])}
+def changed(change: Callable[[torch.Tensor], torch.Tensor]) -> edits.Edit:
+    return edits.tensors(lambda state: state.update({Q_PROJ: change(state[Q_PROJ])}))
 
 
-def with_one(value: float) -> Callable[[StateDict], StateDict]:
-    return changed(
-        lambda weight: weight.index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(value).to(weight))
-    )
-
-
-def without(*patterns: str) -> Callable[[StateDict], StateDict]:
-    return lambda state: {n: t for n, t in state.items() if not any(re.search(p, n) for p in patterns)}
+def with_one(value: float) -> edits.Edit:
+    return edits.tensors(lambda state: state[Q_PROJ][3, 5].fill_(value))
 
 
 def link_out(name: str) -> edits.Edit:
@@ -72,87 +63,65 @@ def link_out(name: str) -> edits.Edit:
     return apply
 
 
-def two_sets_of_files(model: Path) -> None:
-    shutil.copy(
-        make_checkpoint(model.parent / "other", scheme=None, num_layers=1, seed=1) / SINGLE_FILE, model
-    )
+def beside_another(model: Path) -> None:
+    """Put the weights of another model, in shards, beside those that there are."""
+    shards = make_checkpoint(model.parent / "other", scheme=None, num_layers=1, seed=1, num_shards=2)
+    for file in shards.glob("*.safetensors*"):
+        shutil.copy(file, model)
 
 
-def rename_tensors(model: Path) -> None:
-    (model / SINGLE_FILE).rename(model / "weights.safetensors")
+def with_200_features(model: Path) -> None:
+    shutil.rmtree(model)
+    make_checkpoint(model, scheme=None, num_layers=1, intermediate_size=200)
 
 
 LACKS_DOWN_PROJ = r"lacks 1 of the parameters of .*'model\.layers\.0\.mlp\.down_proj\.weight'"
 NO_NUMBER = r"self_attn.q_proj.weight' in .* holds NaN or infinite numbers"
+ADAPTER = edits.file("adapter_config.json", '{"base_model_name_or_path": "org/name"}')
+OF_NOBODY = edits.config(architectures=["OfNobodyForCausalLM"])
+QUANTISED = {
+    "gptq": edits.file("quantize_config.json", '{"bits": 4, "group_size": 64}'),
+    "awq": edits.file("quant_config.json", '{"w_bit": 4, "zero_point": true}'),
+    "modelopt": edits.file("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}'),
+    "compressed-tensors": edits.config(compression_config={"quant_method": "compressed-tensors"}),
+}
 
 
 @pytest.mark.parametrize(
-    ("made", "edit", "expected"),
+    ("edit", "expected"),
     [
-        ({"intermediate_size": 200}, None, r"layers\.0\.mlp\.down_proj has 200 input features"),
+        (with_200_features, r"layers\.0\.mlp\.down_proj has 200 input features"),
         (
-            {"transform": changed(lambda weight: (weight * 100).to(torch.int8))},
-            None,
+            changed(lambda weight: (weight * 100).to(torch.int8)),
             r"self_attn.q_proj.weight' in .*model.safetensors has dtype int8; .* float16, bfloat16 or",
         ),
-        (
-            {"transform": changed(torch.Tensor.double)},
-            None,
-            r"self_attn.q_proj.weight' in .* has dtype float64",
-        ),
-        ({"transform": with_one(float("nan"))}, None, NO_NUMBER),
-        ({"transform": with_one(float("inf"))}, None, NO_NUMBER),
-        ({"transform": without("down_proj")}, None, LACKS_DOWN_PROJ),
-        (
-            {"transform": without("down_proj")},
-            edits.config(architectures=["OfNobodyForCausalLM"]),
-            LACKS_DOWN_PROJ,
-        ),
-        (
-            {"transform": without(r"model\.norm", "lm_head")},
-            None,
-            r"lacks 2 of the parameters of .*model\.norm\.weight",
-        ),
-        (
-            {},
-            edits.file("generation_config.json", '{"num_return_sequences": 2}'),
-            "generation settings of .*num_return_sequences",
-        ),
+        (changed(torch.Tensor.double), r"self_attn.q_proj.weight' in .* has dtype float64"),
+        (with_one(float("nan")), NO_NUMBER),
+        (with_one(float("inf")), NO_NUMBER),
+        (edits.without("down_proj"), LACKS_DOWN_PROJ),
+        (edits.both(edits.without("down_proj"), OF_NOBODY), LACKS_DOWN_PROJ),
+        (edits.without(r"model\.norm", "lm_head"), r"lacks 2 of the parameters of .*model\.norm\.weight"),
+        (edits.generation(num_return_sequences=2), "generation settings of .*num_return_sequences"),
         *(
-            ({}, link_out(name), f"'{name}' leads outside the checkpoint folder")
+            (link_out(name), f"'{name}' leads outside the checkpoint folder")
             for name in ("LICENSE", "tokenizer.json", "vocab.txt", "modeling_own.py", "config.json")
         ),
         *(
-            ({}, edit, rf"model is quantised already \({method}\); start from the 16")
-            for edit, method in (
-                (edits.file("quantize_config.json", '{"bits": 4, "group_size": 64}'), "gptq"),
-                (edits.file("quant_config.json", '{"w_bit": 4, "zero_point": true}'), "awq"),
-                (edits.file("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}'), "modelopt"),
-                (
-                    edits.config(compression_config={"quant_method": "compressed-tensors"}),
-                    "compressed-tensors",
-                ),
-            )
+            (edit, rf"model is quantised already \({method}\); start from the 16")
+            for method, edit in QUANTISED.items()
         ),
+        (beside_another, r"model-00001-of-00002.*, but transformers loads model\."),
         (
-            {"num_shards": 2},
-            two_sets_of_files,
-            r"model-00001-of-00002.*, but transformers loads model\.",
+            edits.renamed("weights.safetensors"),
+            r"its tensors in weights\.safetensors, but transformers loads",
         ),
-        ({}, rename_tensors, r"its tensors in weights\.safetensors, but transformers loads"),
-        (
-            {},
-            edits.file("adapter_config.json", '{"base_model_name_or_path": "org/name"}'),
-            r"holds an adapter \(adapter_config.json\); merge it",
-        ),
+        (ADAPTER, r"holds an adapter \(adapter_config.json\); merge it"),
     ],
 )
 def test_a_model_that_cannot_be_quantised_is_refused_first(
-    tmp_path: Path, made: dict[str, Any], edit: edits.Edit | None, expected: str
+    small: Path, tmp_path: Path, edit: edits.Edit, expected: str
 ) -> None:
-    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, **made)
-    if edit is not None:
-        edit(model)
+    edit(model := Path(shutil.copytree(small, tmp_path / "model")))
     with pytest.raises(FlexQuantError, match=expected):
         quantize(model, tmp_path / "variants")
     assert not (tmp_path / "variants").exists()

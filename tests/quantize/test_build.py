@@ -25,19 +25,23 @@ from safetensors.torch import load_file
 from flexquant import cli
 from flexquant.merge import merge_checkpoints, verify_checkpoint
 from tests import readme
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, make_pair
 from tests.kills import kill_often
 from tests.quantize.quantizing import OPTIONS, digests, report, section
 
-FLEXQUANT = [sys.executable, "-m", "flexquant"]
 SECONDS = 300
+
+
+def command(name: str, model: Path, output: Path, *more: str) -> list[str]:
+    """Return the arguments of ``flexquant build`` or ``quantize`` with few samples."""
+    return [name, str(model), "--output", str(output), *OPTIONS, *more]
 
 
 @pytest.fixture(scope="module")
 def first_build(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return what an undisturbed build leaves, ``merged`` and ``merged-variants``, and what it prints."""
     folder = tmp_path_factory.mktemp("built")
-    return folder, run([*FLEXQUANT, "build", str(model), "--output", str(folder / "merged"), *OPTIONS])
+    return folder, run(command("build", model, folder / "merged"))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,7 @@ def test_a_log_file_gets_one_line_a_stage(
     assert len(lines) <= 36
 
     before = digests(folder)
-    assert cli.main(["build", str(model), "--output", str(folder / "merged"), *OPTIONS]) == 0
+    assert cli.main(command("build", model, folder / "merged")) == 0
     again = capsys.readouterr().err.splitlines()
     assert [line[:6] for line in again if line.startswith("[")] == [f"[{i}/7] " for i in range(1, 8)]
     assert sum("is finished, and kept" in line for line in again) == 2
@@ -74,14 +78,14 @@ def test_a_log_file_gets_one_line_a_stage(
 # It finds what hides llmcompressor's own lines, which nobody but a developer asks for.
 @pytest.mark.full
 def test_verbose_shows_what_llmcompressor_prints(model: Path, tmp_path: Path) -> None:
-    command = [*FLEXQUANT, "quantize", str(model), "--output", str(tmp_path / "variants"), *OPTIONS]
-    output = run([*command, "--variants", "w4a16", "--verbose"])
+    output = run(command("quantize", model, tmp_path / "variants", "--variants", "w4a16", "--verbose"))
     assert "Calibrating" in output and "[4/4] w4a16: " in output
 
 
-def run(command: list[str]) -> str:
+def run(arguments: list[str]) -> str:
     """Return stdout and stderr of a command, in the order in which they were written."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS)
+    whole = [sys.executable, "-m", "flexquant", *arguments]
+    done = subprocess.run(whole, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS)
     output = done.stdout.decode()
     assert done.returncode == 0, output
     return output
@@ -127,9 +131,7 @@ def test_killed_at_a_stage_and_started_again_it_ends_in_the_same_bytes(
 
     def start_and_wait(until: str) -> int | None:
         """Kill a build when a file is there that matches the pattern; return its exit code."""
-        process = processes.Process(
-            target=build, args=(["build", str(model), "--output", str(tmp_path / "merged"), *OPTIONS],)
-        )
+        process = processes.Process(target=build, args=(command("build", model, tmp_path / "merged"),))
         process.start()
         deadline = time.monotonic() + SECONDS
         while process.is_alive() and time.monotonic() < deadline and not list(tmp_path.glob(until)):
@@ -153,21 +155,19 @@ def test_killed_it_leaves_nothing_half_done_and_can_run_again(
     name: str, written: list[str], model: Path, tmp_path: Path
 ) -> None:
     folder, *options = written
-    kill_often(
-        lambda output: [name, str(model), "--output", str(output / folder), *options, *OPTIONS], tmp_path, 2
-    )
+    kill_often(lambda output: command(name, model, output / folder, *options), tmp_path, 2)
 
 
 Refused = Callable[..., str]
 
 
 @pytest.fixture
-def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+def refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Return a function that asserts that a build is refused, and changes nothing; it returns the message."""
 
-    def run(model: Path, output: Path, *options: str) -> str:
+    def run(output: Path, *options: str) -> str:
         before = digests(tmp_path)
-        assert cli.main(["build", str(model), "--output", str(output), *OPTIONS, *options]) == 1
+        assert cli.main(command("build", model, output, *options)) == 1
         assert digests(tmp_path) == before
         return capsys.readouterr().err
 
@@ -179,20 +179,17 @@ def test_a_build_that_differs_needs_overwrite(
 ) -> None:
     shutil.copytree(built, tmp_path / "again")
     output = tmp_path / "again/merged"
-    assert "--overwrite" in refused(model, output, "--seed", "1")
-    command = ["build", str(model), "--output", str(output), *OPTIONS, "--seed", "1", "--overwrite"]
-    assert cli.main(command) == 0
+    assert "--overwrite" in refused(output, "--seed", "1")
+    assert cli.main(command("build", model, output, "--seed", "1", "--overwrite")) == 0
     assert digests(tmp_path / "again") != digests(built)
     verify_checkpoint(output)
 
 
-def test_an_edited_variant_is_told_and_not_quantised_again(
-    model: Path, built: Path, tmp_path: Path, refused: Refused
-) -> None:
+def test_an_edited_variant_is_told_and_stays(built: Path, tmp_path: Path, refused: Refused) -> None:
     shutil.copytree(built, tmp_path / "again")
     edited = tmp_path / "again/merged-variants/w4a16/tokenizer_config.json"
     edited.write_text(edited.read_text() + "\n")
-    message = refused(model, tmp_path / "again/merged")
+    message = refused(tmp_path / "again/merged")
     assert "tokenizer_config.json has other content" in message and "--overwrite" in message
 
 
@@ -204,8 +201,7 @@ def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(
     shutil.copytree(built / "merged", tmp_path / "merged")
     (tmp_path / "tiny/generation_config.json").write_text('{"do_sample": true, "temperature": 0.5}')
     before = digests(tmp_path / "merged")
-    command = ["build", str(tmp_path / "tiny"), "--output", str(tmp_path / "merged"), *OPTIONS]
-    assert cli.main(command) == 1
+    assert cli.main(command("build", tmp_path / "tiny", tmp_path / "merged")) == 1
     message = capsys.readouterr().err
     assert "generation_config.json" in message and "--overwrite" in message
     assert digests(tmp_path / "merged") == before
@@ -223,7 +219,7 @@ def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(
     ],
 )
 def test_an_output_that_cannot_be_gone_on_with_is_refused_before_quantising(
-    model: Path, built: Path, tmp_path: Path, refused: Refused, content: str, options: list[str]
+    built: Path, tmp_path: Path, refused: Refused, content: str, options: list[str]
 ) -> None:
     output, variants = tmp_path / "merged", {n: built / "merged-variants" / n for n in ("w8a8", "w4a16")}
     if content == "a policy of its own":
@@ -234,51 +230,45 @@ def test_an_output_that_cannot_be_gone_on_with_is_refused_before_quantising(
         output.mkdir()
         if content == "a file of mine":
             (output / "thesis.txt").write_text("years of work")
-    message = refused(model, output, *options)
+    message = refused(output, *options)
     assert f"{output}" in message and "choose another folder" in message
     assert "calibrating" not in message
     assert not (tmp_path / "merged-variants").exists()
 
 
-def test_a_policy_that_the_recipe_cannot_serve_is_refused_first(
-    model: Path, tmp_path: Path, refused: Refused
-) -> None:
-    message = refused(model, tmp_path / "merged", "--recipe", "fp8", "--policy", "phase")
+def test_a_policy_that_the_recipe_cannot_serve_is_refused_first(tmp_path: Path, refused: Refused) -> None:
+    message = refused(tmp_path / "merged", "--recipe", "fp8", "--policy", "phase")
     assert "uses the variant 'w8a8', but the recipe 'fp8' makes fp8, w4a16" in message
     modifiers = "{GPTQModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}}"
     recipe = f"schema: flexquant.recipe/v1\nvariants: {{a: {modifiers}, b: {modifiers}}}\n"
     (tmp_path / "recipe.yaml").write_text(recipe)
-    message = refused(model, tmp_path / "merged", "--recipe", str(tmp_path / "recipe.yaml"))
+    message = refused(tmp_path / "merged", "--recipe", str(tmp_path / "recipe.yaml"))
     assert "the policy 'phase-batch' uses the variant" in message
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
-def test_a_finished_checkpoint_has_the_variants_in_the_recipes_order(
-    tmp_path: Path, model: Path, refused: Refused
-) -> None:
-    sources = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w4a16", "w8a8")}
-    merge_checkpoints(sources, tmp_path / "merged")
-    message = refused(model, tmp_path / "merged")
+def test_a_finished_checkpoint_has_the_recipes_order(tmp_path: Path, refused: Refused) -> None:
+    sources = make_pair(tmp_path)
+    merge_checkpoints({name: sources[name] for name in ("w4a16", "w8a8")}, tmp_path / "merged")
+    message = refused(tmp_path / "merged")
     assert "holds the variants w4a16, w8a8, but this build makes w8a8, w4a16" in message
 
 
 def test_the_fp8_recipe_needs_data_for_w4a16_alone_and_stores_its_policy(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["build", str(model), "--output", str(tmp_path / "merged"), "--recipe", "fp8", *OPTIONS]
-    assert cli.main(command) == 0
+    assert cli.main(command("build", model, tmp_path / "merged", "--recipe", "fp8")) == 0
     assert "fp8: quantising without calibration" in capsys.readouterr().err
     tensors = load_file(tmp_path / "merged-variants/fp8/model.safetensors")
     assert tensors["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
     assert report(tmp_path / "merged-variants/fp8")["calibration"] is None
-    section = json.loads((tmp_path / "merged/config.json").read_text())["quantization_config"]
-    assert section["policy"]["rules"][-1] == {"use": "fp8"}
+    assert section(tmp_path / "merged")["policy"]["rules"][-1] == {"use": "fp8"}
     assert (tmp_path / "merged/recipe.fp8.yaml").is_file()
 
 
 def test_summary_and_json(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["quantize", str(model), "--output", str(tmp_path / "variants"), *OPTIONS, "--json"]
-    assert cli.main([*command, "--variants", "w8a8"]) == 0
+    arguments = command("quantize", model, tmp_path / "variants", "--json")
+    assert cli.main([*arguments, "--variants", "w8a8"]) == 0
     printed = capsys.readouterr()
     file = tmp_path / "variants/calibration.jsonl"
     assert f"[2/4] the model writes its calibration text, {file} ..." in printed.err and file.read_text()
@@ -290,21 +280,12 @@ def test_summary_and_json(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert {row.split()[0] for row in table[1:] if "%" in row} >= variant["losses"].keys()
     assert variant["num_bytes"] == (tmp_path / "variants/w8a8/model.safetensors").stat().st_size
 
-    assert cli.main([*command, "--recipe", "rtn", "--variants", "w4a16", "--resume"]) == 0
+    arguments += ["--recipe", "rtn", "--variants", "w4a16", "--resume"]
+    assert cli.main(arguments) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert "groups of 128" in first and list(json.loads(last)["variants"]) == ["w4a16"]
-    assert cli.main([*command, "--recipe", "rtn", "--variants", "w4a16", "--resume"]) == 0
+    assert cli.main(arguments) == 0
     assert "kept from an earlier run" in capsys.readouterr().out
-
-
-def test_a_recipe_file_with_a_mistake(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("schema: flexquant.recipe/v1\nvariants:\n  w8a8:\n    GPTQModifer: {}\n")
-    command = ["quantize", str(model), "--output", str(tmp_path / "out"), "--recipe", str(file)]
-    assert cli.main(command) == 1
-    assert "line 4: variants.w8a8.GPTQModifer is an unknown key" in capsys.readouterr().err
 
 
 def test_without_llmcompressor(
@@ -322,8 +303,8 @@ def test_the_readmes_commands(model: Path, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "my-model").symlink_to(model)
     monkeypatch.chdir(tmp_path)
     commands = [c for c in readme.commands() if c.startswith(("flexquant quantize", "flexquant build"))]
-    for command in commands:
-        assert cli.main([*shlex.split(command)[1:], *OPTIONS]) == 0
+    for shown in commands:
+        assert cli.main([*shlex.split(shown)[1:], *OPTIONS]) == 0
     assert {p.name for p in (tmp_path / "my-variants").iterdir()} == {"calibration.jsonl", "w8a8", "w4a16"}
     assert {p.name for p in tmp_path.iterdir()} > {"my-model-merged", "my-other-variants"}
 
@@ -332,7 +313,7 @@ def test_the_readmes_recipe(tmp_path: Path) -> None:
     # Large enough that one unit is less than the recipe's budget.
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=4)
     (tmp_path / "recipe.yaml").write_text(readme.documents("flexquant.recipe/v1")[0])
-    command = ["quantize", str(model), "--output", str(tmp_path / "variants"), *OPTIONS]
-    assert cli.main([*command, "--recipe", str(tmp_path / "recipe.yaml")]) == 0
+    recipe = str(tmp_path / "recipe.yaml")
+    assert cli.main(command("quantize", model, tmp_path / "variants", "--recipe", recipe)) == 0
     ignored = section(tmp_path / "variants/w8a8")["ignore"]
     assert len(ignored) > 1 and "lm_head" in ignored

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -21,26 +20,13 @@ from tests.quantize.quantizing import OPTIONS, digests
 SECONDS = 600
 
 
-def fails(command: list[str], most: int, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run with files of at most ``most`` bytes; return the sentence in which the command ends."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limit[1]))
-    try:
-        assert cli.main(command) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    return said.splitlines()[-1]
-
-
 @pytest.mark.parametrize("most", [pytest.param(4096, marks=pytest.mark.full), 65536])
 def test_a_variant_that_does_not_fit(
     model: Path, tmp_path: Path, most: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "variants"
     command = ["quantize", str(model), "--output", str(output), "--resume", *OPTIONS]
-    assert fails(command, most, capsys).startswith(
+    assert programs.disk_full(command, most, capsys).startswith(
         f"flexquant quantize: error: the disk ran full while writing {output / 'w8a8'}"
     )
     assert digests(tmp_path).keys() == {"variants/calibration.jsonl"}, "which is whole"
@@ -69,7 +55,7 @@ def test_a_merge_that_does_not_fit_keeps_the_variants(
     shutil.copytree(variants, kept)
     before = digests(tmp_path)
     command = ["build", str(model), "--output", str(output), *OPTIONS]
-    assert fails(command, 65536, capsys).startswith(
+    assert programs.disk_full(command, 65536, capsys).startswith(
         f"flexquant build: error: the disk ran full while writing {output}"
     )
     assert digests(tmp_path) == before

@@ -15,7 +15,7 @@ import yaml
 
 from flexquant import cli
 from flexquant.checkpoint.folder import read_tensors
-from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
 from flexquant.checkpoint.module_names import EXPERTS
 from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.errors import FlexQuantError
@@ -26,6 +26,7 @@ from tests.quantize.quantizing import OPTIONS, RTN, quantize, recipe, section
 from tests.readme import blocks
 from tests.vision import KINDS, make_vision_checkpoint
 
+VARIANTS = ("w8a8", "w4a16")
 ROUTER = {"mixtral": "block_sparse_moe.gate", "qwen2_moe": "mlp.gate", "qwen3_moe": "mlp.gate"}
 
 
@@ -35,9 +36,10 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return {name: make_checkpoint(folder / name, name, scheme=None, num_layers=1) for name in MIXTURES}
 
 
-def experts_of(folder: Path) -> set[str]:
-    """Return the ends of the names of a checkpoint's experts' tensors."""
-    return {name.rsplit(".", 1)[-1] for name in read_tensors(folder) if EXPERTS.match(name)}
+def merged(folder: Path) -> MergedConfig:
+    """Merge the variants in a folder, and return what the merged config says."""
+    merge_checkpoints({name: folder / name for name in VARIANTS}, folder / "merged")
+    return read_merged_config(folder / "merged")[0]
 
 
 # Qwen3's mixture differs from Qwen2's by its lack of shared experts alone, so the full run has it.
@@ -54,17 +56,15 @@ def test_experts_are_quantised_under_their_published_names(architecture, models,
         router = f"model.layers.0.{ROUTER[architecture]}"
         assert tensors[f"{router}.weight"].dtype == "BF16"
         assert LinearSchemes(section(tmp_path / variant), variant, []).of(router) is None
-    merge_checkpoints({name: tmp_path / name for name in ("w8a8", "w4a16")}, tmp_path / "merged")
-    assert not any("experts" in name for name in read_merged_config(tmp_path / "merged")[0].shared_modules)
+    assert not any("experts" in name for name in merged(tmp_path).shared_modules)
 
 
 def test_experts_in_16_bit_are_stored_once(models, tmp_path):
     quantize(models["qwen3_moe"], tmp_path, "experts-in-16-bit")
-    for variant in ("w8a8", "w4a16"):
-        assert experts_of(tmp_path / variant) == {"weight"}
-    merge_checkpoints({name: tmp_path / name for name in ("w8a8", "w4a16")}, tmp_path / "merged")
-    merged, _ = read_merged_config(tmp_path / "merged")
-    assert "model.layers.0.mlp.experts" in merged.shared_modules
+    for variant in VARIANTS:
+        experts = [name for name in read_tensors(tmp_path / variant) if EXPERTS.match(name)]
+        assert {name.rpartition(".")[2] for name in experts} == {"weight"}
+    assert "model.layers.0.mlp.experts" in merged(tmp_path).shared_modules
 
 
 ATTENTION = "model.layers.0.self_attn"
@@ -80,7 +80,7 @@ def test_what_expands_a_latent_stays_in_16_bit(tmp_path: Path) -> None:
         tensors = read_tensors(tmp_path / name)
         assert tensors[f"{ATTENTION}.kv_b_proj.weight"].dtype == "BF16"
         assert tensors[f"{ATTENTION}.kv_a_proj_with_mqa.{end}"].dtype != "BF16"
-    merge_checkpoints({name: tmp_path / name for name in ("w8a8", "w4a16")}, tmp_path / "merged")
+    merged(tmp_path)
 
 
 STATE = "model.layers.0.linear_attn"
@@ -100,7 +100,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_variants_that_share_a_state_are_built_and_merged(built: Path) -> None:
-    variants = {name: built / "merged-variants" / name for name in ("w8a8", "w4a16")}
+    variants = {name: built / "merged-variants" / name for name in VARIANTS}
     assert set(verify_checkpoint(built / "merged", variants)["tensors_compared_with"]) == set(variants)
     for name, end in (("w8a8", "weight"), ("w4a16", "weight_packed")):
         tensors = read_tensors(variants[name])
@@ -137,15 +137,14 @@ def test_what_the_page_shows_gives_variants_that_merge(
     make_vision_checkpoint(tmp_path / "my-vision-model", None, kind)
     monkeypatch.chdir(tmp_path)
     exec(code.replace(of_the_page, repr([*kind.towers, *kind.in_16_bit])[1:-1]), {})
-    variants = {name: tmp_path / "my-vision-variants" / name for name in ("w8a8", "w4a16")}
-    merge_checkpoints(variants, tmp_path / "merged")
-    merged, _ = read_merged_config(tmp_path / "merged")
+    found = merged(tmp_path / "my-vision-variants")
     towers = {tower.removeprefix("re:.*").removesuffix(".*") for tower in kind.towers}
-    assert towers <= {module.rpartition(".")[2] for module in merged.shared_modules}
-    assert merged.layered_plans
-    parts = [key for key in read_tensors(tmp_path / "merged") if "layers.3.self_attn.q_proj.weight_" in key]
-    found = {(key.split(".")[0], key.rpartition("_")[2]) for key in parts}
-    assert found >= {("w8a8", "scale"), ("w4a16", "packed")}
+    assert towers <= {module.rpartition(".")[2] for module in found.shared_modules}
+    assert found.layered_plans
+    keys = read_tensors(tmp_path / "my-vision-variants" / "merged")
+    parts = [key for key in keys if "layers.3.self_attn.q_proj.weight_" in key]
+    ends = {(key.split(".")[0], key.rpartition("_")[2]) for key in parts}
+    assert ends >= {("w8a8", "scale"), ("w4a16", "packed")}
 
 
 def test_recipes_refuse_a_vision_model_and_say_what_to_do(tmp_path: Path) -> None:

@@ -99,24 +99,19 @@ def test_a_damaged_report_is_told_and_the_variant_made_again_when_told_to(
     assert digests(finished) == expected
 
 
-def test_changed_files_beside_the_weights_are_noticed(tmp_path: Path) -> None:
+def test_changed_files_beside_the_weights_are_noticed(own: Path, finished: Path) -> None:
     """A variant has copies of these files: one changes, some come, one goes."""
-    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
-    by, output = recipe(w8a8=RTN), tmp_path / "variants"
-    quantize(model, output, by)
+    by = recipe(w8a8=RTN)
     for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE"):
-        text = (model / name).read_text() if (model / name).exists() else None
-        (model / name).write_text("{}" if text is None else f"{text} ")
-        refused(f"w8a8 was made with different {name}", model, output, by)
-        if text is None:
-            (model / name).unlink()
-        else:
-            (model / name).write_text(text)
-    (model / "LICENSE").write_text("mine")
-    assert kept(model, output, by, overwrite=True) == [False]
-    assert (output / "w8a8/LICENSE").read_text() == "mine"
-    (model / "LICENSE").unlink()
-    refused("w8a8 was made with different LICENSE", model, output, by)
+        before = (own / name).read_text() if (own / name).exists() else ""
+        (own / name).write_text(f"{before or '{}'} ")
+        refused(f"w8a8 was made with different {name}", own, finished, by)
+        (own / name).write_text(before) if before else (own / name).unlink()
+    (own / "LICENSE").write_text("mine")
+    assert kept(own, finished, by, overwrite=True) == [False]
+    assert (finished / "w8a8/LICENSE").read_text() == "mine"
+    (own / "LICENSE").unlink()
+    refused("w8a8 was made with different LICENSE", own, finished, by)
 
 
 def test_the_order_of_modifiers_is_noticed(small: Path, tmp_path: Path) -> None:

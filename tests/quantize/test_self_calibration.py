@@ -27,6 +27,7 @@ from flexquant.quantization.recipe import Calibration, load_recipe
 from flexquant.quantization.sampling import ENGLISH, end_tokens, known_languages, sample, vocabulary_word
 from flexquant.quantization.source_model import read_source
 from tests.checkpoints import StateDict, make_checkpoint
+from tests.publishers import edits
 from tests.quantize.quantizing import FEW, RTN, W4A16, digests, quantize, recipe, recorder, report
 
 BY = recipe(w4a16=W4A16)
@@ -72,10 +73,9 @@ def finished(first_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(first_run, tmp_path / "variants"))
 
 
-def test_half_of_it_is_conversations_where_there_is_a_chat_template(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    found = written(write(model, tmp_path / "variants"))
+def test_half_of_it_is_conversations_where_there_is_a_chat_template(own: Path, tmp_path: Path) -> None:
+    (own / "chat_template.jinja").write_text(TEMPLATE)
+    found = written(write(own, tmp_path / "variants"))
     conversations = [record["messages"] for record in found if "messages" in record]
     assert abs(len(found) - 2 * len(conversations)) <= 1
     for user, assistant in conversations:
@@ -95,9 +95,7 @@ def test_half_of_the_text_is_real_and_of_many_kinds(small: Path, tmp_path: Path)
     assert {"prose", "code", "conversation", "languages", "reference"} <= sizes.keys()
     assert max(sizes.values()) <= 3 * min(sizes.values())
     assert 64 * 256 / 2 <= sum(sizes.values()) < 64 * 256 * 0.75
-    held_out = {
-        plain_text(document) for documents in read_corpus(held_out=True).values() for document in documents
-    }
+    held_out = {plain_text(one) for documents in read_corpus(held_out=True).values() for one in documents}
     assert not held_out & {record["text"] for record in others}
     passages = [record["text"] for record in others if record["kind"] == "reference"]
     assert all(any(passage in page for page in topics.values()) for passage in passages)
@@ -125,15 +123,11 @@ def test_without_a_chat_template_all_of_it_is_plain_text(small: Path, finished: 
     assert (header["model"], header["samples"], header["length"], header["seed"]) == (small.name, 4, 64, 0)
 
 
-def test_a_model_without_an_end_token_writes_text(small: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(small, tmp_path / "model"))
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-        if (model / name).exists():
-            settings = json.loads((model / name).read_text())
-            kept = {key: value for key, value in settings.items() if not key.startswith("eos_token")}
-            (model / name).write_text(json.dumps(kept))
-    assert AutoTokenizer.from_pretrained(model).eos_token_id is None
-    assert written(write(model, tmp_path / "variants"))
+def test_a_model_without_an_end_token_writes_text(own: Path, tmp_path: Path) -> None:
+    edits.config(eos_token_id=None)(own)
+    edits.tokenizer_config(eos_token=None)(own)
+    assert AutoTokenizer.from_pretrained(own).eos_token_id is None
+    assert written(write(own, tmp_path / "variants"))
 
 
 def test_equal_seeds_give_equal_text_and_other_seeds_other_text(
@@ -191,20 +185,19 @@ def test_text_made_otherwise_or_changed_is_replaced_only_when_told_to(small: Pat
     assert digests(finished) == expected
 
 
-def test_licences_decide_nothing_about_the_text_but_code_and_chat_template_do(tmp_path: Path) -> None:
-    model, output = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1), tmp_path / "variants"
-    (model / "LICENSE").write_text("one")
-    text = write(model, output)
-    time = (output / "calibration.jsonl").stat().st_mtime_ns
-    (model / "LICENSE").write_text("another")
-    (model / "NOTICE").write_text("by somebody")
-    assert write(model, output) == text
-    assert (output / "calibration.jsonl").stat().st_mtime_ns == time
+def test_licences_decide_nothing_about_the_text_but_code_and_chat_template_do(
+    own: Path, finished: Path
+) -> None:
+    file = finished / "calibration.jsonl"
+    text, time = records(finished), file.stat().st_mtime_ns
+    for name in ("LICENSE", "NOTICE"):
+        (own / name).write_text("by somebody")
+    assert write(own, finished) == text and file.stat().st_mtime_ns == time
     for name, content in {"modeling_own.py": "", "chat_template.jinja": TEMPLATE}.items():
-        (model / name).write_text(content)
+        (own / name).write_text(content)
         with pytest.raises(FlexQuantError, match=rf"jsonl was made with different {name}; .*--over"):
-            write(model, output)
-        found = write(model, output, overwrite=True)
+            write(own, finished)
+        found = write(own, finished, overwrite=True)
     assert any("messages" in record for record in found)
 
 
@@ -239,11 +232,10 @@ def test_a_model_that_writes_next_to_nothing_is_refused(tmp_path: Path, weight: 
     assert not (tmp_path / "variants").exists()
 
 
-def test_a_chat_template_that_refuses_is_told(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
-    (model / "chat_template.jinja").write_text("{{ raise_exception('no user here') }}")
+def test_a_chat_template_that_refuses_is_told(own: Path, tmp_path: Path) -> None:
+    (own / "chat_template.jinja").write_text("{{ raise_exception('no user here') }}")
     with pytest.raises(FlexQuantError, match="chat template refuses .*the model's own text .*no user here"):
-        write(model, tmp_path / "variants")
+        write(own, tmp_path / "variants")
 
 
 COLD = 1e-5

@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -93,12 +91,3 @@ def container() -> list[str]:
     if problem:
         pytest.skip(f"this machine does not let its users make namespaces with unshare: {problem}")
     return command
-
-
-@pytest.fixture
-def files_of_4_kib() -> Iterator[None]:
-    """Limit files to 4 KiB during a test: what does not fit is refused, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -4,15 +4,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
+from flexquant.merge.formats import open_source
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
+from tests.architectures.models import random_model, small_config, split
+from tests.checkpoints import StateDict
+
+
+def opened(folders: Mapping[str, Path]) -> list[Source]:
+    return [open_source(name, folder) for name, folder in folders.items()]
 
 
 def compare_and_refuse(sources: Sequence[Source], folder: Path) -> KVReport:
@@ -25,3 +34,11 @@ def compare_and_refuse(sources: Sequence[Source], folder: Path) -> KVReport:
         assert str(refused.value) == found.message
         assert not list(folder.iterdir())
     return found
+
+
+@cache
+def model_of(kind: str, **config: int) -> tuple[PreTrainedModel, StateDict, set[str], list[str]]:
+    """Return a small model of a model type, and what :func:`tests.architectures.models.split` makes of it."""
+    model = random_model(small_config(kind, **config))
+    model.config.architectures = [type(model).__name__]
+    return model, *split(model)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints, split_checkpoint, verify_checkpoint
-from tests.checkpoints import StateDict, make_checkpoint
+from tests.checkpoints import StateDict, make_checkpoint, make_pair
 from tests.publishers import edits
 from tests.states import make_variants
 from tests.vision import KINDS, RENAMED, make_vision_checkpoint, write_as_another_release
@@ -25,27 +24,10 @@ SCHEMES = ("w8a8", "w4a16")
 Sources = dict[str, Path]
 
 
-def pair(folder: Path, architecture: str = "qwen2", **config) -> Sources:
-    return {s: make_checkpoint(folder / s, architecture, s, **config) for s in SCHEMES}
-
-
-def edit(folder: Path, change: Callable[[StateDict], object]) -> Path:
-    """Change the tensors in a checkpoint's only file."""
-    edits.tensors(change)(folder)
-    return folder
-
-
-def without(folder: Path, pattern: str) -> Path:
-    def drop(state: StateDict) -> None:
-        found = [name for name in state if re.search(pattern, name)]
-        assert found
-        for name in found:
-            del state[name]
-
-    return edit(folder, drop)
-
-
-def assert_refused(sources: Sources, tmp_path: Path, named: str) -> None:
+def assert_refused(sources: Sources, edit: edits.Edit, tmp_path: Path, named: str) -> None:
+    """Assert that variants are not merged after an edit of each."""
+    for folder in sources.values():
+        edit(folder)
     with pytest.raises(FlexQuantError, match=named):
         merge_checkpoints(sources, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
@@ -64,13 +46,15 @@ def assert_refused(sources: Sources, tmp_path: Path, named: str) -> None:
 )
 @pytest.mark.parametrize("variants", [1, 2])
 def test_what_the_class_needs_is_named_even_if_all_sources_lack_it(tmp_path, pattern, named, variants):
-    sources = {s: without(folder, pattern) for s, folder in list(pair(tmp_path).items())[:variants]}
-    assert_refused(sources, tmp_path, f"lacks 1 of the parameters of a Qwen2ForCausalLM, '{named}'")
+    sources = dict(list(make_pair(tmp_path, "qwen2").items())[:variants])
+    named = f"lacks 1 of the parameters of a Qwen2ForCausalLM, '{named}'"
+    assert_refused(sources, edits.without(pattern), tmp_path, named)
 
 
 def test_what_is_tied_is_missed_with_what_it_is_tied_to(tmp_path):
-    folder = without(make_checkpoint(tmp_path / "w8a8", tie_word_embeddings=True), "embed_tokens")
-    assert_refused({"w8a8": folder}, tmp_path, r"lacks 2 of .*'model\.embed_tokens\.weight'")
+    sources = {"w8a8": make_checkpoint(tmp_path / "w8a8", tie_word_embeddings=True)}
+    named = r"lacks 2 of .*'model\.embed_tokens\.weight'"
+    assert_refused(sources, edits.without("embed_tokens"), tmp_path, named)
 
 
 @pytest.mark.parametrize(
@@ -84,28 +68,26 @@ def test_what_is_tied_is_missed_with_what_it_is_tied_to(tmp_path):
 )
 def test_a_layer_with_a_state_needs_all_that_it_is_computed_with(tmp_path, architecture, name):
     folder = make_variants(tmp_path, architecture)
-    sources = {s: without(folder / s, rf"{re.escape(name)}$") for s in SCHEMES}
-    assert_refused(sources, tmp_path, f"'model.{name}'")
+    sources = {s: folder / s for s in SCHEMES}
+    assert_refused(sources, edits.without(rf"{re.escape(name)}$"), tmp_path, f"'model.{name}'")
 
 
 @pytest.mark.parametrize("matrix", ["w1", "w2", r"w[123]"])
 def test_one_expert_is_missed_among_many(tmp_path, matrix):
-    pattern = rf"layers\.1\..*experts\.2\.{matrix}\."
-    sources = {s: without(folder, pattern) for s, folder in pair(tmp_path, "mixtral").items()}
-    assert_refused(sources, tmp_path, r"model\.layers\.1\.mlp\.experts\.")
+    lost = edits.without(rf"layers\.1\..*experts\.2\.{matrix}\.")
+    assert_refused(make_pair(tmp_path, "mixtral"), lost, tmp_path, r"model\.layers\.1\.mlp\.experts\.")
 
 
 @pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl"])
 def test_a_tower_needs_its_tensors(tmp_path, kind):
-    pattern = r"(vision_tower|visual)\..*\b1\..*norm.*\.weight$"
-    sources = {s: without(make_vision_checkpoint(tmp_path / s, s, KINDS[kind]), pattern) for s in SCHEMES}
-    assert_refused(sources, tmp_path, r"lacks \d of the parameters of a .*norm")
+    lost = edits.without(r"(vision_tower|visual)\..*\b1\..*norm.*\.weight$")
+    sources = {s: make_vision_checkpoint(tmp_path / s, s, KINDS[kind]) for s in SCHEMES}
+    assert_refused(sources, lost, tmp_path, r"lacks \d of the parameters of a .*norm")
 
 
 def test_conversion_needs_them_too(tmp_path):
-    folder = without(
-        make_checkpoint(tmp_path / "model", "qwen2", None), r"layers\.1\.self_attn\.k_proj\.bias"
-    )
+    folder = make_checkpoint(tmp_path / "model", "qwen2", None)
+    edits.without(r"layers\.1\.self_attn\.k_proj\.bias")(folder)
     with pytest.raises(FlexQuantError, match=r"'model\.layers\.1\.self_attn\.k_proj\.bias'"):
         convert_checkpoint(folder, tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists()
@@ -127,8 +109,9 @@ def test_a_number_that_is_not_finite_is_refused_wherever_it_is(tmp_path, name, v
     def put(state: StateDict) -> None:
         state[name].view(-1)[-1] = value
 
-    sources = {s: edit(folder, put) for s, folder in list(pair(tmp_path).items())[:variants]}
-    assert_refused(sources, tmp_path, f"{name.removesuffix('.weight_scale')}.* NaN or infinite")
+    sources = dict(list(make_pair(tmp_path, "qwen2").items())[:variants])
+    named = f"{name.removesuffix('.weight_scale')}.* NaN or infinite"
+    assert_refused(sources, edits.tensors(put), tmp_path, named)
 
 
 def test_a_zero_point_is_a_number_too(tmp_path):
@@ -141,9 +124,10 @@ def test_a_zero_point_is_a_number_too(tmp_path):
         for group in config["quantization_config"]["config_groups"].values():
             group["weights"]["symmetric"] = False
 
-    folder = edit(make_checkpoint(tmp_path / "w4a16", "qwen2", "w4a16"), asymmetric)
+    folder = make_checkpoint(tmp_path / "w4a16", "qwen2", "w4a16")
     edits.edit_json("config.json", say_so)(folder)
-    assert_refused({"w4a16": folder}, tmp_path, "up_proj.weight_zero_point' .* NaN or infinite")
+    named = "up_proj.weight_zero_point' .* NaN or infinite"
+    assert_refused({"w4a16": folder}, edits.tensors(asymmetric), tmp_path, named)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32])
@@ -154,29 +138,22 @@ def test_every_dtype_has_its_nan(tmp_path, dtype):
         state["model.layers.0.mlp.up_proj.weight"] = weight.to(dtype)
 
     scheme = "fp8" if dtype is torch.float8_e4m3fn else None
-    folder = edit(make_checkpoint(tmp_path / "one", "qwen2", scheme), put)
-    assert_refused({"one": folder}, tmp_path, "up_proj.* NaN or infinite")
+    sources = {"one": make_checkpoint(tmp_path / "one", "qwen2", scheme)}
+    assert_refused(sources, edits.tensors(put), tmp_path, "up_proj.* NaN or infinite")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.0.self_attn.rotary_emb.cos_cached",
-        "model.layers.0.self_attn.rotary_emb.sin_cached",
-        "model.layers.0.self_attn.rotary_emb.inv_freq",
-        "model.layers.0.rotary_pos_emb.inv_freq",
-    ],
-)
-def test_frequencies_that_one_source_stores_are_left_out(tmp_path, name):
-    sources = pair(tmp_path)
-    edit(sources["w8a8"], lambda state: state.update({name: torch.ones(16)}))
+def test_frequencies_that_one_source_stores_are_left_out(tmp_path):
+    ends = [f"self_attn.rotary_emb.{end}" for end in ("cos_cached", "sin_cached", "inv_freq")]
+    added = {f"model.layers.0.{end}": torch.ones(16) for end in (*ends, "rotary_pos_emb.inv_freq")}
+    sources = make_pair(tmp_path, "qwen2")
+    edits.tensors(lambda state: state.update(added))(sources["w8a8"])
     merge_checkpoints(sources, tmp_path / "merged")
     assert not any("rotary" in key for key in read_tensors(tmp_path / "merged"))
 
 
 def test_a_draft_head_that_one_source_has_stays_with_it(tmp_path):
     sources = {s: make_vision_checkpoint(tmp_path / s, s, KINDS["qwen3_5"]) for s in SCHEMES}
-    edit(sources["w8a8"], lambda state: state.update({"mtp.fc.weight": torch.ones(8, 16)}))
+    edits.tensors(lambda state: state.update({"mtp.fc.weight": torch.ones(8, 16)}))(sources["w8a8"])
     merge_checkpoints(sources, tmp_path / "merged")
     keys = {key for key in read_tensors(tmp_path / "merged") if "mtp" in key}
     assert keys == {"w8a8.mtp.fc.weight"}
@@ -184,10 +161,10 @@ def test_a_draft_head_that_one_source_has_stays_with_it(tmp_path):
 
 
 def test_a_parameter_that_one_source_has_and_the_class_has_not_is_refused(tmp_path):
-    sources = pair(tmp_path)
-    added = {"model.layers.0.self_attn.q_norm.weight": torch.ones(32)}
-    edit(sources["w8a8"], lambda state: state.update(added))
-    assert_refused(sources, tmp_path, "'w8a8' has parameter .*q_norm.weight' and 'w4a16' does not")
+    sources, added = make_pair(tmp_path, "qwen2"), {"model.layers.0.self_attn.q_norm.weight": torch.ones(32)}
+    edits.tensors(lambda state: state.update(added))(sources["w8a8"])
+    named = "'w8a8' has parameter .*q_norm.weight' and 'w4a16' does not"
+    assert_refused(sources, lambda folder: None, tmp_path, named)
 
 
 @pytest.mark.parametrize("listed", ["by pattern", "by name"])

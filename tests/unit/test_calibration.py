@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Calibration data is read, rendered and cut as documented, without llmcompressor."""
+"""Calibration data is read, rendered and cut as documented, without llmcompressor.
+
+The texts that come with FlexQuant are of many kinds, none twice, some of each held out.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.documents.texts import draw_rows, read_documents
+from flexquant.documents.texts import Corpus, draw_rows, plain_text, read_corpus, read_documents
 from flexquant.errors import FlexQuantError
 from tests.checkpoints import base_config, byte_tokenizer
 
@@ -22,29 +25,28 @@ def tokenizer():
     return byte_tokenizer(base_config())
 
 
-def test_text_file_is_one_document(tmp_path: Path) -> None:
-    file, text = tmp_path / "prose.txt", "one paragraph\n\nanother, with umlauts: äöü\n"
-    file.write_text(text, encoding="utf-8")
-    assert list(read_documents(file)) == [text]
-
-
-def test_jsonl_holds_text_and_messages(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    file = tmp_path / "data.jsonl"
-    records = [{"text": "plain"}, {"messages": messages, "id": 3}]
-    file.write_text("\n\n".join(json.dumps(r) for r in records))
-    assert list(read_documents(file)) == ["plain", messages]
-
-
-LINE_ENDS_INSIDE_TEXT = "one\u2028two\u2029three\x85four"
+PROSE = "one paragraph\n\nanother, with umlauts: äöü\n"
+MESSAGES = [{"role": "user", "content": "hi"}]
+ODD_ENDS = "one\u2028two\u2029three\x85four"
 """Characters at which str.splitlines() cuts, but JSON does not end a string and a file no line."""
 
 
-def test_a_jsonl_record_ends_at_a_newline_alone(tmp_path: Path) -> None:
-    file = tmp_path / "data.jsonl"
-    records = [{"text": text} for text in (LINE_ENDS_INSIDE_TEXT, "next")]
-    file.write_text("\r\n".join(json.dumps(r, ensure_ascii=False) for r in records), encoding="utf-8")
-    assert list(read_documents(file)) == [record["text"] for record in records]
+@pytest.mark.parametrize(
+    ("name", "content", "documents"),
+    [
+        ("prose.txt", PROSE, [PROSE]),
+        (
+            "data.jsonl",
+            f'{{"text": "plain"}}\n\n{json.dumps({"messages": MESSAGES, "id": 3})}',
+            ["plain", MESSAGES],
+        ),
+        ("data.jsonl", f'{{"text": "{ODD_ENDS}"}}\r\n{{"text": "b"}}', [ODD_ENDS, "b"]),
+    ],
+    ids=["text is one document", "text and messages", "a record ends at a newline alone"],
+)
+def test_documents_of_a_file(tmp_path: Path, name: str, content: str, documents: list[object]) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert list(read_documents(tmp_path / name)) == documents
 
 
 def test_a_jsonl_file_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
@@ -185,3 +187,44 @@ def test_what_gives_no_rows_is_told(tokenizer, documents, samples: int, length: 
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(FlexQuantError, match=expected):
         draw_rows(documents, tokenizer, samples=samples, length=length, seed=0)
+
+
+KINDS = {"prose", "conversation", "instructions", "code", "tables"}
+RUN = 40
+"""Characters that no two documents share."""
+
+
+@pytest.fixture(scope="module")
+def halves() -> tuple[Corpus, Corpus]:
+    return read_corpus(held_out=False), read_corpus(held_out=True)
+
+
+def test_each_kind_has_documents_to_calibrate_on_and_others_to_measure_with(
+    halves: tuple[Corpus, Corpus],
+) -> None:
+    calibrated, held_out = halves
+    assert calibrated.keys() == held_out.keys() > KINDS
+    languages = [kind for kind in calibrated if kind.startswith("languages/")]
+    assert len(languages) >= 20
+    for kind in calibrated:
+        assert len(calibrated[kind]) >= 3 * len(held_out[kind]) > 0
+
+
+def test_conversations_have_turns_of_both_sides(halves: tuple[Corpus, Corpus]) -> None:
+    for corpus in halves:
+        for document in corpus["conversation"]:
+            assert isinstance(document, list)
+            roles = [message["role"] for message in document]
+            assert roles == ["user", "assistant"] * (len(roles) // 2)
+            assert all(message["content"] for message in document)
+
+
+def test_no_two_documents_share_a_sentence(halves: tuple[Corpus, Corpus]) -> None:
+    seen: dict[str, str] = {}
+    for corpus in halves:
+        for kind, documents in corpus.items():
+            for number, document in enumerate(documents):
+                text, place = plain_text(document), f"{kind} {number}"
+                for i in range(len(text) - RUN):
+                    if (other := seen.setdefault(text[i : i + RUN], place)) != place:
+                        pytest.fail(f"{place} and {other} share {text[i : i + RUN]!r}")

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -143,12 +142,3 @@ def test_a_zentorch_that_vllm_does_not_take_is_told_in_one_line(tmp_path, monkey
     problem = zentorch_problem()
     assert problem is not None and problem.startswith("zentorch 9.9 is installed and not used: ")
     assert reason in problem and "extra 'zen'" in problem and "\n" not in problem
-
-
-def test_a_trial_of_an_unknown_kernel_ends_with_a_message(tmp_path):
-    layer = {**LAYER, "kernels": ["flexquant.serving.kernels.cpu_kernels:NoKernel"]}
-    (tmp_path / "request").write_text(json.dumps({"threads": 1, "layers": [layer]}))
-    command = [sys.executable, "-m", trial.__name__, tmp_path / "request", tmp_path / "reply"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode and "NoKernel" in done.stderr
-    assert not (tmp_path / "reply").exists()

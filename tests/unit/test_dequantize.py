@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from flexquant.checkpoint.loadable import check_loadable
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import open_source
 from flexquant.merge.kv.dequantize import WeightReader
-from tests.checkpoints import base_config, make_checkpoint, random_state_dict
 
 MODULE = "model.layers.0.self_attn.k_proj"
 GROUP = 32
@@ -28,8 +27,9 @@ def one_layer(folder: Path, tensors: dict[str, torch.Tensor], weights: dict, **s
     named = {f"{MODULE}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, folder / "model.safetensors")
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True, **weights}}
-    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **section}
-    document = {"architectures": ["LlamaForCausalLM"], "quantization_config": config}
+    form = "pack-quantized" if "weight_packed" in tensors else "int-quantized"
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "format": form}
+    document = {"architectures": ["LlamaForCausalLM"], "quantization_config": config | section}
     (folder / "config.json").write_text(json.dumps(document))
     return WeightReader(open_source("variant", folder))
 
@@ -75,36 +75,34 @@ def check(reader: WeightReader, original: torch.Tensor, relative_error: float) -
 def test_packed_int4_groups(tmp_path, symmetric):
     w = gaussian()
     codes, scale, zero = int4_groups(w, symmetric)
-    tensors = {
-        "weight_packed": pack_to_int32(codes, 4),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor(w.shape),
-    }
-    if not symmetric:
-        tensors["weight_zero_point"] = pack_to_int32(zero, 4, packed_dim=0)
-    weights = {"num_bits": 4, "strategy": "group", "group_size": GROUP, "symmetric": symmetric}
-    check(one_layer(tmp_path, tensors, weights, format="pack-quantized"), w, 0.12)
+    zeros = {} if symmetric else {"weight_zero_point": pack_to_int32(zero, 4, packed_dim=0)}
+    reader = one_layer(tmp_path, packed_int4(codes, scale) | zeros, INT4 | {"symmetric": symmetric})
+    check(reader, w, 0.12)
 
 
-def packed_int4(shape: tuple[int, int] = (48, 128)) -> dict[str, torch.Tensor]:
-    """Return the parameters of a Linear [out, in] in symmetric INT4 groups."""
-    codes, scale, _ = int4_groups(gaussian(*shape), symmetric=True)
+def packed_int4(codes: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
     return {
         "weight_packed": pack_to_int32(codes, 4),
         "weight_scale": scale,
-        "weight_shape": torch.tensor(shape),
+        "weight_shape": torch.tensor(codes.shape),
     }
 
 
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
 
 
+@pytest.fixture
+def packed() -> dict[str, torch.Tensor]:
+    """Return the parameters of a Linear [48, 128] in symmetric INT4 groups."""
+    codes, scale, _ = int4_groups(gaussian(), symmetric=True)
+    return packed_int4(codes, scale)
+
+
 @pytest.mark.parametrize("actorder", ["group", "dynamic", True, None])
-def test_inputs_in_another_order_are_refused_when_merging_since_vllm_does_not_undo_it(tmp_path, actorder):
-    tensors = packed_int4()
+def test_inputs_in_another_order_are_refused_since_vllm_does_not_undo_it(tmp_path, packed, actorder):
     if actorder is None:  # the tensor alone says so
-        tensors["weight_g_idx"] = torch.randperm(128).int() // GROUP
-    reader = one_layer(tmp_path, tensors, {**INT4, "actorder": actorder}, format="pack-quantized")
+        packed["weight_g_idx"] = torch.randperm(128).int() // GROUP
+    reader = one_layer(tmp_path, packed, {**INT4, "actorder": actorder})
     with pytest.raises(
         FlexQuantError, match="another order .*vLLM does not undo .*'static'.*quantise (it|the model) again"
     ):
@@ -112,8 +110,8 @@ def test_inputs_in_another_order_are_refused_when_merging_since_vllm_does_not_un
 
 
 @pytest.mark.parametrize("actorder", ["static", "weight", False])
-def test_an_order_that_was_only_there_when_quantising_is_none(tmp_path, actorder):
-    reader = one_layer(tmp_path, packed_int4(), {**INT4, "actorder": actorder}, format="pack-quantized")
+def test_an_order_that_was_only_there_when_quantising_is_none(tmp_path, packed, actorder):
+    reader = one_layer(tmp_path, packed, {**INT4, "actorder": actorder})
     check_loads(reader)
     check(reader, gaussian(), 0.12)
 
@@ -139,27 +137,20 @@ def test_an_order_that_was_only_there_when_quantising_is_none(tmp_path, actorder
         ({"weight_shape": torch.tensor([48.0, 128.0])}, INT4, "as F32"),
         ({"weight_shape": None}, INT4, "without '.*weight_shape'"),
         ({}, INT4 | {"symmetric": False}, "asymmetric but has no weight_zero_point"),
-        (
-            {"weight_zero_point": torch.zeros(48, 4, dtype=torch.int32)},
-            INT4 | {"symmetric": False},
-            r"weight_zero_point of shape \[48, 4\], expected \[6, 4\]",
-        ),
-        (
-            {"weight_zero_point": torch.zeros(24, 4, dtype=torch.int8)},
-            INT4 | {"symmetric": False},
-            r"weight_zero_point of shape \[24, 4\], expected \[48, 4\]",
-        ),
-        (
-            {"weight_zero_point": torch.zeros(48, dtype=torch.int32)},
-            INT4,
-            r"weight_zero_point of shape \[48\], expected \[6, 4\]",
+        *(
+            ({"weight_zero_point": zeros}, INT4 | {"symmetric": symmetric}, f"weight_zero_point of {problem}")
+            for zeros, symmetric, problem in (
+                (torch.zeros(48, 4, dtype=torch.int32), False, r"shape \[48, 4\], expected \[6, 4\]"),
+                (torch.zeros(24, 4, dtype=torch.int8), False, r"shape \[24, 4\], expected \[48, 4\]"),
+                (torch.zeros(48, dtype=torch.int32), True, r"shape \[48\], expected \[6, 4\]"),
+            )
         ),
         ({"bias": torch.zeros(128)}, INT4, r"bias of shape \[128\], expected \[48\]"),
     ],
 )
-def test_parameters_that_do_not_fit_are_refused_by_their_shapes(tmp_path, changes, scheme, problem):
-    tensors = {name: tensor for name, tensor in {**packed_int4(), **changes}.items() if tensor is not None}
-    reader = one_layer(tmp_path, tensors, scheme, format="pack-quantized")
+def test_parameters_that_do_not_fit_are_refused_by_their_shapes(tmp_path, packed, changes, scheme, problem):
+    tensors = {name: tensor for name, tensor in {**packed, **changes}.items() if tensor is not None}
+    reader = one_layer(tmp_path, tensors, scheme)
     with pytest.raises(FlexQuantError, match=problem):
         reader.open(MODULE).read([range(48)])
     with pytest.raises(FlexQuantError, match=problem):
@@ -187,7 +178,7 @@ def test_scales_of_fp8_that_do_not_fit_are_refused(tmp_path, scale, scheme, prob
 def test_a_scheme_that_cannot_be_read_is_passed_over_until_it_is_compared(tmp_path):
     tensors = {"weight_packed": torch.zeros(48, 12, dtype=torch.int32), "weight_scale": torch.ones(48, 1)}
     tensors["weight_shape"] = torch.tensor([48, 128])
-    reader = one_layer(tmp_path, tensors, {"num_bits": 3, "strategy": "channel"}, format="pack-quantized")
+    reader = one_layer(tmp_path, tensors, {"num_bits": 3, "strategy": "channel"})
     check_loads(reader)
     with pytest.raises(FlexQuantError, match=r"3-bit int.*cannot be compared"):
         reader.open(MODULE)
@@ -209,8 +200,7 @@ def test_int8_channels(tmp_path, packed, symmetric):
         tensors["weight"] = codes
     if not symmetric:
         tensors["weight_zero_point"] = pack_to_int32(zero, 8, packed_dim=0) if packed else zero
-    name = "pack-quantized" if packed else "int-quantized"
-    check(one_layer(tmp_path, tensors, {"strategy": "channel", "symmetric": symmetric}, format=name), w, 0.01)
+    check(one_layer(tmp_path, tensors, {"strategy": "channel", "symmetric": symmetric}), w, 0.01)
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
@@ -242,7 +232,7 @@ def test_more_than_a_megabyte_is_read_in_order(tmp_path):
     w = gaussian(1100, 1024)
     scale = w.abs().amax(1, keepdim=True) / 127
     tensors = {"weight": torch.round(w / scale).to(torch.int8), "weight_scale": scale}
-    check(one_layer(tmp_path, tensors, {"strategy": "channel"}, format="int-quantized"), w, 0.01)
+    check(one_layer(tmp_path, tensors, {"strategy": "channel"}), w, 0.01)
 
 
 @pytest.mark.parametrize("ignore", [["re:.*k_proj"], ["lm_head", MODULE]])
@@ -253,14 +243,10 @@ def test_ignored_by_name_or_pattern(tmp_path, ignore):
 
 
 def test_a_name_is_more_specific_than_a_class(tmp_path):
-    reader = one_layer(tmp_path, {"weight": gaussian()}, {"strategy": "channel"})
-    section = dict(reader.source.quantization_config)
-    four = {"targets": ["re:.*down_proj"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
-    section["config_groups"] = {**section["config_groups"], "group_1": four}
-    (tmp_path / "config.json").write_text(
-        json.dumps({"architectures": ["LlamaForCausalLM"], "quantization_config": section})
-    )
-    reader = WeightReader(open_source("variant", tmp_path))
+    eight = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}
+    four = {"targets": ["re:.*down_proj"], "weights": INT4}
+    groups = {"group_0": eight, "group_1": four}
+    reader = one_layer(tmp_path, {"weight": gaussian()}, {}, config_groups=groups)
     assert reader.schemes.of("model.layers.0.mlp.down_proj").weights.num_bits == 4
     assert reader.schemes.of(MODULE).weights.num_bits == 8
 
@@ -296,19 +282,3 @@ def test_a_quantised_layer_without_a_scheme_is_named(tmp_path):
 def test_a_senseless_section_is_named(tmp_path, weights, section):
     with pytest.raises(FlexQuantError, match="variant 'variant' has a quantization_config that is not"):
         one_layer(tmp_path, {"weight": gaussian()}, weights, **section)
-
-
-@pytest.mark.parametrize("scheme,error", [("w8a8", 0.02), ("w4a16", 0.15)])
-def test_whole_checkpoints(tmp_path, scheme, error):
-    state, _ = random_state_dict(base_config())
-    reader = WeightReader(open_source("variant", make_checkpoint(tmp_path / scheme, scheme=scheme)))
-    for name in ("self_attn.k_proj", "mlp.down_proj"):
-        module = f"model.layers.1.{name}"
-        original = state[f"{module}.weight"].float()
-        read = reader.open(module).read()
-        assert (weight := read.matrix()).shape == original.shape == torch.Size(reader.shape(module))
-        assert (weight - original).norm() / original.norm() < error
-    assert (
-        reader.open("lm_head").read().matrix().shape
-        == load_file(tmp_path / scheme / "model.safetensors")["lm_head.weight"].shape
-    )

@@ -7,18 +7,17 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import open_source
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
-from tests.architectures.models import random_model, small_config, split
-from tests.checkpoints import StateDict, make_checkpoint, write_checkpoint
+from tests.checkpoints import StateDict, make_checkpoint, make_pair, write_checkpoint
+from tests.publishers import edits
 from tests.unit.edits import (
     HEAD_DIM,
     HIDDEN,
@@ -38,7 +37,7 @@ from tests.unit.edits import (
     smooth_norms,
     smooth_v_to_o,
 )
-from tests.unit.full_merge import compare_and_refuse
+from tests.unit.full_merge import compare_and_refuse, model_of, opened
 
 
 def report(
@@ -52,9 +51,26 @@ def report(
     reference = make_checkpoint(tmp_path / "a", architecture, schemes[0])
     transform = None if edit is None else in_float32(edit)
     other = make_checkpoint(tmp_path / "b", architecture, schemes[1], transform=transform, **overrides)
-    return compare_and_refuse(
-        [open_source("first", reference), open_source("second", other)], tmp_path / "out"
-    )
+    return compare_and_refuse(opened({"first": reference, "second": other}), tmp_path / "out")
+
+
+def report_of(
+    tmp_path: Path,
+    kind: str,
+    change: Callable[[StateDict], StateDict],
+    of_both: StateDict | None = None,
+    **config: int,
+) -> KVReport:
+    """Compare two roundings of a model of this type; ``change`` makes the second one's state dict."""
+    model, state, quantised, left_out = model_of(kind, **config)
+    state = state | (of_both or {})
+    folders = {}
+    for scheme in ("w8a8", "w4a16"):
+        folders[scheme] = write_checkpoint(
+            tmp_path / scheme, model.config, state, scheme, quantised, left_out
+        )
+        state = change(state)
+    return check_kv_compatibility(opened(folders))
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
@@ -99,27 +115,16 @@ def test_folds_are_compatible(tmp_path, edit, architecture, schemes):
     assert found.compatible and found.layered_plans, found
 
 
-def opened(*folders: Path) -> list[Source]:
-    return [open_source(folder.name, folder) for folder in folders]
-
-
-def as_unknown_model(folder: Path) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "my-own"}))
-    return folder
-
-
 def test_norms_of_an_unknown_model_have_to_be_equal(tmp_path):
     transform = in_float32(smooth_norms())
-    folders = {
-        "plain": make_checkpoint(tmp_path / "a", scheme="w8a8"),
-        "rounded": make_checkpoint(tmp_path / "b", scheme="w4a16"),
-        "smoothed": make_checkpoint(tmp_path / "c", scheme="w4a16", transform=transform),
-    }
-    plain, rounded, smoothed = (open_source(n, as_unknown_model(f)) for n, f in folders.items())
+    folders = make_pair(tmp_path)
+    folders["smoothed"] = make_checkpoint(tmp_path / "smoothed", scheme="w4a16", transform=transform)
+    for folder in folders.values():
+        edits.config(model_type="my-own")(folder)
+    plain, rounded, smoothed = opened(folders)
     assert check_kv_compatibility([plain, rounded]).layered_plans
     found = check_kv_compatibility([plain, smoothed])
-    assert "'plain' and 'smoothed'" in found.message
+    assert "'w8a8' and 'smoothed'" in found.message
     assert "layers.0.input_layernorm.weight' is not equal in both" in found.message
 
 
@@ -192,20 +197,17 @@ def test_a_column_counts_however_small_its_inputs_are(tmp_path):
         quiet(state)[f"{LAYERS[1]}self_attn.k_proj.weight"][:, ::4] *= -1
         return state
 
-    sources = [make_checkpoint(tmp_path / t.__name__, transform=t) for t in (quiet, edited)]
-    found = check_kv_compatibility([open_source(folder.name, folder) for folder in sources])
+    sources = {t.__name__: make_checkpoint(tmp_path / t.__name__, transform=t) for t in (quiet, edited)}
+    found = check_kv_compatibility(opened(sources))
     assert "layer 1 self_attn.k_proj differs by more than quantisation noise" in found.message
 
 
 def test_rotation_of_the_cache_in_one_variant_is_caught(tmp_path):
-    folders = [make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")]
-    path = folders[1] / "config.json"
-    config = json.loads(path.read_text())
+    folders = make_pair(tmp_path)
     r3 = {"type": "hadamard", "apply": [{"targets": ["self_attn"], "location": "k_cache"}]}
-    config["quantization_config"]["transform_config"] = {"config_groups": {"R3": r3}}
-    path.write_text(json.dumps(config))
-    found = check_kv_compatibility([open_source(f"v{i}", f) for i, f in enumerate(folders)])
-    assert not found.compatible and "rotation of the KV cache is {} in 'v0' and {'R3'" in found.message
+    edits.section(transform_config={"config_groups": {"R3": r3}})(folders["w4a16"])
+    found = check_kv_compatibility(opened(folders))
+    assert not found.compatible and "rotation of the KV cache is {} in 'w8a8' and {'R3'" in found.message
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.9, 1.1), (1.04, 1.04)])
@@ -237,19 +239,11 @@ def test_another_latent_cache_is_caught(tmp_path, module, edit, found):
 
 def test_another_kind_of_attention_is_caught(tmp_path):
     def plain(state: StateDict) -> StateDict:
-        renamed = dict(state)
-        for name, tensor in state.items():
-            if "kv_a_proj_with_mqa" in name:
-                renamed |= {name.replace("kv_a_proj_with_mqa", f"{p}_proj"): tensor for p in "kv"}
-                del renamed[name]
-        return renamed
+        latent = "kv_a_proj_with_mqa"
+        return {n.replace(latent, f"{p}_proj"): t for n, t in state.items() for p in "kv"}
 
-    folders = [
-        make_checkpoint(tmp_path / f"v{i}", "deepseek_v2", transform=edit)
-        for i, edit in enumerate((None, plain))
-    ]
-    with pytest.raises(FlexQuantError, match="'v1' has no weight for 'self_attn.kv_a_proj_with_mqa'"):
-        check_kv_compatibility(opened(*folders))
+    with pytest.raises(FlexQuantError, match="'w4a16' has no weight for 'self_attn.kv_a_proj_with_mqa'"):
+        check_kv_compatibility(opened(make_pair(tmp_path, "deepseek_v2", plain)))
 
 
 @pytest.mark.parametrize("projection", ["k_proj", "v_proj"])
@@ -271,29 +265,28 @@ def test_an_outlier_hides_nothing(tmp_path):
 
         return edit
 
-    folders = [
-        make_checkpoint(tmp_path / scheme, "qwen2", scheme, transform=in_float32(with_outlier(factor)))
+    folders = {
+        scheme: make_checkpoint(
+            tmp_path / scheme, "qwen2", scheme, transform=in_float32(with_outlier(factor))
+        )
         for scheme, factor in (("w8a8", 1), ("w4a16", 1), ("fp8", 1.5))
-    ]
-    first, same, other = (open_source(f"v{i}", folder) for i, folder in enumerate(folders))
+    }
+    first, same, other = opened(folders)
     assert check_kv_compatibility([first, same]).layered_plans
     assert "layer 0 self_attn.k_proj.bias differs" in check_kv_compatibility([first, other]).message
 
 
-@pytest.mark.parametrize(("spread", "named"), [(0.0, False), (0.01, True)])
+@pytest.mark.parametrize(("spread", "named"), [(0.0, False), (0.0625, True)])
 def test_a_routers_bias_has_to_be_equal_however_large_it_is(tmp_path, spread, named):
     """DeepSeek-V3's biases lie around one large number, and their small differences choose the experts."""
-    model = random_model(small_config("deepseek_v3"))
-    state, quantised, left_out = split(model)
-    model.config.architectures = ["DeepseekV3ForCausalLM"]
-    sources = []
-    for scheme, size in (("w8a8", 0.0), ("w4a16", spread)):
-        for name in state:
-            if name.endswith("e_score_correction_bias"):
-                state[name] = 7.5 + size * torch.randn_like(state[name])
-        folder = write_checkpoint(tmp_path / scheme, model.config, state, scheme, quantised, left_out)
-        sources.append(open_source(scheme, folder))
-    message = check_kv_compatibility(sources).message
+    published = model_of("deepseek_v3")[1]
+    biases = [name for name in published if name.endswith("e_score_correction_bias")]
+    large = dict.fromkeys(biases, torch.full_like(published[biases[0]], 7.5))
+
+    def spread_out(state: StateDict) -> StateDict:
+        return state | {n: state[n] + spread * (torch.arange(len(state[n])) % 2) for n in biases}
+
+    message = report_of(tmp_path, "deepseek_v3", spread_out, large).message
     assert ("mlp.gate.e_score_correction_bias, which helps to choose experts, differs" in message) is named
 
 
@@ -310,17 +303,16 @@ def test_parameters_may_be_rounded_to_another_dtype(tmp_path):
 
 
 def test_what_no_layer_reads_has_to_be_equal(tmp_path):
-    def compare(values: tuple[float, float]) -> KVReport:
-        sources = []
-        for scheme, value in zip(("w8a8", "w4a16"), values, strict=True):
-            folder = make_checkpoint(tmp_path / f"{scheme} {values}", scheme=scheme)
-            file = folder / "model.safetensors"
-            save_file({**load_file(file), f"{LAYERS[1]}self_attn.sink": torch.tensor([value])}, file)
-            sources.append(open_source(scheme, folder))
-        return check_kv_compatibility(sources)
+    def sink(value: float) -> edits.Edit:
+        return edits.tensors(lambda s: s.update({f"{LAYERS[1]}self_attn.sink": torch.tensor([value])}))
 
-    assert compare((1.0, 1.0)).layered_plans
-    assert "'model.layers.1.self_attn.sink' is not equal in both" in compare((1.0, 2.0)).message
+    folders = make_pair(tmp_path)
+    for folder in folders.values():
+        sink(1.0)(folder)
+    assert check_kv_compatibility(opened(folders)).layered_plans
+    sink(2.0)(folders["w4a16"])
+    message = check_kv_compatibility(opened(folders)).message
+    assert "'model.layers.1.self_attn.sink' is not equal in both" in message
 
 
 @pytest.mark.parametrize("schemes", [("w8a8", "w4a16"), ("w4a16", "w8a8")])
@@ -333,13 +325,11 @@ def test_rotated_residual_shares_the_cache_but_not_layers(tmp_path, schemes):
 
 def test_variants_rotated_alike_may_be_mixed_with_one_another(tmp_path):
     rotate = in_float32(rotate_residual)
-    folders = [
-        make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
-        make_checkpoint(tmp_path / "spin4", scheme="w4a16", transform=rotate),
-        make_checkpoint(tmp_path / "w4a16", scheme="w4a16"),
-        make_checkpoint(tmp_path / "spin8", scheme="w8a8", transform=rotate),
-    ]
-    found = check_kv_compatibility(opened(*folders))
+    folders = make_pair(tmp_path) | {
+        "spin4": make_checkpoint(tmp_path / "spin4", scheme="w4a16", transform=rotate),
+        "spin8": make_checkpoint(tmp_path / "spin8", scheme="w8a8", transform=rotate),
+    }
+    found = check_kv_compatibility(opened(folders))
     assert found.compatible and not found.layered_plans, found
     assert sorted(map(sorted, found.mixable)) == [["spin4", "spin8"], ["w4a16", "w8a8"]]
     assert len(found.residual_messages) == 2, "spin4 and spin8, each against w8a8"
@@ -377,28 +367,20 @@ def test_matrices_of_another_model_are_refused(tmp_path, name, schemes):
 
 @pytest.mark.parametrize("architecture", ["gemma4_text", "mimo_v2_flash"])
 def test_every_row_is_compared_where_layers_have_heads_of_other_sizes(tmp_path, architecture):
+    def last_row_turned(state: StateDict) -> StateDict:
+        wide = [n for n, t in state.items() if "self_attn.v_proj" in n and t.shape[0] == 128]
+        return state | {n: torch.cat([state[n][:-1], -state[n][-1:]]) for n in wide}
+
     own = {"gemma4_text": {"global_head_dim": 64}, "mimo_v2_flash": {"swa_num_key_value_heads": 4}}
-    model = random_model(small_config(architecture, **own[architecture]))
-    state, quantised, left_out = split(model)
-    folders = []
-    for scheme in ("w8a8", "w4a16"):
-        for name in state:
-            if scheme == "w4a16" and "self_attn.v_proj" in name and state[name].shape[0] == 128:
-                state[name] = torch.cat([state[name][:-1], -state[name][-1:]])
-        folders.append(write_checkpoint(tmp_path / scheme, model.config, state, scheme, quantised, left_out))
-    message = check_kv_compatibility(opened(*folders)).message
+    message = report_of(tmp_path, architecture, last_row_turned, **own[architecture]).message
     assert "self_attn.v_proj differs" in message and "row 127" in message
 
 
 def test_what_all_layers_compute_with_has_to_be_equal(tmp_path):
-    model = random_model(small_config("gemma4_text"))
-    state, quantised, left_out = split(model)
-    sources = []
-    for scheme in ("w8a8", "w4a16"):
-        folder = write_checkpoint(tmp_path / scheme, model.config, state, scheme, quantised, left_out)
-        sources.append(open_source(scheme, folder))
-        state = {n: 3 * t if "per_layer_projection_norm" in n else t for n, t in state.items()}
-    message = check_kv_compatibility(sources).message
+    def larger(state: StateDict) -> StateDict:
+        return {n: 3 * t if "per_layer_projection_norm" in n else t for n, t in state.items()}
+
+    message = report_of(tmp_path, "gemma4_text", larger).message
     assert "per_layer_projection_norm.weight', which all layers compute with, is not equal" in message
 
 
@@ -421,12 +403,10 @@ def test_embeddings_in_another_16_bit_dtype_are_the_same(tmp_path):
         state["model.embed_tokens.weight"][5] = 1e-9
         return state
 
-    folders = [make_checkpoint(tmp_path / s, scheme=s, transform=almost_zero) for s in ("w8a8", "w4a16")]
-    file = folders[0] / "model.safetensors"
-    state = load_file(file)
+    folders = {s: make_checkpoint(tmp_path / s, scheme=s, transform=almost_zero) for s in ("w8a8", "w4a16")}
     name = "model.embed_tokens.weight"
-    save_file({**state, name: state[name].to(torch.float16)}, file)
-    found = check_kv_compatibility(opened(*folders))
+    edits.tensors(lambda state: state.update({name: state[name].half()}))(folders["w8a8"])
+    found = check_kv_compatibility(opened(folders))
     assert found.layered_plans, found.message
 
 
@@ -441,83 +421,79 @@ def test_embeddings_in_another_16_bit_dtype_are_the_same(tmp_path):
     ids=["other", "without an axis", "in another dtype", "not a number"],
 )
 def test_cache_scales_must_have_equal_values(tmp_path, scales, refused):
-    folders = [make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")]
-    for folder, scale in zip(folders, scales, strict=True):
-        file = folder / "model.safetensors"
+    folders = make_pair(tmp_path)
+    for folder, scale in zip(folders.values(), scales, strict=True):
         of_layers = {f"{layer}self_attn.k_scale": scale.clone() for layer in LAYERS}
-        save_file(load_file(file) | of_layers, file)
-    found = check_kv_compatibility([open_source(f"v{i}", f) for i, f in enumerate(folders)])
+        edits.tensors(lambda state, added=of_layers: state.update(added))(folder)
+    found = check_kv_compatibility(opened(folders))
     assert found.compatible != refused
     assert refused == ("the cache scale 'model.layers.0.self_attn.k_scale' differs" in found.message)
 
 
 def test_the_third_source_is_compared_too(tmp_path):
-    folders = [
-        make_checkpoint(tmp_path / "a", scheme="w8a8"),
-        make_checkpoint(tmp_path / "b", scheme="w4a16"),
-        make_checkpoint(tmp_path / "c", scheme="w4a16", transform=in_float32(rotate_v_and_o)),
-    ]
+    folders = make_pair(tmp_path)
+    folders["c"] = make_checkpoint(tmp_path / "c", scheme="w4a16", transform=in_float32(rotate_v_and_o))
     calls = []
-    found = check_kv_compatibility(opened(*folders), progress=lambda *done: calls.append(done))
-    assert "'a' and 'c'" in found.message
+    found = check_kv_compatibility(opened(folders), progress=lambda *done: calls.append(done))
+    assert "'w8a8' and 'c'" in found.message
     assert calls == [(1, 4), (2, 4)]
 
 
 def test_fused_projections_are_split(tmp_path):
     """Phi-3's layout has one qkv_proj and one gate_up_proj."""
 
-    def fuse(folder: Path) -> Path:
-        file = folder / "model.safetensors"
-        state = load_file(file)
+    def fuse(state: StateDict) -> None:
         for layer in LAYERS:
-            for fused, parts in (
-                ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
-                ("mlp.gate_up_proj", ("gate_proj", "up_proj")),
-            ):
+            for fused, parts in (("self_attn.qkv", ("q", "k", "v")), ("mlp.gate_up", ("gate", "up"))):
+                block = layer + fused.split(".")[0]
                 for suffix in ("weight", "weight_scale", "weight_packed"):
-                    names = [f"{layer}{fused.split('.')[0]}.{part}.{suffix}" for part in parts]
+                    names = [f"{block}.{part}_proj.{suffix}" for part in parts]
                     if names[0] in state:
-                        state[f"{layer}{fused}.{suffix}"] = torch.cat([state.pop(n) for n in names])
-                shapes = [state.pop(f"{layer}{fused.split('.')[0]}.{p}.weight_shape", None) for p in parts]
+                        state[f"{layer}{fused}_proj.{suffix}"] = torch.cat([state.pop(n) for n in names])
+                shapes = [state.pop(f"{block}.{part}_proj.weight_shape", None) for part in parts]
                 if shapes[0] is not None:
                     rows = sum(int(shape[0]) for shape in shapes)
-                    state[f"{layer}{fused}.weight_shape"] = torch.tensor([rows, HIDDEN])
-        save_file(state, file)
-        config = json.loads((folder / "config.json").read_text())
-        config |= {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
-        (folder / "config.json").write_text(json.dumps(config))
-        return folder
+                    state[f"{layer}{fused}_proj.weight_shape"] = torch.tensor([rows, HIDDEN])
 
-    plain = fuse(make_checkpoint(tmp_path / "a", scheme="w8a8"))
-    good = make_checkpoint(tmp_path / "b", scheme="w4a16", transform=in_float32(scale_up_to_down))
-    bad = make_checkpoint(tmp_path / "c", scheme="w4a16", transform=in_float32(smooth_v_to_o(0.7, 1.4)))
-    reference = open_source("a", plain)
-    found = check_kv_compatibility([reference, open_source("b", fuse(good))])
+    folders = make_pair(tmp_path, change=in_float32(scale_up_to_down))
+    smoothed = in_float32(smooth_v_to_o(0.7, 1.4))
+    folders["smoothed"] = make_checkpoint(tmp_path / "smoothed", scheme="w4a16", transform=smoothed)
+    for folder in folders.values():
+        edits.tensors(fuse)(folder)
+        edits.config(model_type="phi3", architectures=["Phi3ForCausalLM"])(folder)
+    reference, good, bad = opened(folders)
+    found = check_kv_compatibility([reference, good])
     assert found.layered_plans, found
-    message = check_kv_compatibility([reference, open_source("c", fuse(bad))]).message
+    message = check_kv_compatibility([reference, bad]).message
     assert "layer 0 self_attn.qkv_proj" in message and "gain error of row" in message
 
 
 def test_a_layer_without_plain_attention_names_what_was_looked_for(tmp_path):
-    folders = [make_checkpoint(tmp_path / s, scheme=s) for s in ("w8a8", "w4a16")]
-    file = folders[0] / "model.safetensors"
-    latent = {name.replace("k_proj", "kv_b_proj"): tensor for name, tensor in load_file(file).items()}
-    save_file(latent, file)
-    with pytest.raises(FlexQuantError, match=r"layer 0 of variant 'v0' has no weight for 'self_attn.k_proj'"):
-        check_kv_compatibility([open_source(f"v{i}", f) for i, f in enumerate(folders)])
+    folders = make_pair(tmp_path)
+    edits.tensors(with_other_names("k_proj", "kv_b_proj"))(folders["w8a8"])
+    with pytest.raises(
+        FlexQuantError, match="layer 0 of variant 'w8a8' has no weight for 'self_attn.k_proj'"
+    ):
+        check_kv_compatibility(opened(folders))
+
+
+def with_other_names(part: str, other: str) -> Edit:
+    def edit(state: StateDict) -> None:
+        for name in [name for name in state if part in name]:
+            state[name.replace(part, other)] = state.pop(name)
+
+    return edit
 
 
 def test_layers_like_none_that_transformers_has_are_refused(tmp_path):
-    folders = [as_unknown_model(make_checkpoint(tmp_path / s, scheme=s)) for s in ("w8a8", "w4a16")]
-    for folder in folders:
-        file = folder / "model.safetensors"
-        renamed = {name.replace("mlp.gate_proj", "mlp.gate"): t for name, t in load_file(file).items()}
-        save_file(renamed, file)
-    sources = opened(*folders)
+    folders = make_pair(tmp_path)
+    for folder in folders.values():
+        edits.config(model_type="my-own")(folder)
+        edits.tensors(with_other_names("mlp.gate_proj", "mlp.gate"))(folder)
     with pytest.raises(
         FlexQuantError, match="cannot build the LlamaForCausalLM .*my-own.* llama, qwen3, phi3"
     ):
-        check_kv_compatibility(sources)
+        check_kv_compatibility(opened(folders))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Whatever changes the cache is refused and folded norms are not: by architecture and parameter."""
+"""Whatever changes the cache is refused and folded norms are not: by architecture and parameter.
+
+The pages of architectures and the README say what the committed results do.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from tests.architectures.kv_proof import FOLD, PAGE, RESULTS, Cell, cells, compared, page
+from tests.architectures import kv_proof, outcomes
+from tests.architectures.kv_proof import FOLD, Cell, cells, compared
+from tests.architectures.outcomes import FAILS, NOT_MADE, SERVED
 
+FOUND = json.loads(outcomes.RESULTS.read_text(encoding="utf-8"))
 FAMILIES = (
     "ApertusForCausalLM",  # the norm before attention has a name of its own
     "DeepseekV3ForCausalLM",  # latents, a router with a bias
@@ -34,7 +41,26 @@ def test_what_changes_the_cache_is_refused_and_folded_norms_are_not(architecture
 
 def test_the_page_is_of_the_results_and_the_results_are_of_all_that_is_compared():
     """If it fails, run python -m tests.architectures.kv_proof with the names that are missing."""
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    assert PAGE.read_text(encoding="utf-8") == page(results)
+    results = json.loads(kv_proof.RESULTS.read_text(encoding="utf-8"))
+    assert kv_proof.PAGE.read_text(encoding="utf-8") == kv_proof.page(results)
     assert results["architectures"].keys() == {*compared()}
     assert all(Cell(**cell).is_right for found in results["architectures"].values() for cell in found)
+
+
+def test_the_page_of_architectures_is_what_the_results_say():
+    """If it fails, run python -m tests.architectures, which tries the architectures that are missing."""
+    assert outcomes.PAGE.read_text(encoding="utf-8") == outcomes.page(FOUND)
+
+
+def test_all_were_tried_and_every_end_but_served_has_a_reason():
+    found = FOUND["architectures"].values()
+    assert len(found) == FOUND["text_models"]
+    assert not [one["architecture"] for one in found if one["outcome"] == FAILS]
+    assert not [one["architecture"] for one in found if one["outcome"] != SERVED and not one["reason"]]
+
+
+def test_readme_has_the_numbers_of_the_results():
+    ends = [one["outcome"] for one in FOUND["architectures"].values()]
+    said = re.search(r"(\d+) of the (\d+) that can be made small", (outcomes.ROOT / "README.md").read_text())
+    assert said is not None
+    assert [int(number) for number in said.groups()] == [ends.count(SERVED), len(ends) - ends.count(NOT_MADE)]

@@ -17,9 +17,11 @@ from flexquant.checkpoint.module_names import describe_ranges, layer_number
 from flexquant.checkpoint.weight_bytes import by_range, describe_bytes
 from flexquant.cli import main
 from flexquant.merge import merge_checkpoints
-from tests.checkpoints import StateDict, make_checkpoint
+from tests.checkpoints import StateDict, make_checkpoint, make_pair
+from tests.foreign import config_of
 from tests.policies import rules
-from tests.tied_heads import make_tied
+from tests.publishers import edits
+from tests.tied_heads import make_tied_pair
 
 
 def test_neighbours_are_one_range():
@@ -73,13 +75,13 @@ def merge_by_policy(sources: dict[str, Path], *lines: str) -> Path:
 
 def test_inspect_says_what_the_default_policy_loads(tmp_path, capsys):
     """Each variant's bytes are those of its layers alone; a derived variant's are those of its source."""
-    sources = {
-        name: make_checkpoint(tmp_path / name, scheme=name, num_layers=4) for name in ("w8a8", "w4a16")
-    }
-    folder = merge_by_policy(sources, '- use: {default: w8a8, layers: {"0": w4a8, "2": w4a16}}')
-    assert main(["inspect", str(folder), "--json"]) == 0
-    *text, result = capsys.readouterr().out.splitlines()
-    loaded, sizes = json.loads(result)["loaded"], sizes_of(folder)
+    folder = merge_by_policy(
+        make_pair(tmp_path, num_layers=4), '- use: {default: w8a8, layers: {"0": w4a8, "2": w4a16}}'
+    )
+    assert main(["inspect", str(folder)]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("loaded under the default policy: w4a8 layers 0: ")
+    loaded, sizes = inspect(folder, capsys)["loaded"], sizes_of(folder)
 
     def stored(prefix: str, layer: int) -> int:
         return sizes[prefix, layer, False] + sizes[prefix, layer, True]
@@ -88,18 +90,15 @@ def test_inspect_says_what_the_default_policy_loads(tmp_path, capsys):
     assert loaded["w4a16"] == {"2": stored("w4a16", 2)}
     assert loaded["w4a8"] == {"0": stored("w4a16", 0)}
     assert sum(loaded["shared"].values()) == sum(size for key, size in sizes.items() if key[0] == "shared")
-    assert text[-1].startswith("loaded under the default policy: w4a8 layers 0: ")
 
 
 def test_inspect_says_why_the_default_policy_loads_nothing(tmp_path, capsys):
     merge_checkpoints({"fp8": make_checkpoint(tmp_path / "fp8", scheme="fp8")}, tmp_path / "merged")
-    config = json.loads((tmp_path / "merged" / "config.json").read_text())
-    config["quantization_config"]["policy"]["rules"] = [{"use": "w8a8"}]
-    (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
+    policy = config_of(tmp_path / "merged")["quantization_config"]["policy"]
+    edits.section(policy=policy | {"rules": [{"use": "w8a8"}]})(tmp_path / "merged")
     assert main(["inspect", str(tmp_path / "merged")]) == 0
-    assert "loaded under the default policy: unknown, since the policy cannot be served: " in (
-        out := capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert "loaded under the default policy: unknown, since the policy cannot be served: " in out
     assert "names the variant 'w8a8', but the checkpoint has fp8" in out
 
 
@@ -114,10 +113,7 @@ def test_a_copy_of_the_embedding_is_stored_and_not_loaded(heads, tmp_path, capsy
     found = []
     for copies in (heads, (None, None)):
         folder = tmp_path / str(copies)
-        sources = {
-            name: make_tied(folder / name, name, head)
-            for name, head in zip(("w8a8", "w4a16"), copies, strict=True)
-        }
+        sources = make_tied_pair(folder, *copies)
         merge_checkpoints(sources, folder / "merged")
         found.append(inspect(folder / "merged", capsys))
     with_copy, without = found
@@ -139,12 +135,8 @@ def test_a_derived_variant_counts_what_its_source_does_not_hold_for_it(tmp_path,
                 state[name] = state[name] * 2
         return state
 
-    sources = {
-        "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
-        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", transform=rescale),
-    }
     decode = '- {when: {phase: decode}, use: {default: w4a16, layers: {"1": w4a8}}}'
-    folder = merge_by_policy(sources, decode, "- use: w4a8")
+    folder = merge_by_policy(make_pair(tmp_path, change=rescale), decode, "- use: w4a8")
     loaded = inspect(folder, capsys)["loaded"]
     sizes = {key[1:]: size for key, size in sizes_of(folder).items() if key[0] == "w4a16"}
     assert all(sizes[part] for part in ((0, False), (0, True), (1, False), (None, False)))

@@ -1,30 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Merging: what is written, that it is all or nothing, and the command line."""
+"""Merging: what is written, in how much memory, and the command line."""
+
+from __future__ import annotations
 
 import json
 import math
-import os
-import re
-import shutil
-import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from benchmarks.merge import in_child, make_sources, merge_once
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_config import ARCHITECTURE, MergedConfig
 from flexquant.checkpoint.safetensors_io import read_header, total_bytes
 from flexquant.checkpoint.writer import plan_shards, writing_shards
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
-from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from flexquant.merge import merge_checkpoints, verify_checkpoint
 from flexquant.policy.rules import load_policy
 from tests import programs
-from tests.checkpoints import fold_final_norm, make_checkpoint
+from tests.checkpoints import fold_final_norm, make_checkpoint, make_pair
+from tests.foreign import config_of
 
 
 def contents(folder):
@@ -50,10 +51,7 @@ def test_tensors_are_stored_once_or_under_their_variant(sources, tmp_path):
 
 
 def test_tensors_that_only_have_name_and_size_in_common_are_stored_for_each_variant(tmp_path):
-    sources = {
-        "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
-        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", transform=fold_final_norm),
-    }
+    sources = make_pair(tmp_path, change=fold_final_norm)
     merge_checkpoints(sources, tmp_path / "merged")
     merged = load_all(tmp_path / "merged")
     for key in ("model.norm.weight", "lm_head.weight"):
@@ -65,8 +63,7 @@ def test_tensors_that_only_have_name_and_size_in_common_are_stored_for_each_vari
 def test_config_and_files(sources, tmp_path):
     output = tmp_path / "merged"
     merge_checkpoints(sources, output)
-    config = json.loads((output / "config.json").read_text())
-    original = json.loads((sources["w8a8"] / "config.json").read_text())
+    config, original = config_of(output), config_of(sources["w8a8"])
     assert config["architectures"] == [ARCHITECTURE]
     assert config["hidden_size"] == original["hidden_size"]
     merged = MergedConfig.from_json(config["quantization_config"])
@@ -137,8 +134,7 @@ def test_every_tensor_lies_where_a_reader_can_map_it(tmp_path):
 
 
 def test_tied_embeddings_stay_tied(tmp_path):
-    sources = {s: make_checkpoint(tmp_path / s, "gemma3", s) for s in ("w8a8", "w4a16")}
-    merge_checkpoints(sources, tmp_path / "merged")
+    merge_checkpoints(make_pair(tmp_path, "gemma3"), tmp_path / "merged")
     assert not [key for key in load_all(tmp_path / "merged") if "lm_head" in key]
 
 
@@ -164,19 +160,16 @@ def test_policy_is_stored_and_checked(sources, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_incompatible_kv_caches_are_refused_or_recorded(sources, tmp_path):
+def test_incompatible_kv_caches_are_refused_or_recorded(tmp_path):
     def double_keys(state):
         return {k: v * 2 if k.endswith("layers.1.self_attn.k_proj.weight") else v for k, v in state.items()}
 
-    other = make_checkpoint(tmp_path / "w4a16", scheme="w4a16", transform=double_keys)
-    for name in ("generation_config.json", "chat_template.jinja"):
-        (other / name).write_bytes((sources["w8a8"] / name).read_bytes())
-    pair = {"w8a8": sources["w8a8"], "w4a16": other}
+    pair = make_pair(tmp_path, change=double_keys)
     with pytest.raises(FlexQuantError, match="layer 1.*k_proj"):
         merge_checkpoints(pair, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     merge_checkpoints(pair, tmp_path / "merged", allow_incompatible_kv=True)
-    section = json.loads((tmp_path / "merged" / "config.json").read_text())["quantization_config"]
+    section = config_of(tmp_path / "merged")["quantization_config"]
     assert section["kv_compatibility"]["compatible"] is False
     assert section["layered_plans"] is False
     assert "NOT interchangeable" in (tmp_path / "merged" / "README.md").read_text()
@@ -214,12 +207,9 @@ def test_what_is_written_of_incompatible_kv_caches_can_be_read_again(tmp_path, c
     def change_keys(state):
         return {k: v * change if "layers.1.self_attn.k_proj" in k else v for k, v in state.items()}
 
-    sources = {
-        "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
-        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", transform=change_keys),
-    }
     try:
-        merge_checkpoints(sources, tmp_path / "merged", allow_incompatible_kv=True)
+        pair = make_pair(tmp_path, change=change_keys)
+        merge_checkpoints(pair, tmp_path / "merged", allow_incompatible_kv=True)
     except FlexQuantError:
         assert not (tmp_path / "merged").exists()
     else:
@@ -239,30 +229,6 @@ def test_output_exists(sources, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["merged"]
 
 
-@pytest.mark.parametrize("command", ["merge", "split"])
-def test_a_checkpoint_that_appears_meanwhile_is_replaced_only_when_told_to(sources, tmp_path, command):
-    merge_checkpoints(sources, tmp_path / "other")
-    output = tmp_path / "output"
-
-    def appear(done, total):
-        if not output.exists():
-            shutil.copytree(tmp_path / "other", output)
-
-    def write(**options):
-        if command == "merge":
-            merge_checkpoints({"w8a8": sources["w8a8"]}, output, progress=appear, **options)
-        else:
-            split_checkpoint(tmp_path / "other", "w8a8", output, progress=appear, **options)
-
-    with pytest.raises(FlexQuantError, match="a folder with README.md, .* appeared at .*output while"):
-        write()
-    assert contents(output) == contents(tmp_path / "other")
-    shutil.rmtree(output)
-    write(overwrite=True)
-    assert contents(output) != contents(tmp_path / "other")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "output"]
-
-
 def test_overwrite_spares_foreign_folders_and_inputs(sources, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("precious")
@@ -271,96 +237,6 @@ def test_overwrite_spares_foreign_folders_and_inputs(sources, tmp_path):
     for output in (sources["w8a8"], sources["w8a8"].parent, sources["w8a8"] / "merged"):
         with pytest.raises(FlexQuantError, match="overlaps the input"):
             merge_checkpoints(sources, output, overwrite=True)
-
-
-def test_old_output_returns_after_a_crash_between_the_renames(sources, tmp_path):
-    output = tmp_path / "merged"
-    merge_checkpoints(sources, output)
-    output.rename(tmp_path / ".merged.flexquant-old")
-    with pytest.raises(FlexQuantError, match="exists"):
-        merge_checkpoints(sources, output)
-    verify_checkpoint(output)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_interrupted_merge_leaves_nothing(sources, tmp_path, error):
-    def interrupt(done, total):
-        raise error
-
-    with pytest.raises(error):
-        merge_checkpoints(sources, tmp_path / "merged", progress=interrupt)
-    assert not list(tmp_path.iterdir())
-
-
-MERGE_IN_CHILD = """
-import os, signal, sys
-from flexquant.errors import FlexQuantError
-from flexquant.merge import merge_checkpoints
-
-def progress(done, total):
-    if sys.argv[4] == "kill" and done > total / 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if sys.argv[4] == "fill":
-        with open(os.path.join(os.path.dirname(sys.argv[3]), "filler"), "wb", buffering=0) as filler:
-            try:
-                while filler.write(bytes(65536)):
-                    pass
-            except OSError:
-                pass
-
-try:
-    sources = {"w8a8": sys.argv[1], "w4a16": sys.argv[2]}
-    merge_checkpoints(sources, sys.argv[3], overwrite=True, progress=progress)
-except FlexQuantError as e:
-    sys.exit(str(e))
-"""
-
-
-def merge_in_child(sources, output, mode):
-    """Run the command that merges in a child process."""
-    return [sys.executable, "-c", MERGE_IN_CHILD, sources["w8a8"], sources["w4a16"], output, mode]
-
-
-@pytest.mark.parametrize("output_exists", [False, True])
-def test_killed_merge_leaves_the_old_output_or_none(sources, tmp_path, output_exists):
-    output = tmp_path / "merged"
-    if output_exists:
-        merge_checkpoints({"w8a8": sources["w8a8"]}, output)
-    before = contents(output)
-    programs.run(merge_in_child(sources, output, "kill"), timeout=120, status=-signal.SIGKILL)
-    assert contents(output) == before
-    (left,) = [p for p in tmp_path.iterdir() if p != output]
-    assert left.name.startswith(".merged.flexquant-tmp") and not (left / "config.json").exists()
-    merge_checkpoints(sources, output, overwrite=True)
-    verify_checkpoint(output)
-    assert list(tmp_path.iterdir()) == [output]
-
-
-ON_SMALL_DISK = """
-mount -t tmpfs -o size="$SIZE" tmpfs "$DISK" || exit 77
-"$@"
-code=$?
-find "$DISK" -mindepth 1 ! -name filler
-exit $code
-"""
-
-
-@pytest.mark.parametrize(
-    ("size", "mode", "message"),
-    [
-        ("200k", "", r"needs [\d.]+ [KM]iB of free disk space, but .* has [\d.]+ KiB; free some"),
-        ("8m", "fill", r"the disk ran full while writing .*; nothing is left of it, free some space"),
-    ],
-)
-def test_disk_full(sources, tmp_path, container, size, mode, message):
-    """The disk is in memory, and only the child sees it; what it leaves there is listed on stdout."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = [*container, "sh", "-c", ON_SMALL_DISK, "sh", *merge_in_child(sources, disk / "merged", mode)]
-    environment = {**os.environ, "SIZE": size, "DISK": str(disk)}
-    result = programs.run(command, timeout=120, status=1, environment=environment)
-    assert re.search(message, result.stderr) and "Traceback" not in result.stderr
-    assert result.stdout == ""
 
 
 def test_command_line(sources, tmp_path, capsys):
@@ -383,3 +259,35 @@ def test_command_line(sources, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*argv, "--max-shard-size", "many"])
     assert stop.value.code == 2
+
+
+MIB = 1 << 20
+
+
+def merge(mib: int, folder: Path, hidden: int, awq: bool) -> tuple[int, int]:
+    """Return the bytes of two checkpoints, and the most memory that merging them took."""
+    sources, _ = make_sources(folder, mib / 1024, hidden, awq)
+    nbytes = sum(file.stat().st_size for source in sources.values() for file in Path(source).iterdir())
+    return nbytes, in_child(merge_once, sources, str(folder / "output"))[1]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "awq"),
+    [(2048, False), pytest.param(1024, True, marks=pytest.mark.full)],
+    ids=["as it is", "converted"],
+)
+def test_four_times_the_model_takes_the_same_memory(hidden: int, awq: bool, tmp_path: Path) -> None:
+    (small, peak), (large, higher) = (merge(mib, tmp_path / str(mib), hidden, awq) for mib in (64, 256))
+    assert large - small > 150 * MIB
+    assert higher - peak < 48 * MIB
+
+
+@pytest.mark.full
+def test_the_benchmark_compares_merging_with_copying(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.merge", "--gib", 0.03, "--repeats", 1, "--hidden", 512]
+    done = programs.run([*command, "--folder", tmp_path, "--output", tmp_path / "merge.json"], timeout=300)
+    found = json.loads((tmp_path / "merge.json").read_text())
+    assert found == json.loads(done.stdout.splitlines()[-1])
+    (merged,), (copied,) = found["seconds_merge"], found["seconds_cp"]
+    assert found["merge_to_cp"] == pytest.approx(merged / copied)
+    assert found["verify_to_read"] > 0 and found["peak_rss_above_interpreter_bytes"] > 0

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which variants' layers may be mixed in one plan: found when merging, stored, and kept to by policies."""
+"""Which variants' layers may be mixed in one plan: found when merging, stored, and kept to by policies.
+
+Noted as well: variants whose linears take other inputs than the first one's, since no adapter fits both.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import parse_policy
-from tests.checkpoints import make_checkpoint
-from tests.unit.edits import in_float32, rotate_residual
+from tests.checkpoints import make_checkpoint, make_pair
+from tests.foreign import config_of
+from tests.unit.edits import Edit, in_float32, rotate_residual, scale_up_to_down, smooth_norms
 
 VARIANTS = ("w8a8", "w4a16", "spin")
 
@@ -26,7 +30,7 @@ VARIANTS = ("w8a8", "w4a16", "spin")
 def odd_one_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a checkpoint of two roundings and one variant with a rotated residual stream."""
     folder = tmp_path_factory.mktemp("odd")
-    sources = {s: make_checkpoint(folder / s, scheme=s) for s in ("w8a8", "w4a16")}
+    sources = make_pair(folder)
     rotated = make_checkpoint(folder / "spin", scheme="w4a16", transform=in_float32(rotate_residual))
     merge_checkpoints({**sources, "spin": rotated}, folder / "merged")
     return folder / "merged"
@@ -82,7 +86,7 @@ def test_bits_per_parameter_count_what_variants_share(odd_one_out, capsys):
 
 
 def test_groups_are_stored_and_said_not_to_be_one(odd_one_out):
-    section = json.loads((odd_one_out / "config.json").read_text())["quantization_config"]
+    section = config_of(odd_one_out)["quantization_config"]
     assert section["schema_version"] == 1 and section["layered_plans"] is False
     assert section["mixable"] == [["w8a8", "w4a16"], ["spin"]]
 
@@ -99,3 +103,26 @@ def test_groups_that_do_not_name_every_variant_once_are_refused(mixable):
     section = MergedConfig("LlamaForCausalLM", variants).to_json()
     with pytest.raises(FlexQuantError, match="each of w8a8, w4a16, spin once"):
         MergedConfig.from_json({**section, "mixable": mixable})
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda state: None, ()),
+        (smooth_norms(), ("other",)),
+        (scale_up_to_down, ("other",)),
+        (rotate_residual, ("other",)),
+    ],
+    ids=["plain", "norms smoothed", "up to down smoothed", "rotated"],
+)
+def test_a_variant_whose_linears_take_other_inputs_is_noted(
+    tmp_path: Path, edit: Edit, expected: tuple[str, ...], scheme: str
+) -> None:
+    sources = {
+        "w4a16": make_checkpoint(tmp_path / "first", scheme="w4a16"),
+        "w8a8": make_checkpoint(tmp_path / "alike", scheme="w8a8"),
+        "other": make_checkpoint(tmp_path / "other", scheme=scheme, transform=in_float32(edit)),
+    }
+    merge_checkpoints(sources, tmp_path / "merged")
+    assert read_merged_config(tmp_path / "merged")[0].rescaled == expected

@@ -17,30 +17,6 @@ import pytest
 from flexquant.checkpoint.output import prepare_output, remove_leftovers, staged_file, staged_folder
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.report import REPORT_FILE
-from tests import programs
-
-# The program kills itself before the n-th operation on the folder that Python reports to its audit hooks.
-DIE_EARLY = """
-import os, signal, sys
-from pathlib import Path
-from flexquant.checkpoint.output import prepare_output, staged_folder
-
-folder, fatal = Path(sys.argv[1]), int(sys.argv[2])
-operations = 0
-
-def count(event, arguments):
-    global operations
-    if any(str(folder) in str(part) for part in arguments):
-        operations += 1
-        if operations == fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-sys.addaudithook(count)
-prepare_output(folder / "merged", [], overwrite=True)
-with staged_folder(folder / "merged", overwrite=True) as stage:
-    for name in ("config.json", "weights"):
-        (stage / name).write_text("new")
-"""
 
 
 def write(output: Path, text: str) -> None:
@@ -48,6 +24,13 @@ def write(output: Path, text: str) -> None:
     with staged_folder(output, overwrite=True) as stage:
         for name in ("config.json", "weights"):
             (stage / name).write_text(text)
+
+
+def put(file: Path, text: str) -> Path:
+    """Write a file; return where its text was until it was whole."""
+    with staged_file(file) as partial:
+        partial.write_text(text)
+    return partial
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -76,6 +59,29 @@ def test_two_outputs_in_one_folder_are_written_side_by_side(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
+def write_and_die_early(folder: Path, fatal: int) -> bool:
+    """Write an output in a process of its own, and return whether it killed itself on the way.
+
+    It does so before the n-th operation on ``folder`` that Python reports to its audit hooks.
+    """
+    operations = 0
+
+    def count(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal operations
+        if any(str(folder) in str(part) for part in arguments):
+            operations += 1
+            if operations == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if (child := os.fork()) == 0:
+        try:
+            sys.addaudithook(count)
+            write(folder / "merged", "new")
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("replaces", [True, False])
 def test_killed_before_any_operation_it_leaves_the_old_output_or_none(tmp_path, replaces):
     died, fatal, lost_sight_of = True, 0, False
@@ -87,8 +93,7 @@ def test_killed_before_any_operation_it_leaves_the_old_output_or_none(tmp_path, 
         if replaces:
             write(folder / "merged", "old")
             old = whole("old")
-        command = [sys.executable, "-c", DIE_EARLY, str(folder), str(fatal)]
-        died = programs.run(command, timeout=120, status=None).returncode == -signal.SIGKILL
+        died = write_and_die_early(folder, fatal)
         if replaces and not (folder / "merged").exists():
             lost_sight_of = True
             (folder / "merged").mkdir()
@@ -106,8 +111,7 @@ def test_killed_before_any_operation_it_leaves_the_old_output_or_none(tmp_path, 
 
 
 def test_a_variant_that_lost_its_config_may_be_replaced(tmp_path):
-    (tmp_path / "w8a8").mkdir()
-    (tmp_path / "w8a8" / REPORT_FILE).write_text("{}")
+    make_folder(tmp_path / "w8a8", REPORT_FILE)
     write(tmp_path / "w8a8", "new")
     assert contents(tmp_path / "w8a8") == whole("new")
 
@@ -127,19 +131,14 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
         write(tmp_path / "file" / "merged", "new")
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, file: str = "thesis.txt") -> None:
     path.mkdir()
-    (path / "thesis.txt").write_text("precious")
-
-
-def make_checkpoint_folder(path: Path) -> None:
-    path.mkdir()
-    (path / "config.json").write_text("{}")
+    (path / file).write_text("precious")
 
 
 APPEARING = {
     "a folder with thesis.txt": make_folder,
-    "a folder with config.json": make_checkpoint_folder,
+    "a folder with config.json": lambda path: make_folder(path, "config.json"),
     "a file": Path.touch,
     "a link": lambda path: path.symlink_to("elsewhere"),
 }
@@ -168,6 +167,14 @@ def test_what_appears_meanwhile_is_told_and_stays(what, overwrite, tmp_path):
     assert inventory(tmp_path) == kept and len(kept) > 0
 
 
+def test_a_checkpoint_that_appears_meanwhile_is_replaced_when_told_to(tmp_path):
+    with staged_folder(tmp_path / "merged", overwrite=True) as stage:
+        (stage / "config.json").write_text("new")
+        make_folder(tmp_path / "merged", "config.json")
+    assert contents(tmp_path / "merged") == {"config.json": "new"}
+    assert list(tmp_path.iterdir()) == [tmp_path / "merged"]
+
+
 def test_what_appears_between_the_two_renames_does_not_cost_the_old_copy(tmp_path, monkeypatch):
     output, rename = tmp_path / "merged", os.rename
     write(output, "old")
@@ -177,9 +184,7 @@ def test_what_appears_between_the_two_renames_does_not_cost_the_old_copy(tmp_pat
         if source == output:
             make_folder(output)
 
-    told = (
-        "is what .* was to replace, and meanwhile a folder with thesis.txt appeared at .*; move one of them"
-    )
+    told = "is what .* was to replace, and meanwhile a folder with thesis.txt appeared at .*; move one of"
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", rename_slowly)
         with pytest.raises(FlexQuantError, match="a folder with thesis.txt appeared at .*, and stays"):
@@ -203,10 +208,8 @@ def test_what_others_keep_beside_an_output_stays(tmp_path):
     assert inventory(tmp_path) == before
     for text in ("one", "two"):
         write(tmp_path / "merged", text)
-        with staged_file(tmp_path / "merged" / "weights") as partial:
-            partial.write_text(text)
-        with staged_file(tmp_path / "merged.md") as partial:
-            partial.write_text(text)
+        put(tmp_path / "merged" / "weights", text)
+        put(tmp_path / "merged.md", text)
     ours = ("merged", "merged.md", "merged/config.json", "merged/weights")
     assert {name: found for name, found in inventory(tmp_path).items() if name not in ours} == before
 
@@ -260,9 +263,7 @@ def test_everything_is_on_the_disk_before_the_output_is_in_its_place(synced, tmp
 
 
 def test_a_file_is_on_the_disk_before_it_is_in_its_place(synced, tmp_path):
-    with staged_file(tmp_path / "file.json") as partial:
-        partial.write_text("new")
-    assert synced[partial] == inventory(tmp_path)["file.json"]
+    assert synced[put(tmp_path / "file.json", "new")] == inventory(tmp_path)["file.json"]
     assert tmp_path in synced
 
 
@@ -273,8 +274,7 @@ def test_a_link_still_leads_to_the_file_that_is_written(tmp_path):
         if text:
             file.write_text(text)
         link.symlink_to(file)
-        with staged_file(link) as partial:
-            partial.write_text("new")
+        put(link, "new")
         assert link.is_symlink() and file.read_text() == "new" and not file.is_symlink()
     assert len(list((tmp_path / "disk").iterdir())) == 2
 
@@ -282,8 +282,7 @@ def test_a_link_still_leads_to_the_file_that_is_written(tmp_path):
 def test_a_pipe_is_written_to_and_stays(tmp_path):
     os.mkfifo(pipe := tmp_path / "pipe")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    with staged_file(pipe) as partial:
-        partial.write_text("new")
+    put(pipe, "new")
     assert os.read(reader, 9) == b"new" and pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
     os.close(reader)
 

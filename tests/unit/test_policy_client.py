@@ -25,7 +25,7 @@ class Server(HTTPServer):
         self.code, self.location = code, location
         self.keys: list[str | None] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -15,98 +15,85 @@ from flexquant.policy.rules import builtin_policies, load_policy, parse_policy, 
 from tests.policies import rules
 
 CONDITIONS = {
-    "when empty": ("{}", "rules[0].when is empty", "phase,"),
+    "when empty": ("{}", " is empty", "phase,"),
     "unknown phase": (
         "{phase: [decode, prefil]}",
-        'rules[0].when.phase is ["decode", "prefil"]',
+        '.phase is ["decode", "prefil"]',
         "prefill, decode, mixed",
     ),
-    "no phase": ("{phase: []}", "phase is []", "prefill,"),
-    "phase a bool": ("{phase: on}", "phase is true", "prefill,"),
+    "no phase": ("{phase: []}", ".phase is []", "prefill,"),
+    "phase a bool": ("{phase: on}", ".phase is true", "prefill,"),
     "batch size beside prefill": (
         "{phase: [decode, mixed], batch_size: {max: 4}}",
-        "rules[0].when.batch_size is for a rule with 'phase: decode' only, but this one has decode, mixed",
+        ".batch_size is for a rule with 'phase: decode' only, but this one has decode, mixed",
         "use 'tokens' instead",
     ),
-    "batch size without phase": (
-        "{batch_size: {max: 4}}",
-        "rules[0].when.batch_size",
-        "use 'tokens' instead",
-    ),
+    "batch size without phase": ("{batch_size: {max: 4}}", ".batch_size", "use 'tokens' instead"),
     "since_prompt": (
         "{phase: decode, since_prompt: {max: 4}}",
-        "rules[0].when.since_prompt is refused: FlexQuant no longer tells moments of decoding apart",
+        ".since_prompt is refused: FlexQuant no longer tells moments of decoding apart",
         "no measurement showed a gain over chance; remove it, and tell decode passes apart by 'batch_size'",
     ),
     "unsure": (
         "{phase: decode, unsure: false}",
-        "rules[0].when.unsure is refused: FlexQuant no longer tells moments of decoding apart",
+        ".unsure is refused: FlexQuant no longer tells moments of decoding apart",
         "remove it",
     ),
-    "tokens a number": ("{tokens: 4}", "tokens is 4", "min, max"),
-    "tokens empty": ("{tokens: {}}", "tokens is empty", "min, max"),
-    "bound zero": ("{tokens: {min: 0}}", "rules[0].when.tokens.min is 0", "at least 1"),
-    "bound a bool": ("{tokens: {max: true}}", "rules[0].when.tokens.max is true", "whole number"),
-    "bound a fraction": ("{tokens: {max: 1.5}}", "rules[0].when.tokens.max is 1.5", "whole number"),
-    "bound a text": ('{tokens: {max: "8"}}', 'rules[0].when.tokens.max is "8"', "whole number"),
+    "tokens a number": ("{tokens: 4}", ".tokens is 4", "min, max"),
+    "tokens empty": ("{tokens: {}}", ".tokens is empty", "min, max"),
+    "bound zero": ("{tokens: {min: 0}}", ".tokens.min is 0", "at least 1"),
+    "bound a bool": ("{tokens: {max: true}}", ".tokens.max is true", "whole number"),
+    "bound a fraction": ("{tokens: {max: 1.5}}", ".tokens.max is 1.5", "whole number"),
+    "bound a text": ('{tokens: {max: "8"}}', '.tokens.max is "8"', "whole number"),
     "min above max": (
         "{phase: decode, batch_size: {min: 9, max: 8}}",
-        "rules[0].when.batch_size has min 9 above max 8",
+        ".batch_size has min 9 above max 8",
         "correct one",
     ),
     "an octal number": (
         "{phase: decode, batch_size: {max: 010}}",
-        "rules[0].when.batch_size.max is '010', which cannot be read (YAML 1.1 takes it for 8",
+        ".batch_size.max is '010', which cannot be read (YAML 1.1 takes it for 8",
         "correct or quote it",
     ),
     "a number to the base of 60": (
         "{tokens: {min: 1:30}}",
-        "rules[0].when.tokens.min is '1:30', which cannot be read (YAML 1.1 takes it for 90",
+        ".tokens.min is '1:30', which cannot be read (YAML 1.1 takes it for 90",
         "correct or quote it",
     ),
-    "date for a number": (
-        "{tokens: {max: 2024-13-40}}",
-        'rules[0].when.tokens.max is "2024-13-40"',
-        "whole number",
-    ),
+    "date for a number": ("{tokens: {max: 2024-13-40}}", '.tokens.max is "2024-13-40"', "whole number"),
 }
-"""Conditions of the first rule, in line 3, what is wrong with them, and the advice."""
+"""Conditions of the first rule, in line 3, what follows ``rules[0].when`` in the message, and the advice."""
 USES = {
-    "use a number": ("8", "rules[0].use is 8", "name of a variant"),
-    "use a list": ("[w8a8]", 'rules[0].use is ["w8a8"]', "name of a variant"),
-    "use not a variant name": ("W8A8", "'W8A8' is not a variant name", "lower-case"),
-    "use without layers": ("{default: w8a8}", "rules[0].use lacks the key 'layers'", "default,"),
-    "use without default": (
-        '{layers: {"0": w8a8}}',
-        "rules[0].use lacks the key 'default'",
-        "default, layers",
-    ),
-    "layers empty": ("{default: w8a8, layers: {}}", "rules[0].use.layers is {}", '"0-3": w8a8'),
-    "layers a list": ("{default: w8a8, layers: [0, 1]}", "rules[0].use.layers is [0, 1]", '"0-3": w8a8'),
+    "use a number": ("8", " is 8", "name of a variant"),
+    "use a list": ("[w8a8]", ' is ["w8a8"]', "name of a variant"),
+    "use without layers": ("{default: w8a8}", " lacks the key 'layers'", "default,"),
+    "use without default": ('{layers: {"0": w8a8}}', " lacks the key 'default'", "default, layers"),
+    "layers empty": ("{default: w8a8, layers: {}}", ".layers is {}", '"0-3": w8a8'),
+    "layers a list": ("{default: w8a8, layers: [0, 1]}", ".layers is [0, 1]", '"0-3": w8a8'),
     "layers with a leading zero": (
         "{default: w8a8, layers: {010: w4a16}}",
-        "rules[0].use.layers.010 does not name layers",
+        ".layers.010 does not name layers",
         '"0-3"',
     ),
     "layers backwards": (
         '{default: w8a8, layers: {"3-0": w4a16}}',
-        "rules[0].use.layers.3-0 runs backwards",
+        ".layers.3-0 runs backwards",
         'write "0-3"',
     ),
-    "layer variant a number": (
-        '{default: w8a8, layers: {"0": 4}}',
-        "rules[0].use.layers.0 is 4",
-        "name of a variant",
-    ),
-    "unknown tag": ("!python/name:os.system x", "not valid YAML", "correct the syntax"),
+    "layer variant a number": ('{default: w8a8, layers: {"0": 4}}', ".layers.0 is 4", "name of a variant"),
 }
-"""What the only rule uses, in line 3, what is wrong with it, and the advice."""
+"""What the only rule uses, in line 3, what follows ``rules[0].use`` in the message, and the advice."""
 BAD = {
     **{
-        name: (rules(f"- when: {text}", "  use: w8a8", "- use: w8a8"), 3, problem, advice)
+        name: (rules(f"- when: {text}", "  use: w8a8", "- use: w8a8"), 3, f"rules[0].when{problem}", advice)
         for name, (text, problem, advice) in CONDITIONS.items()
     },
-    **{name: (rules(f"- use: {text}"), 3, problem, advice) for name, (text, problem, advice) in USES.items()},
+    **{
+        name: (rules(f"- use: {text}"), 3, f"rules[0].use{problem}", advice)
+        for name, (text, problem, advice) in USES.items()
+    },
+    "use not a variant name": (rules("- use: W8A8"), 3, "'W8A8' is not a variant name", "lower-case"),
+    "unknown tag": (rules("- use: !python/name:os.system x"), 3, "not valid YAML", "correct the syntax"),
     "unknown top key": (
         "schema: flexquant.policy/v1\nrule: []\n",
         2,

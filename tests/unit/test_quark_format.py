@@ -188,10 +188,6 @@ def filled(part: str, value: int) -> edits.Edit:
     return edits.tensors(lambda state: state[f"{DOWN}.{part}"].fill_(value))
 
 
-def lost(part: str) -> edits.Edit:
-    return edits.tensors(lambda state: state.pop(f"{DOWN}.{part}"))
-
-
 INT8 = {"dtype": "int8", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
 
 
@@ -217,8 +213,8 @@ INT8 = {"dtype": "int8", "qscheme": "per_tensor", "is_dynamic": False, "symmetri
         (edits.section(export={"kv_cache_group": ["*k_proj"]}), "kv_cache_group"),
         (filled("weight_zero_point", 3), rf"{DOWN}.weight_zero_point"),
         (filled("input_zero_point", 3), rf"{DOWN}.input_zero_point"),
-        (lost("weight_scale"), rf"{DOWN}.weight_scale is missing"),
-        (lost("input_scale"), rf"{DOWN}.input_scale is missing"),
+        (edits.without(f"{DOWN}.weight_scale"), rf"{DOWN}.weight_scale is missing"),
+        (edits.without(f"{DOWN}.input_scale"), rf"{DOWN}.input_scale is missing"),
         (edits.tensors(lambda state: state.update(fake_quantized(state))), "no linear in INT8"),
     ],
 )

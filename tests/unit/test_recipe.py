@@ -22,11 +22,7 @@ from flexquant.quantization.recipe import (
     parse_recipe,
 )
 from flexquant.quantization.resolve import choose_group_size, resolve_variant, with_strengths
-from flexquant.quantization.source_model import (
-    default_mappings,
-    empty_model,
-    resolve_mappings,
-)
+from flexquant.quantization.source_model import default_mappings, empty_model, resolve_mappings
 from tests.checkpoints import base_config
 
 W8A8 = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}}

@@ -113,18 +113,8 @@ def test_a_mapping_that_omits_the_gates_is_refused():
         resolve("qwen3_next", {"SmoothQuantModifier": front, **W8A8})
 
 
-CHANGE_THE_STATE = [
-    "in_proj_qkvz",
-    "in_proj_qkv",
-    "in_proj_ba",
-    "in_proj_a",
-    "in_proj_b",
-    "in_proj",
-    "x_proj",
-    "dt_proj",
-    "conv1d",
-    "conv",
-]
+CHANGE_THE_STATE = [f"in_proj{end}" for end in ("", "_qkvz", "_qkv", "_ba", "_a", "_b")]
+CHANGE_THE_STATE += ["x_proj", "dt_proj", "conv1d", "conv"]
 CHANGE_THE_CACHE = ["v_proj", "k_proj", "q_proj", "qkv_proj", "k_norm", "q_norm", *CHANGE_THE_STATE]
 CHANGE_THE_MODEL = ["o_proj", "gate_proj", "down_proj", "out_proj", "in_proj_z"]
 

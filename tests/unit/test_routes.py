@@ -21,6 +21,13 @@ def policy(*rules: dict[str, Any]) -> Policy:
     return parse_policy({"schema": "flexquant.policy/v1", "rules": list(rules)}, source="p.yaml")
 
 
+def table(by: str | Policy, num_layers: int = 2, max_tokens: int = 64, **options: Any) -> RouteTable:
+    """Return the table of a policy, for VARIANTS unless ``variants`` names others."""
+    by = load_policy(by) if isinstance(by, str) else by
+    variants = options.pop("variants", VARIANTS)
+    return build_route_table(by, variants, num_layers, max_tokens, **options)
+
+
 def decode(use: Any, **batch_size: int) -> dict[str, Any]:
     return {"when": {"phase": "decode", "batch_size": batch_size}, "use": use}
 
@@ -51,30 +58,30 @@ def rows(table: RouteTable, phase: str) -> list[tuple[int, int, str]]:
 def test_builtin_tables(
     name: str, expected_decode: list, expected_other: str, expected_plans: list[str]
 ) -> None:
-    table = build_route_table(load_policy(name), VARIANTS, num_layers=30, max_tokens=2048)
-    assert rows(table, "decode") == expected_decode
-    assert rows(table, "prefill") == rows(table, "mixed") == [(1, 2048, expected_other)]
-    assert [plan.name for plan in table.plans] == expected_plans
+    found = table(name, 30, 2048)
+    assert rows(found, "decode") == expected_decode
+    assert rows(found, "prefill") == rows(found, "mixed") == [(1, 2048, expected_other)]
+    assert [plan.name for plan in found.plans] == expected_plans
 
 
 def test_layers_of_the_layered_builtin() -> None:
-    table = build_route_table(load_policy("phase-batch-layer"), VARIANTS, num_layers=30, max_tokens=64)
-    plan = table.lookup("decode", 1)
+    found = table("phase-batch-layer", 30)
+    plan = found.lookup("decode", 1)
     assert plan.layers == ("w8a8",) * 4 + ("w4a16",) * 25 + ("w8a8",)
     assert plan.variants == ("w8a8", "w4a16")
-    assert table.lookup("decode", 33) == Plan("w8a8", ("w8a8",) * 30)
+    assert found.lookup("decode", 33) == Plan("w8a8", ("w8a8",) * 30)
 
 
 def test_lookup_at_the_edges() -> None:
-    table = build_route_table(load_policy("phase-batch"), VARIANTS, num_layers=2, max_tokens=64)
-    names = {tokens: table.lookup("decode", tokens).name for tokens in (1, 32, 33, 64, 65, 10**9)}
+    found = table("phase-batch")
+    names = {tokens: found.lookup("decode", tokens).name for tokens in (1, 32, 33, 64, 65, 10**9)}
     assert names == {1: "w4a16", 32: "w4a16", 33: "w8a8", 64: "w8a8", 65: "w8a8", 10**9: "w8a8"}
 
 
 def test_a_rule_for_one_size_alone() -> None:
     p = policy(decode("w4a16", max=1), decode("fp8", min=5, max=5), {"use": "w8a8"})
-    table = build_route_table(p, p.variants, num_layers=1, max_tokens=9)
-    assert rows(table, "decode") == [(1, 1, "w4a16"), (2, 4, "w8a8"), (5, 5, "fp8"), (6, 9, "w8a8")]
+    found = table(p, 1, 9, variants=p.variants)
+    assert rows(found, "decode") == [(1, 1, "w4a16"), (2, 4, "w8a8"), (5, 5, "fp8"), (6, 9, "w8a8")]
 
 
 def test_first_matching_rule_decides() -> None:
@@ -83,10 +90,10 @@ def test_first_matching_rule_decides() -> None:
         {"when": {"phase": ["mixed", "prefill"], "tokens": {"min": 15, "max": 30}}, "use": "w8a8"},
         {"use": "fp8"},
     )
-    table = build_route_table(p, ["w8a8", "w4a16", "fp8"], num_layers=1, max_tokens=40)
-    assert rows(table, "mixed") == [(1, 9, "fp8"), (10, 20, "w4a16"), (21, 30, "w8a8"), (31, 40, "fp8")]
-    assert rows(table, "prefill") == [(1, 14, "fp8"), (15, 30, "w8a8"), (31, 40, "fp8")]
-    assert rows(table, "decode") == [(1, 40, "fp8")]
+    found = table(p, 1, 40, variants=p.variants)
+    assert rows(found, "mixed") == [(1, 9, "fp8"), (10, 20, "w4a16"), (21, 30, "w8a8"), (31, 40, "fp8")]
+    assert rows(found, "prefill") == [(1, 14, "fp8"), (15, 30, "w8a8"), (31, 40, "fp8")]
+    assert rows(found, "decode") == [(1, 40, "fp8")]
 
 
 def test_lookup_agrees_with_the_rules_everywhere() -> None:
@@ -97,22 +104,18 @@ def test_lookup_agrees_with_the_rules_everywhere() -> None:
         {"use": "w8a8"},
     )
     for tokens_per_sequence in (1, 2, 4):
-        table = build_route_table(
-            p, p.variants, num_layers=1, max_tokens=50, tokens_per_sequence=tokens_per_sequence
-        )
+        found = table(p, 1, 50, variants=p.variants, tokens_per_sequence=tokens_per_sequence)
         for phase in PHASES:
             for tokens in range(1, 51):
                 batch_size = (tokens + tokens_per_sequence - 1) // tokens_per_sequence
                 expected = next(r.variant for r in p.rules if r.matches(phase, tokens, batch_size))
-                assert table.lookup(phase, tokens).name == expected
+                assert found.lookup(phase, tokens).name == expected
 
 
 def test_batch_size_counts_sequences_with_speculation() -> None:
-    table = build_route_table(
-        load_policy("phase-batch"), VARIANTS, num_layers=2, max_tokens=512, tokens_per_sequence=4
-    )
-    assert rows(table, "decode") == [(1, 128, "w4a16"), (129, 512, "w8a8")]
-    assert table.lookup("decode", 127).name == "w4a16"
+    found = table("phase-batch", max_tokens=512, tokens_per_sequence=4)
+    assert rows(found, "decode") == [(1, 128, "w4a16"), (129, 512, "w8a8")]
+    assert found.lookup("decode", 127).name == "w4a16"
 
 
 @pytest.mark.parametrize(("tokens_per_sequence", "last"), [(1, 32), (2, 64)])
@@ -120,24 +123,15 @@ def test_unreachable_plans_are_left_out(tokens_per_sequence: int, last: int) -> 
     p = policy(
         {"when": {"phase": ["prefill", "mixed"]}, "use": "w4a16"}, decode("w4a16", max=32), {"use": "w8a8"}
     )
-    table = build_route_table(
-        p,
-        VARIANTS,
-        num_layers=2,
-        max_tokens=2048,
-        tokens_per_sequence=tokens_per_sequence,
-        max_decode_tokens=32 * tokens_per_sequence,
-    )
-    assert [plan.name for plan in table.plans] == ["w4a16"]
-    assert rows(table, "decode") == [(1, last, "w4a16")]
-    assert table.lookup("decode", last + 1).name == "w4a16"
+    limit = 32 * tokens_per_sequence
+    found = table(p, 2, 2048, tokens_per_sequence=tokens_per_sequence, max_decode_tokens=limit)
+    assert [plan.name for plan in found.plans] == ["w4a16"]
+    assert rows(found, "decode") == [(1, last, "w4a16")]
+    assert found.lookup("decode", last + 1).name == "w4a16"
 
 
 def test_max_tokens_limits_decode_too() -> None:
-    table = build_route_table(
-        load_policy("phase-batch"), VARIANTS, num_layers=2, max_tokens=16, max_decode_tokens=256
-    )
-    assert rows(table, "decode") == [(1, 16, "w4a16")]
+    assert rows(table("phase-batch", max_tokens=16, max_decode_tokens=256), "decode") == [(1, 16, "w4a16")]
 
 
 def test_equal_plans_of_different_rules_are_one() -> None:
@@ -148,20 +142,15 @@ def test_equal_plans_of_different_rules_are_one() -> None:
         decode({"default": "w8a8", "layers": {"1-2": "w4a16"}}, max=32),
         {"use": layered(**{"0--1": "w8a8"})},
     )
-    table = build_route_table(p, VARIANTS, num_layers=4, max_tokens=64)
-    assert [plan.layers for plan in table.plans] == [
+    found = table(p, 4)
+    assert [plan.layers for plan in found.plans] == [
         ("w8a8",) * 4,
         ("w8a8", "w4a16", "w4a16", "w8a8"),
         ("w4a16",) * 4,
     ]
-    names = [plan.name for plan in table.plans]
-    assert names == ["w8a8", "w8a8+w4a16[1-2]", "w4a16"]
-    assert rows(table, "decode") == [
-        (1, 4, names[1]),
-        (5, 8, names[2]),
-        (9, 32, names[1]),
-        (33, 64, names[0]),
-    ]
+    assert [plan.name for plan in found.plans] == (names := ["w8a8", "w8a8+w4a16[1-2]", "w4a16"])
+    expected = [(1, 4, names[1]), (5, 8, names[2]), (9, 32, names[1]), (33, 64, names[0])]
+    assert rows(found, "decode") == expected
 
 
 @pytest.mark.parametrize(
@@ -174,45 +163,36 @@ def test_equal_plans_of_different_rules_are_one() -> None:
     ],
 )
 def test_layered_plan_names(layers: dict[str, str], name: str) -> None:
-    table = build_route_table(policy({"use": layered(**layers)}), ["w8a8", "w4a16", "fp8"], 6, max_tokens=8)
-    assert [plan.name for plan in table.plans] == [name]
+    found = table(policy({"use": layered(**layers)}), 6, 8, variants=[*VARIANTS, "fp8"])
+    assert [plan.name for plan in found.plans] == [name]
 
 
 @pytest.mark.parametrize(
     ("use", "problem"),
     [
-        ("fp8", "p.yaml: rules[0].use names the variant 'fp8', but the checkpoint has w4a16, w8a8"),
-        (layered(**{"0": "fp8"}), "p.yaml: rules[0].use.layers.0 names the variant 'fp8'"),
-        ({"default": "fp8", "layers": {"0": "w8a8"}}, "p.yaml: rules[0].use.default names the variant 'fp8'"),
-        (
-            layered(**{"0-4": "w8a8"}),
-            "p.yaml: rules[0].use.layers.0-4 names layer 4, but the model has 4 layers",
-        ),
-        (
-            layered(**{"-5": "w8a8"}),
-            "p.yaml: rules[0].use.layers.-5 names layer -5, but the model has 4 layers",
-        ),
+        ("fp8", " names the variant 'fp8', but the checkpoint has w4a16, w8a8"),
+        (layered(**{"0": "fp8"}), ".layers.0 names the variant 'fp8'"),
+        ({"default": "fp8", "layers": {"0": "w8a8"}}, ".default names the variant 'fp8'"),
+        (layered(**{"0-4": "w8a8"}), ".layers.0-4 names layer 4, but the model has 4 layers"),
+        (layered(**{"-5": "w8a8"}), ".layers.-5 names layer -5, but the model has 4 layers"),
         (
             layered(**{"0-2": "w8a8", "-2": "w8a8"}),
-            'p.yaml: rules[0].use.layers.-2 overlaps "0-2": both name layer 2 of this model\'s 4 layers',
+            '.layers.-2 overlaps "0-2": both name layer 2 of this model\'s 4 layers',
         ),
-        (
-            layered(**{"3--2": "w8a8"}),
-            "p.yaml: rules[0].use.layers.3--2 runs from layer 3 back to 2 of this model's 4 layers",
-        ),
+        (layered(**{"3--2": "w8a8"}), ".layers.3--2 runs from layer 3 back to 2 of this model's 4 layers"),
     ],
 )
 def test_policy_that_does_not_fit_the_model_is_refused(use: Any, problem: str) -> None:
     with pytest.raises(FlexQuantError) as error:
-        build_route_table(policy(decode(use, max=8), {"use": "w8a8"}), VARIANTS, num_layers=4, max_tokens=64)
-    assert str(error.value).startswith(problem)
+        table(policy(decode(use, max=8), {"use": "w8a8"}), 4)
+    assert str(error.value).startswith(f"p.yaml: rules[0].use{problem}")
 
 
 def test_builtin_that_does_not_fit_is_named_with_its_line() -> None:
     with pytest.raises(
         FlexQuantError, match=r"^built-in policy phase, line \d+: rules\[0\].use names .* has w8a8;"
     ):
-        build_route_table(load_policy("phase"), ["w8a8"], num_layers=4, max_tokens=64)
+        table("phase", 4, variants=["w8a8"])
 
 
 APART = [[name] for name in VARIANTS]
@@ -220,22 +200,21 @@ APART = [[name] for name in VARIANTS]
 
 def test_layered_plan_is_refused_where_residual_streams_differ() -> None:
     with pytest.raises(FlexQuantError, match=r"line \d+: rules\[0\].*residual.*without 'layers'"):
-        build_route_table(load_policy("phase-batch-layer"), VARIANTS, 30, max_tokens=64, mixable=APART)
+        table("phase-batch-layer", 30, mixable=APART)
 
 
 def test_pure_plans_are_allowed_where_residual_streams_differ() -> None:
     p = policy(decode(layered(**{"0-1": "w4a16"}), max=8), {"use": "w8a8"})
-    table = build_route_table(p, VARIANTS, 2, max_tokens=64, mixable=APART)
-    assert [plan.name for plan in table.plans] == ["w8a8", "w4a16"]
+    assert [plan.name for plan in table(p, mixable=APART).plans] == ["w8a8", "w4a16"]
 
 
 DERIVE = {"w4a8": {"from": "w4a16", "activations": "int8"}}
 
 
 def test_derived_variant_can_be_routed_to() -> None:
-    table = build_route_table(load_policy("phase-batch-w4a8"), VARIANTS, num_layers=4, max_tokens=64)
-    assert rows(table, "decode") == [(1, 32, "w4a16"), (33, 64, "w4a8")]
-    assert {name: d.source for name, d in table.derived.items()} == {"w4a8": "w4a16"}
+    found = table("phase-batch-w4a8", 4)
+    assert rows(found, "decode") == [(1, 32, "w4a16"), (33, 64, "w4a8")]
+    assert {name: d.source for name, d in found.derived.items()} == {"w4a8": "w4a16"}
 
 
 @pytest.mark.parametrize(
@@ -250,11 +229,11 @@ def test_derivation_that_does_not_fit_the_checkpoint(variants: tuple[str, ...], 
         {"schema": "flexquant.policy/v1", "derive": DERIVE, "rules": [{"use": "w4a8"}]}, "stored policy"
     )
     with pytest.raises(FlexQuantError, match=message):
-        build_route_table(derive, variants, num_layers=4, max_tokens=64)
+        table(derive, 4, variants=variants)
 
 
 def table_of(*rules: dict[str, Any], **options: Any) -> RouteTable:
-    return build_route_table(policy(*rules), VARIANTS, 4, max_tokens=256, **options)
+    return table(policy(*rules), 4, 256, **options)
 
 
 PREFILL = {"when": {"phase": "prefill"}, "use": "w8a8"}
@@ -288,10 +267,7 @@ def test_reachable_plans_with_speculated_tokens() -> None:
     ("name", "expected"), [("w8a8", True), ("single-copy", True), ("phase", False), ("phase-batch", False)]
 )
 def test_whether_the_size_alone_decides(name: str, expected: bool) -> None:
-    table = build_route_table(
-        load_policy(name), VARIANTS, num_layers=30, max_tokens=512, max_decode_tokens=64
-    )
-    assert table.ignores_phase() is expected
+    assert table(name, 30, 512, max_decode_tokens=64).ignores_phase() is expected
 
 
 def test_size_alone_decides_where_phases_differ_only_beyond_the_largest_decode_batch() -> None:
@@ -303,31 +279,29 @@ def test_size_alone_decides_where_phases_differ_only_beyond_the_largest_decode_b
 
 def test_the_largest_decode_batch_bounds_decode_alone() -> None:
     p = policy({"when": {"tokens": {"max": 64}}, "use": "w4a16"}, {"use": "w8a8"})
-    table = build_route_table(p, VARIANTS, num_layers=2, max_tokens=2048, max_decode_tokens=64)
-    assert rows(table, "decode") == [(1, 64, "w4a16")]
-    assert rows(table, "prefill") == rows(table, "mixed") == [(1, 64, "w4a16"), (65, 2048, "w8a8")]
+    found = table(p, 2, 2048, max_decode_tokens=64)
+    assert rows(found, "decode") == [(1, 64, "w4a16")]
+    assert rows(found, "prefill") == rows(found, "mixed") == [(1, 64, "w4a16"), (65, 2048, "w8a8")]
 
 
 def test_the_first_layer_counts_from_the_end_too() -> None:
-    table = build_route_table(policy({"use": layered(**{"-4": "w8a8"})}), VARIANTS, 4, max_tokens=8)
-    assert table.lookup("decode", 1).layers == ("w8a8", "w4a16", "w4a16", "w4a16")
+    found = table(policy({"use": layered(**{"-4": "w8a8"})}), 4)
+    assert found.lookup("decode", 1).layers == ("w8a8", "w4a16", "w4a16", "w4a16")
 
 
 @pytest.mark.parametrize("name", builtin_policies())
 def test_a_table_survives_the_way_to_a_worker(name: str) -> None:
-    table = build_route_table(
-        load_policy(name), [*VARIANTS, "fp8"], num_layers=30, max_tokens=512, tokens_per_sequence=2
-    )
-    again = RouteTable.from_json(json.loads(json.dumps(table.to_json())))
-    assert (again.plans, again.derived) == (table.plans, table.derived)
-    assert all(again.intervals(phase) == table.intervals(phase) for phase in PHASES)
-    assert again.tokens_per_sequence == 2 and again.to_json() == table.to_json()
+    found = table(name, 30, 512, variants=[*VARIANTS, "fp8"], tokens_per_sequence=2)
+    again = RouteTable.from_json(json.loads(json.dumps(found.to_json())))
+    assert (again.plans, again.derived) == (found.plans, found.derived)
+    assert all(again.intervals(phase) == found.intervals(phase) for phase in PHASES)
+    assert again.tokens_per_sequence == 2 and again.to_json() == found.to_json()
 
 
 @pytest.mark.parametrize("name", builtin_policies())
 def test_a_clipped_table_is_the_one_that_is_built_with_the_limit(name: str) -> None:
     def built(limit: int | None) -> RouteTable:
-        return build_route_table(load_policy(name), [*VARIANTS, "fp8"], 30, 512, max_decode_tokens=limit)
+        return table(name, 30, 512, variants=[*VARIANTS, "fp8"], max_decode_tokens=limit)
 
     for limit in (1, 32, 33, 64, 512, 600):
         assert built(None).up_to(limit).to_json() == built(limit).to_json()
@@ -335,18 +309,11 @@ def test_a_clipped_table_is_the_one_that_is_built_with_the_limit(name: str) -> N
         assert built(None).up_to(limit).plans == built(limit).plans
 
 
-TOKENS = 96
-
-
-def builtin_table(name: str) -> RouteTable:
-    return build_route_table(
-        load_policy(name), ["w8a8", "w4a16", "fp8"], 6, TOKENS, max_decode_tokens=64, tokens_per_sequence=1
-    )
-
-
 @pytest.mark.parametrize(("before", "after"), list(product(builtin_policies(), repeat=2)))
 def test_every_pass_that_changes_is_told_and_no_other(before: str, after: str) -> None:
-    old, new = builtin_table(before), builtin_table(after)
+    old, new = (
+        table(name, 6, 96, variants=[*VARIANTS, "fp8"], max_decode_tokens=64) for name in (before, after)
+    )
     told = {
         (change.phase, tokens): (change.before, change.after)
         for change in route_changes(old, new)
@@ -363,7 +330,7 @@ def test_every_pass_that_changes_is_told_and_no_other(before: str, after: str) -
 
 def test_neighbouring_passes_are_told_together() -> None:
     def upto(most: int) -> RouteTable:
-        return build_route_table(policy(decode("a", max=most), {"use": "b"}), ["a", "b"], 2, 50)
+        return table(policy(decode("a", max=most), {"use": "b"}), variants=["a", "b"])
 
     assert route_changes(upto(8), upto(20)) == [RouteChange("decode", 9, 20, "b", "a")]
     assert route_changes(upto(8), upto(8)) == []

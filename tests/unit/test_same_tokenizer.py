@@ -16,12 +16,13 @@ from vllm import SamplingParams
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
-from flexquant.merge.formats import open_source
-from flexquant.merge.sidecar_plan import SAMPLING, generation_settings
-from tests.checkpoints import make_checkpoint
+from flexquant.merge.sidecar_plan import SAMPLING, plan_sidecars
+from tests.checkpoints import make_pair
+from tests.foreign import config_of
 from tests.publishers.edits import (
     Edit,
-    edit_json,
+    both,
+    config,
     left_by_calibration,
     merges_as_strings,
     swapped_tokens,
@@ -29,16 +30,9 @@ from tests.publishers.edits import (
     tokenizer_config,
 )
 from tests.publishers.edits import file as write
+from tests.unit.full_merge import opened
 
 TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-
-
-def both(*edits: Edit) -> Edit:
-    def apply(folder: Path) -> None:
-        for edit in edits:
-            edit(folder)
-
-    return apply
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -58,8 +52,7 @@ def save_tokenizer(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    found = {s: make_checkpoint(folder / s, scheme=s, vocab_size=512) for s in ("w8a8", "w4a16")}
+    found = make_pair(tmp_path_factory.mktemp("pair"), vocab_size=512)
     for source in found.values():
         save_tokenizer(source)
     return found
@@ -67,18 +60,8 @@ def pair(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def sources(pair: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
-    """Two variants of one model, with equal tokenizers; the weights are links."""
-    copies = {}
-    for name, source in pair.items():
-        copies[name] = tmp_path / name
-        copies[name].mkdir()
-        for file in source.iterdir():
-            target = copies[name] / file.name
-            if file.suffix == ".safetensors":
-                target.hardlink_to(file)
-            else:
-                target.write_bytes(file.read_bytes())
-    return copies
+    """Return copies of two variants of one model, with equal tokenizers, for tests to change."""
+    return {name: Path(shutil.copytree(source, tmp_path / name)) for name, source in pair.items()}
 
 
 def without_defaults(content: JsonObject) -> None:
@@ -122,11 +105,7 @@ def test_what_does_the_same_is_merged(sources, tmp_path, case, edited):
 
 
 OTHER = {
-    "two tokens swapped": (tokenizer(swapped_tokens), r"vocabularies, '[ab]': \d+ against \d+"),
-    "merges in another order": (
-        tokenizer(lambda c: c["model"]["merges"].reverse()),
-        "models, 'merges': ",
-    ),
+    "merges in another order": (tokenizer(lambda c: c["model"]["merges"].reverse()), "models, 'merges': "),
     "a normaliser": (
         tokenizer(lambda c: c.update(normalizer={"type": "Lowercase"})),
         r"token ids of the text 'Hello, world!",
@@ -143,15 +122,10 @@ OTHER = {
         tokenizer_config(eos_token="<tool>"),
         "special tokens, 'eos_token': '</s>' against '<tool>'",
     ),
-    "another template": (
-        write("chat_template.jinja", TEMPLATE.replace(": ", "> ")),
-        "chat templates, 'default': ",
-    ),
     "another template for tools": (
         write("additional_chat_templates/tool_use.jinja", TEMPLATE),
         "chat templates, 'tool_use': None against ",
     ),
-    "a tokenizer of mistral-common": (write("tekken.json", "{}"), "tekken.json differs or is missing"),
     "no tokenizer": (
         lambda folder: [file.unlink() for file in folder.glob("tokenizer*")],
         "tokenizer.json differs or is missing, and more cannot be said, as the tokenizer of ",
@@ -177,14 +151,17 @@ def test_all_chat_templates_are_compared_also_if_the_first_source_has_none(sourc
         merge_checkpoints(sources, tmp_path / "merged")
 
 
+def with_code(text: str) -> Edit:
+    auto_map = {"AutoTokenizer": ["my_tokenizer.Mine", None]}
+    return both(tokenizer_config(auto_map=auto_map), write("my_tokenizer.py", text))
+
+
 def test_a_tokenizer_with_code_is_not_loaded_and_nobody_is_asked(sources, tmp_path, monkeypatch):
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda prompt: asked.append(prompt) or "n")
     for source in sources.values():
-        tokenizer_config(auto_map={"AutoTokenizer": ["my_tokenizer.Mine", None]}, tokenizer_class="Mine")(
-            source
-        )
-        write("my_tokenizer.py", "raise SystemExit('was run')\n")(source)
+        with_code("raise SystemExit('was run')\n")(source)
+        tokenizer_config(tokenizer_class="Mine")(source)
     tokenizer_config(clean_up_tokenization_spaces=True)(sources["w4a16"])
     with pytest.raises(FlexQuantError, match="tokenizer_config.json differs or is missing, and more cannot"):
         merge_checkpoints(sources, tmp_path / "merged")
@@ -197,7 +174,7 @@ def test_a_tokenizer_with_code_is_not_loaded_and_nobody_is_asked(sources, tmp_pa
 )
 def test_code_that_is_damaged_or_incomplete_is_named(code, problem, sources, tmp_path):
     for source in sources.values():
-        tokenizer_config(auto_map={"AutoTokenizer": ["my_tokenizer.Mine", None]})(source)
+        with_code("")(source)
         (source / "my_tokenizer.py").write_bytes(code)
     with pytest.raises(FlexQuantError, match=f"what .*my_tokenizer.py imports cannot be read .*{problem}"):
         merge_checkpoints(sources, tmp_path / "merged")
@@ -212,8 +189,7 @@ def test_chat_templates_that_fail_alike_are_the_same(template, sources, tmp_path
 
 
 def test_the_code_of_a_tokenizer_that_was_not_chosen_does_not_matter(sources, tmp_path):
-    tokenizer_config(auto_map={"AutoTokenizer": ["my_tokenizer.Mine", None]})(sources["w4a16"])
-    write("my_tokenizer.py", "part = 1\n")(sources["w4a16"])
+    with_code("part = 1\n")(sources["w4a16"])
     merge_checkpoints(sources, tmp_path / "without", tokenizer_from="w8a8")
     assert not (tmp_path / "without/my_tokenizer.py").exists()
     merge_checkpoints(sources, tmp_path / "with", tokenizer_from="w4a16")
@@ -236,7 +212,7 @@ def settings(**values: object) -> Edit:
 
 
 def ends_of_config(ends: object) -> Edit:
-    return edit_json("config.json", lambda config: config.update(eos_token_id=ends))
+    return config(eos_token_id=ends)
 
 
 @pytest.mark.parametrize(
@@ -260,18 +236,33 @@ def test_generation_settings_of_equal_effect_are_merged(sources, tmp_path, first
     assert written == any((source / "generation_config.json").exists() for source in sources.values())
 
 
-@pytest.mark.parametrize(("key", "values"), SAMPLING.items())
-def test_a_setting_counts_unless_vllm_samples_alike_without_it(sources, key, values):
-    def set_to(value: float | None) -> dict[str, object]:
-        settings(eos_token_id=501, **{key: value})(sources["w8a8"])
-        return generation_settings(open_source("w8a8", sources["w8a8"]))
+@pytest.mark.parametrize(
+    ("key", "without_effect", "other"),
+    [
+        ("repetition_penalty", [1, 1.0], 1.1),
+        ("presence_penalty", [0, 0.0], 0.5),
+        ("frequency_penalty", [0, 0.0], 0.5),
+        ("temperature", [1, 1.0], 0.6),
+        ("top_k", [0, -1], 40),
+        ("top_p", [1, 1.0], 0.9),
+        ("min_p", [0, 0.0], 0.1),
+        ("max_new_tokens", [], 512),
+        ("eos_token_id", [[]], 257),
+    ],
+)
+def test_a_setting_counts_unless_vllm_samples_alike_without_it(sources, key, without_effect, other):
+    def plan(value: object) -> None:
+        settings(**{key: value})(sources["w8a8"])
+        settings()(sources["w4a16"])
+        plan_sidecars(opened(sources))
 
-    absent = set_to(None)
-    assert [set_to(value) for value in values] == [absent] * len(values)
-    assert all(
-        SamplingParams(**{key: max(value, 0)}) == SamplingParams() for value in values
-    )  # top_k -1 is 0
-    assert set_to(2) != absent
+    for value in (None, *without_effect):
+        plan(value)
+    with pytest.raises(FlexQuantError, match=f"'w8a8' and 'w4a16' differ in {key}: .*--generation-from w8a8"):
+        plan(other)
+    for value in SAMPLING.get(key, ()):  # top_k -1 is 0
+        assert value in without_effect
+        assert SamplingParams(**{key: max(value, 0)}) == SamplingParams()
 
 
 def test_other_generation_settings_are_refused_and_can_be_chosen(sources, tmp_path):
@@ -286,7 +277,7 @@ def test_other_generation_settings_are_refused_and_can_be_chosen(sources, tmp_pa
     assert json.loads((tmp_path / "of w8a8/generation_config.json").read_text())["temperature"] == 0.6
     merge_checkpoints(sources, tmp_path / "of w4a16", generation_from="w4a16")
     assert not (tmp_path / "of w4a16/generation_config.json").exists()
-    assert json.loads((tmp_path / "of w4a16/config.json").read_text())["eos_token_id"] == [501, 502]
+    assert config_of(tmp_path / "of w4a16")["eos_token_id"] == [501, 502]
     split_checkpoint(tmp_path / "of w8a8", "w4a16", tmp_path / "split")
     assert (tmp_path / "split/generation_config.json").is_file()
 
@@ -302,9 +293,7 @@ def test_an_end_that_is_no_token_id_is_refused(sources, tmp_path, ends):
 
 def test_only_code_that_the_config_loads_has_to_be_equal(sources, tmp_path):
     for source in sources.values():
-        tokenizer_config(auto_map={"AutoTokenizer": ["my_tokenizer.Mine", None]})(source)
-        write("my_tokenizer.py", "from .parts import part\n")(source)
-        write("parts.py", "part = 1\n")(source)
+        both(with_code("from .parts import part\n"), write("parts.py", "part = 1\n"))(source)
     write("benchmark.py", "slow = True\n")(sources["w8a8"])
     merge_checkpoints(sources, tmp_path / "merged")
     assert {path.name for path in (tmp_path / "merged").glob("*.py")} == {"my_tokenizer.py", "parts.py"}

@@ -16,7 +16,6 @@ from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.errors import FlexQuantError
 from flexquant.merge.packed_formats import read_settings
 from tests import programs
-from tests.checkpoints import make_checkpoint
 from tests.foreign import write_foreign
 from tests.hub import Hub, serving
 from tests.publishers import edits
@@ -24,8 +23,9 @@ from tests.publishers import edits
 PARSE = """
 import json, sys
 from flexquant.serving.registration import SingleVariantParser
-found, config = SingleVariantParser().parse(sys.argv[1], False)
-print(json.dumps([found["architectures"], found["quantization_config"], config.architectures]))
+for model in sys.argv[1:]:
+    found, config = SingleVariantParser().parse(model, False)
+    print(json.dumps([found["architectures"], found["quantization_config"], config.architectures]))
 """
 SETTINGS_FILES = {
     "awq": edits.settings_in("quant_config.json", bits="w_bit", group_size="q_group_size"),
@@ -33,32 +33,28 @@ SETTINGS_FILES = {
 }
 
 
-@pytest.fixture(scope="module")
-def w4a16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("source") / "w4a16", scheme="w4a16")
+def test_settings_in_a_file_of_their_own_are_read(w4a16: Path, tmp_path: Path) -> None:
+    expected_parse = []
+    for method, move in SETTINGS_FILES.items():
+        whole = write_foreign(w4a16, tmp_path / f"{method} whole", method)
+        apart = write_foreign(w4a16, tmp_path / method, method)
+        move(apart)
+        assert is_published_int4(apart)
+        merged = [read_merged_config(folder)[0] for folder in (whole, apart)]
+        sections = [config.variants["w4a16"].quantization_config for config in merged]
+        groups = [section["config_groups"] for section in sections]
+        assert {section["quant_method"] for section in sections} == {method} and groups[0] == groups[1]
+        assert groups[0]["group_0"]["weights"]["group_size"] == 64
+        config, _ = read_model_config(apart)
+        parsed = [config["architectures"], config["quantization_config"], config["architectures"]]
+        expected_parse += [parsed] * 2
 
-
-@pytest.mark.parametrize("method", SETTINGS_FILES)
-def test_settings_in_a_file_of_their_own_are_read(method: str, w4a16: Path, tmp_path: Path) -> None:
-    whole = write_foreign(w4a16, tmp_path / "whole", method)
-    apart = write_foreign(w4a16, tmp_path / "apart", method)
-    SETTINGS_FILES[method](apart)
-    assert is_published_int4(apart)
-    expected, found = read_merged_config(whole), read_merged_config(apart)
-    sections = [config.variants["w4a16"].quantization_config for config, _ in (expected, found)]
-    groups = [section["config_groups"] for section in sections]
-    assert {section["quant_method"] for section in sections} == {method} and groups[0] == groups[1]
-    assert groups[0]["group_0"]["weights"]["group_size"] == 64
-
-    hub, parsed = Hub({"org/apart": apart}), []
+    hub = Hub({f"org/{method}": tmp_path / method for method in SETTINGS_FILES})
+    models = [model for method in SETTINGS_FILES for model in (tmp_path / method, f"org/{method}")]
+    command = [sys.executable, "-c", PARSE, *models]
     with serving(hub):
-        for model in (str(apart), "org/apart"):
-            command = [sys.executable, "-c", PARSE, model]
-            done = programs.run(command, timeout=120, environment=hub.environment(tmp_path / "cache"))
-            parsed.append(json.loads(done.stdout.splitlines()[-1]))
-    config, _ = read_model_config(apart)
-    expected_parse = [config["architectures"], config["quantization_config"], config["architectures"]]
-    assert parsed == [expected_parse] * 2
+        done = programs.run(command, timeout=120, environment=hub.environment(tmp_path / "cache"))
+    assert [json.loads(line) for line in done.stdout.splitlines()[-4:]] == expected_parse
     asked = {name for kind, name, _ in hub.requests if kind == "GET"}
     assert not [name for name in asked if name.endswith(".safetensors")]
 

@@ -2,11 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Splitting gives the sources back bit for bit; verifying finds every changed byte."""
 
-import json
 import shutil
 
 import pytest
-from safetensors import safe_open
 
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, MergedCheckpoint
@@ -14,6 +12,8 @@ from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from tests.checkpoints import flip_a_byte, make_checkpoint
+from tests.foreign import assert_equal, config_of, tensors_of
+from tests.publishers import edits
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +33,13 @@ def merged(merged_once, tmp_path):
 def test_split_gives_the_source_back(sources, merged, tmp_path, name, max_shard_size):
     output, source = tmp_path / "plain", sources[name]
     split_checkpoint(merged, name, output, max_shard_size=max_shard_size)
-    expected, found = read_tensors(source), read_tensors(output)
-    assert found.keys() == expected.keys()
-    for key, ref in expected.items():
-        with safe_open(ref.file, "pt") as a, safe_open(found[key].file, "pt") as b:
-            x, y = a.get_tensor(key), b.get_tensor(key)
-        assert x.dtype == y.dtype and x.equal(y)
-    config, original = (json.loads((f / "config.json").read_text()) for f in (output, source))
+    assert_equal(tensors_of(output), tensors_of(source))
+    config, original = config_of(output), config_of(source)
     original.pop("_name_or_path", None)
     assert config == original
     assert (output / "model.safetensors").exists() == (max_shard_size == 1 << 30)
-    expected_files = {p.name for p in source.iterdir()} - {"model.safetensors.index.json"}
-    files = {p.name for p in output.iterdir()} - {"model.safetensors.index.json"}
-    assert {f for f in files if not f.startswith("model")} == {
-        f for f in expected_files if not f.startswith("model")
-    }
+    files, expected = ({p.name for p in f.iterdir() if not p.match("model*")} for f in (output, source))
+    assert files == expected
     assert (output / "recipe.yaml").read_text() == f"scheme: {name}\n"
 
 
@@ -91,11 +83,7 @@ def test_verify_accepts_what_merge_wrote(sources, merged):
 )
 def test_verify_finds_a_flipped_byte(sources, merged, key):
     shard = flip_a_byte(merged, key)
-    assert (
-        shard
-        == {"shared": "model-00001-of-00003", "w4a16": "model-00003-of-00003"}[key.partition(".")[0]]
-        + ".safetensors"
-    )
+    assert shard == f"model-0000{1 if key.startswith('shared.') else 3}-of-00003.safetensors"
     with pytest.raises(FlexQuantError, match=rf"1 of .*\({key} in {shard}\); fetch or merge"):
         verify_checkpoint(merged)
     with pytest.raises(FlexQuantError, match=rf"1 of .*\({key.partition('.')[2]} in {shard}\); fetch"):
@@ -135,24 +123,19 @@ def test_verify_finds_a_changed_and_a_missing_file(merged):
         verify_checkpoint(merged)
 
 
-def damaged(key, value):
-    return lambda document: {**document, key: value}
-
-
 @pytest.mark.parametrize(
     ("damage", "place"),
     [
-        (damaged("files", ["config.json"]), "files"),
-        (damaged("files", {"config.json": None}), "files.config.json"),
-        (damaged("tensors", "none"), "tensors"),
-        (damaged("tensors", {"shared.model.norm.weight": {"sha256": "0"}}), "tensors.shared.model.norm"),
-        (damaged("sources", []), "sources"),
-        (damaged("sources", {"w8a8": "org/model"}), "sources.w8a8"),
+        ({"files": ["config.json"]}, "files"),
+        ({"files": {"config.json": None}}, "files.config.json"),
+        ({"tensors": "none"}, "tensors"),
+        ({"tensors": {"shared.model.norm.weight": {"sha256": "0"}}}, "tensors.shared.model.norm"),
+        ({"sources": []}, "sources"),
+        ({"sources": {"w8a8": "org/model"}}, "sources.w8a8"),
     ],
 )
 def test_a_malformed_provenance_is_one_sentence(sources, merged, tmp_path, damage, place):
-    file = merged / PROVENANCE_FILE
-    file.write_text(json.dumps(damage(json.loads(file.read_text()))))
+    edits.edit_json(PROVENANCE_FILE, lambda document: document.update(damage))(merged)
     message = rf"{PROVENANCE_FILE} has a wrong '{place}.* fetch or merge the checkpoint again"
     for read in (
         lambda: verify_checkpoint(merged),
@@ -164,9 +147,9 @@ def test_a_malformed_provenance_is_one_sentence(sources, merged, tmp_path, damag
 
 
 def test_verify_finds_missing_tensors_and_a_missing_shard(merged):
-    provenance = json.loads((merged / PROVENANCE_FILE).read_text())
-    provenance["tensors"]["w8a8.ghost"] = "00"
-    (merged / PROVENANCE_FILE).write_text(json.dumps(provenance))
+    edits.edit_json(PROVENANCE_FILE, lambda document: document["tensors"].update({"w8a8.ghost": "00"}))(
+        merged
+    )
     with pytest.raises(FlexQuantError, match="w8a8.ghost"):
         verify_checkpoint(merged)
     next(iter(merged.glob("model-*.safetensors"))).unlink()
@@ -187,10 +170,9 @@ def test_verify_against_a_foreign_source(merged, tmp_path):
 
 def test_verify_against_a_source_that_is_quantised_otherwise(sources, merged, tmp_path):
     other = shutil.copytree(sources["w8a8"], tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
-    (group,) = config["quantization_config"]["config_groups"].values()
-    group["input_activations"]["dynamic"] = False
-    (other / "config.json").write_text(json.dumps(config))
+    groups = config_of(other)["quantization_config"]["config_groups"]
+    groups["group_0"]["input_activations"]["dynamic"] = False
+    edits.section(config_groups=groups)(other)
     with pytest.raises(FlexQuantError, match="differs from .*other in 'quantization_config'; merge it again"):
         verify_checkpoint(merged, {"w8a8": other})
 

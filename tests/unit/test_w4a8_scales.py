@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, as_merged, read_merged_config
@@ -26,7 +25,8 @@ from flexquant.serving.kernels.cpu_kernels import (
 )
 from flexquant.serving.refusals import check_derivable, layer_problem
 from flexquant.serving.worker.w4a8 import MarlinW4A8LinearKernel, find_kernel
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_pair
+from tests.publishers import edits
 from tests.unit.test_one_copy import INPUTS, made
 
 OUTPUTS, GROUP = 128, 64
@@ -116,20 +116,13 @@ def test_symmetric_int4_in_groups_is_taken_beside_other_schemes() -> None:
     derive({key: INT4[key] for key in ("num_bits", "group_size")}, negative_scales=True)
 
 
-def negate_a_scale(folder: Path) -> Path:
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight_scale"][5, 1] *= -1
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 def test_merging_tells_of_scales_below_zero(tmp_path: Path) -> None:
-    sources = {scheme: make_checkpoint(tmp_path / scheme, scheme=scheme) for scheme in ("w8a8", "w4a16")}
+    sources, scale = make_pair(tmp_path), "model.layers.1.mlp.up_proj.weight_scale"
     for name, expected in (("before", False), ("after", True)):
         merge_checkpoints(sources, tmp_path / name)
         variants = read_merged_config(tmp_path / name)[0].variants
         assert [v.negative_scales for v in variants.values()] == [False, expected]
-        negate_a_scale(sources["w4a16"])
+        edits.tensors(lambda state: state[scale][5, 1].neg_())(sources["w4a16"])
 
 
 def test_scales_below_zero_are_refused_where_marlin_would_multiply_with_them(

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Heads: of models whose config ties them to the embedding, and with the final norm of all variants.
+
+The logits have to be the same in all variants, whatever is folded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexquant.checkpoint.built_model import written_or_default
+from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
+from flexquant.policy.routes import build_route_table
+from flexquant.policy.rules import load_policy
+from flexquant.serving.worker.weights import VariantLoader
+from tests.checkpoints import StateDict, fold_final_norm, make_pair
+from tests.tied_heads import EMBEDDING, HEAD, NORM, make_tied_pair
+from tests.unit.edits import Edit, edit_tensor, in_float32, rotate_residual
+from tests.unit.full_merge import opened
+
+COPY, OTHER = "copy", "other"
+WEIGHT = f"{HEAD}.weight"
+
+
+def merged(tmp_path: Path, *heads: str | None, **options: Any) -> MergedConfig:
+    sources = make_tied_pair(tmp_path, *heads, **options)
+    merge_checkpoints(sources, tmp_path / "merged")
+    verify_checkpoint(tmp_path / "merged", sources)
+    return read_merged_config(tmp_path / "merged")[0]
+
+
+@pytest.mark.parametrize(
+    ("heads", "own", "shared"),
+    [
+        ((OTHER, "another"), (True, True), False),
+        ((OTHER, OTHER), (True, True), True),
+        ((OTHER, None), (True, False), False),
+        ((OTHER, COPY), (True, False), False),
+        ((None, COPY), (False, False), True),
+        ((COPY, COPY), (False, False), True),
+        ((None, None), (False, False), True),
+    ],
+)
+def test_a_head_is_its_variants_own_unless_it_is_the_embedding(tmp_path, heads, own, shared):
+    found = merged(tmp_path, *heads)
+    assert tuple(variant.own_head for variant in found.variants.values()) == own
+    assert (HEAD in found.shared_modules) is shared
+    assert EMBEDDING in found.shared_modules
+
+
+def test_a_model_in_16_bit_has_the_head_that_one_variant_has(tmp_path):
+    sources = make_tied_pair(tmp_path, OTHER, None)
+    report = merge_checkpoints(sources, tmp_path / "merged")
+    with_head, without = (report.variants[name].parameters for name in sources)
+    assert with_head - without == 320 * 128 and report.bytes_16bit == 2 * with_head
+
+
+def test_a_copy_of_the_embedding_comes_back_when_split(tmp_path):
+    merged(tmp_path, None, COPY)
+    split_checkpoint(tmp_path / "merged", "w4a16", tmp_path / "again")
+    again, source = (tmp_path / name / "model.safetensors" for name in ("again", "w4a16"))
+    assert f'"{HEAD}.weight"'.encode() in again.read_bytes()
+    assert again.stat().st_size == source.stat().st_size
+
+
+def test_a_head_of_another_shape_is_refused(tmp_path):
+    with pytest.raises(FlexQuantError, match="'lm_head.weight' has shape"):
+        merged(tmp_path, OTHER, "short")
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+def test_a_config_without_the_key_is_tied_where_its_class_says_so(tmp_path, architecture):
+    found = merged(tmp_path, None, None, architecture=architecture, key=False)
+    assert HEAD in found.shared_modules
+    assert not any(variant.own_head for variant in found.variants.values())
+
+
+def test_a_config_without_the_key_is_not_tied_where_its_class_says_so(tmp_path):
+    with pytest.raises(FlexQuantError, match="'w8a8' has parameter 'lm_head.weight' and 'w4a16' does not"):
+        merged(tmp_path, COPY, None, key=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "gemma"}, True),
+        ({"model_type": "starcoder2"}, True),
+        ({"model_type": "llama"}, False),
+        ({"model_type": "gemma", "tie_word_embeddings": False}, False),
+        ({"model_type": "gemma", "tie_word_embeddings": None}, None),
+        ({"model_type": "of nobody"}, None),
+        ({"model_type": "of nobody", "tie_word_embeddings": True}, True),
+        ({}, None),
+        ({"model_type": "gemma", "hidden_size": "wide"}, None),
+    ],
+)
+def test_what_a_config_leaves_out_is_the_default_of_its_class(config, expected):
+    assert written_or_default(config, "tie_word_embeddings") is expected
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        ("own_head", r"a wrong 'variants\.w8a8\.own_head' \(Field required\); merge it again"),
+        (None, "schema_version 2, but this FlexQuant reads version 1; upgrade flexquant, or merge again"),
+    ],
+)
+def test_a_section_of_another_layout_is_refused(tmp_path, key, problem):
+    section = merged(tmp_path, None, None).to_json()
+    if key is None:
+        section["schema_version"] = 2
+    else:
+        del section["variants"]["w8a8"][key]
+    with pytest.raises(FlexQuantError, match=problem):
+        MergedConfig.from_json(section)
+
+
+def test_a_shared_head_is_loaded_for_all(tmp_path):
+    sources = make_pair(tmp_path)
+    merge_checkpoints(sources, tmp_path / "merged")
+    found, _ = read_merged_config(tmp_path / "merged")
+    routes = build_route_table(load_policy("phase"), sources, num_layers=2, max_tokens=64)
+    loader = VariantLoader(dict.fromkeys(sources), found, routes)
+    assert found.shared_modules[0] == HEAD and loader.wants(f"shared.{HEAD}.weight")
+
+
+def compared(tmp_path, edit: Edit, architecture: str = "llama", **overrides) -> KVReport:
+    return check_kv_compatibility(opened(make_pair(tmp_path, architecture, in_float32(edit), **overrides)))
+
+
+def folded(state: StateDict) -> None:
+    state.update(fold_final_norm(state))
+
+
+def folded_into_one_plus_weight(state: StateDict) -> None:
+    state[WEIGHT] = state[WEIGHT] * (1 + state[NORM])
+    state[NORM] = torch.zeros_like(state[NORM])
+
+
+def rotated_but_for_the_head(state: StateDict) -> None:
+    head, norm = state[WEIGHT].clone(), state[NORM].clone()
+    rotate_residual(state)
+    state |= {WEIGHT: head, NORM: norm}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "edit"), [("llama", folded), ("gemma3", folded_into_one_plus_weight)]
+)
+def test_a_norm_that_is_folded_into_the_head_changes_nothing(tmp_path, architecture, edit):
+    found = compared(tmp_path, edit, architecture, tie_word_embeddings=False)
+    assert found.layered_plans, found.message
+
+
+def test_a_rotation_that_takes_the_head_along_changes_nothing(tmp_path):
+    assert compared(tmp_path, rotate_residual).compatible
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (edit_tensor("^lm_head", torch.randn_like), "lm_head"),
+        (edit_tensor("^lm_head", lambda w: torch.cat([w[:-1], w[-1:] * 1.3])), "gain error of row 319"),
+        (edit_tensor("^lm_head", lambda w: w[torch.randperm(len(w))]), "lm_head"),
+        (edit_tensor(r"^model\.norm", lambda w: 2 * w), "lm_head, with the norm before it"),
+        (edit_tensor(r"^model\.norm", lambda w: w * (0.8 + 0.4 * torch.rand_like(w))), "the norm before it"),
+        (rotated_but_for_the_head, "norm, behind the layers, computes something else"),
+    ],
+    ids=["another head", "one token", "tokens in another order", "norm doubled", "norm changed", "rotated"],
+)
+def test_other_logits_are_those_of_another_model(tmp_path, edit, named):
+    message = compared(tmp_path, edit).message
+    assert named in message and "not copies of one model" in message
+
+
+def test_a_bias_of_the_last_norm_has_to_be_equal(tmp_path):
+    """The factors of the norm's outputs hide what is added in one column."""
+    edit = edit_tensor(r"^model\.norm\.bias", lambda b: torch.cat([b[:1] + 0.3, b[1:]]))
+    message = compared(tmp_path, edit, "stablelm").message
+    assert "norm, behind the layers, computes something else" in message
+
+
+def test_a_bias_of_the_last_norm_may_be_rounded_to_another_dtype(tmp_path):
+    edit = edit_tensor(r"^model\.norm\.bias", lambda b: b * (1 + 2.0**-8))
+    assert compared(tmp_path, edit, "stablelm").compatible
+
+
+@pytest.mark.parametrize("edited", ["norm", "embedding"])
+def test_a_tied_model_is_compared_by_its_embedding(tmp_path, edited):
+    edit = edit_tensor(r"^model\.norm", lambda w: 2 * w) if edited == "norm" else (lambda state: None)
+    found = compared(tmp_path, edit, tie_word_embeddings=True)
+    assert found.compatible is (edited == "embedding")
+    assert ("model.embed_tokens, with the norm before it" in found.message) is (edited == "norm")
