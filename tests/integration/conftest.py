@@ -28,7 +28,7 @@ from flexquant.evaluation.engine import change_policy
 from flexquant.policy.rules import Policy, load_policy, parse_policy
 from flexquant.serving.config import clip_to_server, served_policy
 from tests.conftest import STARTS
-from tests.integration.live_server import live  # noqa: F401 - a fixture
+from tests.integration.live_server import LIVE, live  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -41,6 +41,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
 if "avx512f" in Path("/proc/cpuinfo").read_text():
     os.environ.setdefault("VLLM_DISABLED_KERNELS", "TorchCPUInt4LinearKernel")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have one worker of ``--dist loadfile`` run all files that ask the live server, so that one starts."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LiveTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "live" if Path(file).stem in LIVE else file
+
+    return LiveTogether(config, log) if config.getvalue("dist") == "loadfile" else None
+
 
 WORK = Path(__file__).parents[2] / ".work"
 NAME = "SmolLM2-135M-Instruct"

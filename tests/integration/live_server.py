@@ -27,8 +27,19 @@ from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
 from tests.policies import LAYERED_DECODE
 
+LIVE = {
+    "test_composition",
+    "test_dashboard",
+    "test_disaggregated",
+    "test_hostile_callers",
+    "test_live_server",
+    "test_server_faults",
+    "test_status_page",
+}
+"""The test files that ask the live server."""
 KEY = "a key"
 ADMIN = "an administrator's key"
+CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 REQUESTS = 12
 LONG = 1900
 """Tokens of an answer that continues until its client goes away."""
@@ -45,6 +56,8 @@ class Live:
         self._merged = merged
         self._arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "2048"]
         self._arguments += ["--served-model-name", "tiny", "--api-key", KEY, *arguments]
+        (template := folder / "chat.jinja").write_text(CHAT)
+        self._arguments += ["--chat-template", str(template), "--chat-template-content-format", "string"]
         self._server: VLLMServer | None = None
 
     def server(self) -> VLLMServer:

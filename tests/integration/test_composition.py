@@ -5,21 +5,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from openai import OpenAI
+import torch
 
-from examples.vllm_server import vllm_serve
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import answers, check_variants, engine, generate, records_of
+from tests.integration.live_server import Live
 
 pytestmark = pytest.mark.engine
 
@@ -78,18 +76,12 @@ def test_structured_output_and_prompt_embeddings(folder: Path, alone: Any, tmp_p
         parameters = SamplingParams(temperature=0, max_tokens=12, structured_outputs=constrained)
         texts = [output.outputs[0].text for output in llm.generate(PROMPTS, parameters, use_tqdm=False)]
         ids = llm.get_tokenizer()(PROMPTS[0])["input_ids"]
-        (embeds,) = llm.apply_model(lambda model: model.embed_input_ids(_tensor(ids)).detach().clone())
+        (embeds,) = llm.apply_model(lambda model: model.embed_input_ids(torch.tensor(ids)).detach().clone())
         (embedded,) = answers(llm, [{"prompt_embeds": embeds}], **SAMPLING)
     assert all(re.fullmatch(pattern, text) for text in texts), texts
     assert embedded[0] == alone.answers[0][0][0]
     plans = {(p["phase"] == "decode", p["plan"]) for p in records_of(trace)[1:]}
     assert plans == {(False, "w8a8"), (True, "w4a16")}
-
-
-def _tensor(ids: list[int]) -> Any:
-    import torch
-
-    return torch.tensor(ids)
 
 
 @pytest.mark.full
@@ -139,19 +131,9 @@ def test_async_llm(folder: Path, alone: Any) -> None:
     assert found == [batch[0][0] for batch in one_by_one.answers]
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    template = tmp_path_factory.mktemp("template") / "chat.jinja"
-    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    arguments = ["--enforce-eager", "--max-model-len", "512", "--served-model-name", "tiny"]
-    arguments += ["--chat-template", str(template), "--chat-template-content-format", "string"]
-    with vllm_serve(folder / "merged", *arguments) as url:
-        yield url
-
-
-def test_every_route_gives_the_same_answer(server: str) -> None:
+def test_every_route_gives_the_same_answer(live: Live) -> None:
     """The routes are completions, chat, OpenAI's responses and Anthropic's messages."""
-    client = OpenAI(base_url=server, api_key="none")
+    client = live.client()
     question, greedy = "What is the capital of Peru?", {"temperature": 0}
     expected = (
         client.completions.create(model="tiny", prompt=question, max_tokens=12, **greedy).choices[0].text
@@ -160,19 +142,15 @@ def test_every_route_gives_the_same_answer(server: str) -> None:
     chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, **greedy)
     responses = client.responses.create(model="tiny", input=question, max_output_tokens=12, **greedy)
     body = {"model": "tiny", "max_tokens": 12, "messages": messages, **greedy}
-    request = urllib.request.Request(
-        f"{server}/messages", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        anthropic = json.load(reply)
+    anthropic: Any = client.post("/messages", body=body, cast_to=object)
     assert expected
     assert chat.choices[0].message.content == expected
     assert responses.output_text == expected
     assert anthropic["content"][0]["text"] == expected
 
 
-def test_an_image_is_refused_and_the_server_goes_on(server: str) -> None:
-    client = OpenAI(base_url=server, api_key="none")
+def test_an_image_is_refused_and_the_server_goes_on(live: Live) -> None:
+    client = live.client()
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
     messages: Any = [{"role": "user", "content": [image]}]
     with pytest.raises(openai.BadRequestError, match="multimodal"):

@@ -7,14 +7,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from flexquant.merge import merge_checkpoints
 from tests.integration.conftest import generate
 from tests.integration.logprobs import assert_equal_but_for_ties
+from tests.publishers import edits
 from tests.publishers.outcomes import MERGED, ONE_VARIANT, PAGE
 from tests.publishers.shapes import SHAPES, Shape
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = pytest.mark.engine
 PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time"]
 SERVED = [
     shape
@@ -25,7 +27,25 @@ SERVED = [
 ]
 
 
-@pytest.mark.parametrize("shape", SERVED, ids=lambda shape: shape.name)
+def shift_zero_points(tensors: dict[str, torch.Tensor]) -> None:
+    """Make 5 of each zero point of 8 in a checkpoint of AWQ's."""
+    for key in [key for key in tensors if key.endswith(".qzeros")]:
+        tensors[key] -= 0x33333333
+
+
+ZERO_POINTS = Shape(
+    "AutoAWQ with zero points", form={"method": "awq"}, second=(edits.tensors(shift_zero_points),)
+)
+EVERY_DAY = (ZERO_POINTS.name, "16 bit and INT4")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, id=shape.name, marks=() if shape.name in EVERY_DAY else pytest.mark.full)
+        for shape in (ZERO_POINTS, *SERVED)
+    ],
+)
 def test_each_variant_answers_as_its_source_does(shape: Shape, tmp_path: Path) -> None:
     sources = shape.write(tmp_path)
     policies = [ONE_VARIANT.replace("w4a16", name) for name in sources]
