@@ -14,6 +14,7 @@ from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
 from tests.integration.conftest import answers
 from tests.vision import KINDS, make_vision_checkpoint, prompts
 
+pytestmark = [] if ON_GPU else pytest.mark.full
 WITH_TORCHVISION = [
     pytest.param(kind, marks=pytest.mark.full)
     for kind in ("qwen2_5_vl", "qwen3_5")

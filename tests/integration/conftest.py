@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -179,6 +178,8 @@ class Served(NamedTuple):
     """The answers to each batch."""
     passes: list[dict[str, Any]]
     """The policy's part of the trace; empty for stock vLLM."""
+    header: dict[str, Any]
+    """What the trace says of the engine, which holds the plans of all policies."""
 
 
 _kept: dict[str, list[Served]] = {}
@@ -213,16 +214,17 @@ def _generate(
 ) -> list[Served]:
     if policies is None:
         with engine(folder, **options) as llm:
-            return [Served([answers(llm, batch, **sampling) for batch in batches], [])]
+            return [Served([answers(llm, batch, **sampling) for batch in batches], [], {})]
     served = []
     with tempfile.TemporaryDirectory() as work:
         trace, union = Path(work, "trace.jsonl"), every_plan_of(policies)
         with engine(folder, union, flexquant={"trace": str(trace)}, **options) as llm:
             for policy in policies:
                 take_policy(llm, policy)
-                before = len(records_of(trace))
+                before = len(records_of(trace)[1:])
                 found = [answers(llm, batch, **sampling) for batch in batches]
-                served.append(Served(found, records_of(trace)[before:]))
+                header, *passes = records_of(trace)
+                served.append(Served(found, passes[before:], header))
     return served
 
 
@@ -290,24 +292,6 @@ def real_merged() -> Path:
 
 
 @pytest.fixture(scope="session")
-def real_symmetric(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the folders of the model's variants rounded to the nearest value, without zero points."""
-    from safetensors.torch import load_file
-    from transformers import AutoConfig
-
-    from tests.checkpoints import write_checkpoint
-
-    folder = tmp_path_factory.mktemp("symmetric")
-    config, state = AutoConfig.from_pretrained(real_model), load_file(real_model / "model.safetensors")
-    linears = {name for name in state if name.endswith("proj.weight")}
-    variants = {v: write_checkpoint(folder / v, config, state, v, linears, []) for v in ("w8a8", "w4a16")}
-    for variant in variants.values():
-        for file in real_model.glob("tokenizer*"):
-            shutil.copy(file, variant)
-    return variants
-
-
-@pytest.fixture(scope="session")
 def tiny_merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that makes a folder with w8a8, w4a16 and merged of a random model.
 
@@ -329,3 +313,9 @@ def tiny_merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def merged(tiny_merged: Callable[..., Path]) -> Path:
+    """Return the folder of w8a8 and w4a16 of a random Llama, merged."""
+    return tiny_merged() / "merged"

@@ -97,6 +97,13 @@ def live(tiny_merged: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     shared.stop()
 
 
+def complete(client: OpenAI, prompt: str | list[int], tokens: int, **options: Any) -> Any:
+    """Ask a server of the model ``tiny`` for the likeliest answer of so many tokens."""
+    asked: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    more = {"ignore_eos": True, "return_token_ids": True}
+    return client.completions.create(**asked | options, extra_body=more)
+
+
 @contextmanager
 def plugin_routes() -> Iterator[None]:
     """Give servers that start here the routes of FlexQuant's plugin, and clients the administrator's key."""
@@ -165,14 +172,8 @@ def ask_all(live: Live, policies: Path, scrapes: int) -> Served:
     """Ask a server for completions and for its records, before and after its policy changes."""
     client, before = live.client(), scrape(live.url)
 
-    def complete(number: int) -> None:
-        prompt = list(range(10, 20 + 9 * number))
-        client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=4 + number, extra_body={"ignore_eos": True}
-        )
-
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(complete, range(REQUESTS)))
+        list(pool.map(lambda n: complete(client, list(range(10, 20 + 9 * n)), 4 + n), range(REQUESTS)))
     metrics = [scrape(live.url) for _ in range(scrapes)]
     status = get_status(live.url)
     header, *records = live.records()
@@ -192,21 +193,15 @@ def change_policies(live: Live, client: OpenAI, folder: Path, scrapes: int) -> C
     after_refusals = get_status(live.url)
     before, tokens, enough = lines(live.trace), [0, 0, 0], Event()
 
-    def complete(number: int) -> None:
-        with client.completions.create(
-            model="tiny",
-            prompt=list(range(10, 30 + number)),
-            max_tokens=LONG,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
-            stream=True,
-        ) as chunks:
+    def ask(number: int) -> None:
+        with complete(client, list(range(10, 30 + number)), LONG, stream=True) as chunks:
             for chunk in chunks:
                 tokens[number] += len(chunk.choices[0].token_ids or ())
                 if enough.is_set():
                     break
 
     with ThreadPoolExecutor(3) as pool:
-        under_way = [pool.submit(complete, number) for number in range(3)]
+        under_way = [pool.submit(ask, number) for number in range(3)]
         try:
             wait(lambda: min(tokens) > 4, under_way)
             taken = live.apply(own)

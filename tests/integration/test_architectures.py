@@ -12,6 +12,8 @@ import pytest
 import torch
 import vllm
 
+from tests.architectures.chain import make_variants, run
+from tests.architectures.models import source
 from tests.checkpoints import ARCHITECTURES, LATENT
 from tests.integration.conftest import engine, generate
 
@@ -96,3 +98,23 @@ def test_variants_without_an_lm_head_share_the_embedding(tiny_merged):
     assert len(found) == 2
     assert len(set(found)) == 1
     assert found[0][0] is False
+
+
+UNLIKE = {
+    "GptOssForCausalLM": "the embedding is model.embed_tokens in checkpoints, and model.embedding in vLLM",
+    "MellumForCausalLM": "a router's weight has two names in vLLM",
+    "SolarForCausalLM": "states of earlier layers are mixed in, in training with another share",
+    "HyperCLOVAXForCausalLM": "forward() takes its last arguments by name alone",
+}
+"""Architecture -> what it has that Llama has not."""
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[] if name == "GptOssForCausalLM" else pytest.mark.full) for name in UNLIKE],
+)
+def test_pure_plans_equal_stock_vllm(architecture, tmp_path):
+    found = source(architecture, [])
+    assert found is not None
+    make_variants(architecture, *found, tmp_path)
+    run(tmp_path)

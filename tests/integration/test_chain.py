@@ -18,6 +18,8 @@ from flexquant.evaluation.inputs import Settings
 from flexquant.policy.rules import load_policy
 from tests import programs
 from tests.checkpoints import make_checkpoint
+from tests.integration.conftest import records_of
+from tests.integration.live_server import complete
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -46,13 +48,11 @@ def test_served(chain, tmp_path):
     trace = tmp_path / "trace.jsonl"
     options = ["--additional-config", json.dumps({"flexquant": {"policy": "phase", "trace": str(trace)}})]
     options += ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
+    options += ["--served-model-name", "tiny"]
     with vllm_serve(chain["merged"], *options) as url:
-        client = OpenAI(base_url=url, api_key="none")
-        answer = client.completions.create(
-            model=str(chain["merged"]), prompt="def merge(", max_tokens=8, extra_body={"ignore_eos": True}
-        )
+        answer = complete(OpenAI(base_url=url, api_key="none"), "def merge(", 8)
     assert answer.usage.completion_tokens == 8
-    passes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
+    passes = records_of(trace)[1:]
     assert [(p["phase"], p["plan"]) for p in passes] == [("prefill", "w8a8")] + [("decode", "w4a16")] * 7
 
 

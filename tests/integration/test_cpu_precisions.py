@@ -53,7 +53,8 @@ def outputs(model):
     found = {{name: layer(x)[0].tolist() for name, layer in layers.items()}}
     return {{"outputs": found, "kernels": status_of(model)["kernels"]}}
 
-with engine.engine(sys.argv[1], max_model_len=128, flexquant={{"policy": sys.argv[3]}}) as llm:
+options = {{"max_model_len": 128, "enforce_eager": sys.argv[5] == "eager"}}
+with engine.engine(sys.argv[1], flexquant={{"policy": sys.argv[3]}}, **options) as llm:
     (found,) = llm.apply_model(outputs)
     found["answers"] = [output.outputs[0].text for output in llm.generate(["a", "b"], use_tqdm=False)]
     with open(sys.argv[4], "w") as file:
@@ -89,7 +90,9 @@ def has_zentorch() -> bool:
     return "AuthenticAMD" in cpu and "avx512" in cpu and ZENTORCH.is_dir()
 
 
-@pytest.fixture(scope="module", params=["without zentorch", "with zentorch"])
+@pytest.fixture(
+    scope="module", params=["eager", pytest.param("compiled", marks=pytest.mark.full), "with zentorch"]
+)
 def served(request, checkpoints) -> Served:
     """Return what an engine in a process of its own says: vLLM's platform depends on what is installed."""
     environment = programs.newcomers_environment()
@@ -103,8 +106,8 @@ def served(request, checkpoints) -> Served:
             filter(None, [str(ZENTORCH), environment.get("PYTHONPATH")])
         )
     reply = checkpoints / f"{request.param}.json"
-    arguments = [checkpoints / "merged", checkpoints / "x.pt", checkpoints / "policy.yaml", reply]
-    programs.run([sys.executable, "-c", SERVE, *arguments], timeout=400, environment=environment)
+    files = [checkpoints / "merged", checkpoints / "x.pt", checkpoints / "policy.yaml", reply]
+    programs.run([sys.executable, "-c", SERVE, *files, request.param], timeout=400, environment=environment)
     found = json.loads(reply.read_text())
     assert len(found["answers"]) == 2
     outputs = {name: torch.tensor(rows).double() for name, rows in found["outputs"].items()}

@@ -19,7 +19,8 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import apply_policy
 from flexquant.serving.frontend.metrics import FORWARD, POLICY, TOKENS
-from tests.integration.live_server import KEY, Metrics, get_status, plugin_routes, scrape
+from tests.integration.conftest import records_of
+from tests.integration.live_server import KEY, Metrics, complete, get_status, plugin_routes, scrape
 from tests.integration.two_ranks import needs_two_cores
 
 pytestmark = [*needs_two_cores, pytest.mark.full]
@@ -49,27 +50,15 @@ def served(tiny_merged: Any, tmp_path_factory: Any) -> Iterator[Served]:
         root = url.removesuffix("/v1")
         client = OpenAI(base_url=url, api_key=KEY)
 
-        def complete(number: int) -> None:
-            client.completions.create(
-                model="tiny",
-                prompt=list(range(10, 20 + number)),
-                max_tokens=TOKENS_EACH,
-                extra_body={"ignore_eos": True},
-            )
-
         with ThreadPoolExecutor(REQUESTS) as pool:
-            list(pool.map(complete, range(REQUESTS)))
+            list(pool.map(lambda n: complete(client, list(range(10, 20 + n)), TOKENS_EACH), range(REQUESTS)))
         metrics = scrape(root)
         status = get_status(root)
-        passes = [[record for record in read(file) if "phase" in record] for file in files]
+        passes = [[record for record in records_of(file) if "phase" in record] for file in files]
         apply_policy(root, load_policy("w4a16"))
         after = scrape(root)
-    policies = [[record["policy"] for record in read(file) if "policy" in record] for file in files]
+    policies = [[record["policy"] for record in records_of(file) if "policy" in record] for file in files]
     yield Served(metrics, status, passes, policies, after)
-
-
-def read(trace: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in trace.read_text().splitlines()]
 
 
 def test_each_engine_counts_what_its_trace_tells(served: Served) -> None:

@@ -17,7 +17,7 @@ from flexquant.evaluation.inputs import Settings, read_rows
 from flexquant.evaluation.measure import decode_forced, engine_options
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import engine, every_plan_of, take_policy
+from tests.integration.conftest import engine
 from tests.policies import THRESHOLD
 
 pytestmark = pytest.mark.engine
@@ -192,33 +192,3 @@ def test_qwen2_with_variants_of_other_names_without_a_reference(tiny_merged, tex
     perplexities = {r["quality"]["perplexity"] for r in found.values()}
     assert len(perplexities) == 3
     assert all(r["quality"]["mean_kl"] is None and r["answers"] is None for r in found.values())
-
-
-LAYERED = """
-schema: flexquant.policy/v1
-rules:
-  - use: {default: w4a16, layers: {"0-14": w8a8}}
-"""
-POLICIES = {"w8a8": "w8a8", "w4a16": "w4a16", "phase": "phase", "layered": LAYERED}
-BATCH = 8
-SETTINGS = Settings(batch_sizes=(BATCH,), samples=8, prompt_tokens=96, tokens=24)
-
-
-def test_mixed_policies_lie_between_the_pure_ones(real_model, real_merged, text, tmp_path):
-    """On a real model and text."""
-    union, reference = tmp_path / "union.yaml", tmp_path / "reference"
-    union.write_text(every_plan_of(list(POLICIES.values())))
-    rows = read_rows(text, load_tokenizer(real_model), SETTINGS)
-    prompt = SETTINGS.prompt_tokens
-    options = engine_options(BATCH, prompt, max_model_len=SETTINGS.row_tokens)
-    with engine(real_model, **options) as llm:
-        decode_forced(llm, rows, prompt, BATCH, tmp_path / "scores", store_in=reference)
-    kl = {}
-    with engine(real_merged, str(union), **options) as llm:
-        for name, policy in POLICIES.items():
-            take_policy(llm, policy)
-            scores = decode_forced(llm, rows, prompt, BATCH, tmp_path / name, compare_with=reference)
-            kl[name] = np.mean(scores.kl)
-    print(f"KL to 16 bit in nats: {kl}")
-    assert 0 < kl["w8a8"] < kl["layered"] < kl["w4a16"]
-    assert 0 < kl["w8a8"] < kl["phase"] < kl["w4a16"]

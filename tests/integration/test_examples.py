@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from tests import programs
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import generate
+from tests.integration.conftest import generate, records_of
 
 EXAMPLES = programs.ROOT / "examples"
 PROMPTS = ["The capital of France is", "The largest planet of the solar system is"]
@@ -126,7 +126,7 @@ def test_demo_serves_each_precision_and_charts_what_it_measured(tiny_merged, tmp
         longest, largest = max(found.values())
         assert all(abs(bar - number / largest * longest) <= 2 for bar, number in found.values())
 
-    passes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
+    passes = records_of(trace)[1:]
     lines = output.splitlines()
     drawn = {
         kind: "".join(line.split(maxsplit=1)[1] for line in lines if re.match(rf"{kind} +\S+$", line))

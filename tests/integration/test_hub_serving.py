@@ -11,7 +11,8 @@ from openai import OpenAI
 
 from examples.vllm_server import VLLMServer, default_environment
 from tests.hub import Hub, serving
-from tests.integration.conftest import generate
+from tests.integration.conftest import generate, records_of
+from tests.integration.live_server import complete
 
 pytestmark = pytest.mark.engine
 
@@ -32,24 +33,16 @@ def test_a_merged_checkpoint_is_served_by_its_id(tiny_merged, tmp_path):
         try:
             server.wait_until_healthy()
             client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
-            answer = client.completions.create(
-                model="org/merged",
-                prompt=prompt,
-                max_tokens=8,
-                temperature=0,
-                logprobs=0,
-                extra_body={"ignore_eos": True},
-            )
+            answer = complete(client, prompt, 8, model="org/merged", logprobs=0)
         finally:
             server.stop()
-    passes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
+    passes = records_of(trace)[1:]
     assert [(p["phase"], p["plan"]) for p in passes] == [("prefill", "w8a8")] + [("decode", "w4a16")] * 7
     fetched = [name for method, name, _ in hub.requests if method == "GET" and name.endswith(".safetensors")]
     assert sorted(fetched) == sorted(f"org/merged/{file.name}" for file in merged.glob("*.safetensors"))
 
     asked = [{"prompt_token_ids": prompt}]
-    (((tokens, likely),),) = generate(merged, ["phase"], asked, sampling=SAMPLING, max_model_len=64)[
-        0
-    ].answers
+    (alone,) = generate(merged, ["phase"], asked, sampling=SAMPLING, max_model_len=64)
+    (((tokens, likely),),) = alone.answers
     expected = [step[token] for token, step in zip(tokens, likely, strict=True)]
     assert answer.choices[0].logprobs.token_logprobs == pytest.approx(expected, abs=1e-3)

@@ -28,8 +28,8 @@ SERVED = [
 
 
 def shift_zero_points(tensors: dict[str, torch.Tensor]) -> None:
-    """Make 5 of each zero point of 8 in a checkpoint of AWQ's."""
-    for key in [key for key in tensors if key.endswith(".qzeros")]:
+    """Make 5 of each zero point of 8 in the MLPs of a checkpoint of AWQ's."""
+    for key in [key for key in tensors if ".mlp." in key and key.endswith(".qzeros")]:
         tensors[key] -= 0x33333333
 
 

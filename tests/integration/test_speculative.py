@@ -56,11 +56,8 @@ def make_head(folder: Path, architecture: str, **more: Any) -> Path:
     torch.manual_seed(0)
     config = base_config(num_layers=1, **more)
     hidden, rows = config.hidden_size, config.num_attention_heads * config.head_dim
-    kv, mlp, is_eagle3 = (
-        config.num_key_value_heads * config.head_dim,
-        config.intermediate_size,
-        "3" in architecture,
-    )
+    kv, mlp = config.num_key_value_heads * config.head_dim, config.intermediate_size
+    is_eagle3 = "3" in architecture
     layer, read = ("midlayer", 2 * hidden) if is_eagle3 else ("layers.0", hidden)
     shapes = {
         "fc.weight": (hidden, 2 * hidden),
@@ -182,9 +179,7 @@ def test_a_plan_that_a_later_policy_needs_drafts_too(drafts, merged, without):
 @pytest.mark.parametrize(
     "method",
     [
-        "ngram",
-        pytest.param("draft_model", marks=pytest.mark.full),
-        pytest.param("eagle", marks=pytest.mark.full),
+        *(pytest.param(method, marks=pytest.mark.full) for method in ("ngram", "draft_model", "eagle")),
         "eagle3",
     ],
 )

@@ -8,15 +8,16 @@ Both machines are this one: two commands in two folders, which meet at the loopb
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from openai import OpenAI
 
 from examples.vllm_server import ServerError, VLLMServer, default_environment, free_port
 from flexquant.policy.rules import load_policy
+from tests.integration.live_server import complete
 from tests.integration.two_ranks import CORES, needs_two_cores
 
 pytestmark = [*needs_two_cores, pytest.mark.full]
@@ -62,9 +63,5 @@ def test_machines_with_equal_policies_serve(tiny_merged, tmp_path):
     merged = tiny_merged(num_layers=2) / "merged"
     with two_nodes(merged, tmp_path, ["phase", "phase"]) as server:
         server.wait_until_healthy(START_SECONDS)
-        request = {"model": str(merged), "prompt": "two machines", "max_tokens": 4, "temperature": 0}
-        url, body = f"{server.url}/v1/completions", json.dumps(request).encode()
-        with urllib.request.urlopen(
-            urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=60
-        ) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 4
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        assert complete(client, "two machines", 4, model=str(merged)).usage.completion_tokens == 4
