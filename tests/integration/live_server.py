@@ -123,11 +123,11 @@ def scrape(url: str) -> Metrics:
     }
 
 
-def metric(url: str, name: str, **labels: str) -> float:
-    """Return the sum of a metric's samples that have these labels."""
-    found = {labelled: value for (sample, labelled), value in scrape(url).items() if sample == name}
+def metric(url: str, name: str) -> float:
+    """Return the sum of a metric's samples."""
+    found = [value for (sample, _), value in scrape(url).items() if sample == name]
     assert found, name
-    return sum(value for labelled, value in found.items() if labels.items() <= dict(labelled).items())
+    return sum(found)
 
 
 def get_status(url: str) -> dict[str, Any]:
@@ -185,13 +185,13 @@ def ask_all(live: Live, policies: Path, scrapes: int) -> Served:
 
 def change_policies(live: Live, client: OpenAI, folder: Path, scrapes: int) -> Changed:
     """Post policies to a server that takes ``phase``, a good one and a bad one."""
-    own = (folder / "own.yaml").as_posix()
+    own = str(folder / "own.yaml")
     Path(own).write_text(LAYERED_DECODE)
     with pytest.raises(FlexQuantError) as refused:
         live.apply("fp8-phase-batch")
     dry_run = live.apply(own, dry_run=True)
     after_refusals = get_status(live.url)
-    before, tokens, enough = lines(live.trace), [0, 0, 0], Event()
+    before, tokens, enough = len(live.records()), [0, 0, 0], Event()
 
     def ask(number: int) -> None:
         with complete(client, list(range(10, 30 + number)), LONG, stream=True) as chunks:
@@ -205,8 +205,8 @@ def change_policies(live: Live, client: OpenAI, folder: Path, scrapes: int) -> C
         try:
             wait(lambda: min(tokens) > 4, under_way)
             taken = live.apply(own)
-            told = lines(live.trace)
-            wait(lambda: lines(live.trace) > told + 100, under_way)
+            told = len(live.trace.read_bytes().splitlines())
+            wait(lambda: len(live.trace.read_bytes().splitlines()) > told + 100, under_way)
         finally:
             enough.set()
         for future in under_way:
@@ -218,10 +218,6 @@ def change_policies(live: Live, client: OpenAI, folder: Path, scrapes: int) -> C
     return Changed(
         str(refused.value), after_refusals, dry_run, taken, tokens, get_status(live.url), metrics, passes
     )
-
-
-def lines(trace: Path) -> int:
-    return len(trace.read_text().splitlines())
 
 
 def wait(reached: Callable[[], bool], under_way: list[Future[None]]) -> None:

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The speed benchmarks end to end, as small as they go: measure, report, and measure nothing again."""
+"""The benchmarks end to end, as small as they go: measure, report, and measure nothing again.
+
+The speed benchmarks, policies in turns on one live server, and `python -m benchmarks prove` in miniature, so
+that it works the first time that someone has a GPU.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +151,6 @@ def test_a_round_of_own_cost_has_times_with_and_without_flexquant(tiny_merged):
     assert found["ratio"] == pytest.approx(on / off, rel=1e-3)
 
 
-@pytest.mark.full
 def test_policies_take_turns_on_one_server(
     tiny_merged: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,7 +175,6 @@ def test_policies_take_turns_on_one_server(
     assert [plan for plan, _ in groupby(plans)] == ["w8a8", "w4a16", "w8a8", "w4a16"]
 
 
-@pytest.mark.full
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="on a GPU a proof takes half an hour")
 def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> None:
     output = tmp_path / "proof"

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What vLLM's users combine with a model, together with plans that change; COMPOSITION.md lists all of it."""
+"""What vLLM's users combine with a model, together with plans that change; COMPOSITION.md lists all of it.
+
+Prefix caching and chunked prefill come last: routes change between writing and reading the KV cache.
+"""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
 from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
 from tests.checkpoints import EXPERTS, make_checkpoint
 from tests.integration.conftest import answers, engine
+from tests.policies import rules
 from tests.programs import run
 
 LENGTH = ["--max-model-len", "256"]
@@ -41,15 +42,9 @@ LARGE = {
 """SmolLM2-135M's sizes, apart from the number of layers."""
 BY_NAME = ["auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy"]
 """Load formats whose loaders give a model named tensors, or none."""
-FOUR_TWICE = """
-schema: flexquant.policy/v1
-derive:
-  w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}
-rules:
-  - when: {phase: decode}
-    use: w4a16
-  - use: {default: w8a8, layers: {"4-5": w8a8-from-int4}}
-"""
+FOUR_TWICE = "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}}\n" + rules(
+    "- {when: {phase: decode}, use: w4a16}", '- use: {default: w8a8, layers: {"4-5": w8a8-from-int4}}'
+)
 
 
 def findings(folder: Path, *arguments: str) -> dict[str, list[Finding]]:

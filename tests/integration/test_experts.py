@@ -4,39 +4,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import read_merged_config
-from tests import programs
 from tests.checkpoints import EXPERTS, MIXTURES
 from tests.integration.conftest import answers, engine
 from tests.integration.test_architectures import OPTIONS, PROMPTS, SAMPLING, check_plans
-from tests.integration.test_cpu_precisions import ZENTORCH, has_zentorch
+from tests.integration.test_cpu_precisions import has_zentorch, in_a_process
+from tests.policies import rules
 
 pytestmark = pytest.mark.engine
 
-LAYERED = """
-schema: flexquant.policy/v1
-rules:
-  - when: {phase: [prefill, mixed]}
-    use: w8a8
-  - use: {default: w4a16, layers: {"0": w8a8}}
-"""
-QUANTISED_EXPERTS = """
-schema: flexquant.policy/v1
-derive:
-  w4a8: {from: w4a16, activations: int8}
-rules:
-  - when: {phase: decode}
-    use: w4a8
-  - use: w8a8
-"""
+LAYERED = rules("- {when: {phase: decode}, use: {default: w4a16, layers: {0: w8a8}}}", "- use: w8a8")
+QUANTISED_EXPERTS = rules("- {when: {phase: decode}, use: w4a8}", "- use: w8a8")
+QUANTISED_EXPERTS += "derive: {w4a8: {from: w4a16, activations: int8}}\n"
 SINGLE_COPY = QUANTISED_EXPERTS.replace("use: w8a8", "use: w4a16")
 SERVE = """
 import json, sys
@@ -112,22 +96,12 @@ def test_int4_experts_that_would_be_w4a8_are_refused(mixture, monkeypatch):
 
 @pytest.mark.skipif(not has_zentorch(), reason="AMD's zentorch is for Zen 4 and later")
 def test_quantised_experts_with_zentorch(mixture, tmp_path):
-    folder = mixture("qwen3_moe", in_16_bit=False)
-    environment = programs.newcomers_environment()
-    paths = [str(ZENTORCH), environment.get("PYTHONPATH")]
-    environment |= {
-        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
-
-    def serve(model: Path, policy: str) -> dict:
-        reply = tmp_path / "reply.json"
-        arguments = [model, policy, reply]
-        programs.run([sys.executable, "-c", SERVE, *arguments], timeout=400, environment=environment)
-        return json.loads(reply.read_text())
-
-    both = serve(folder / "merged", QUANTISED_EXPERTS)
+    folder, file = mixture("qwen3_moe", in_16_bit=False), tmp_path / "policy.yaml"
+    file.write_text(QUANTISED_EXPERTS)
+    both, w8a8, stock = (
+        in_a_process(SERVE, folder / model, policy, work=tmp_path, zentorch=True)
+        for model, policy in (("merged", file), ("merged", "w8a8"), ("w8a8", ""))
+    )
     assert "ZenCPUExpertsInt8" in both["kernels"]["w8a8"]
     assert "ZentorchExpertsInt4" in both["kernels"]["w4a8"]
-    assert serve(folder / "merged", "w8a8")["answers"] == serve(folder / "w8a8", "")["answers"]
+    assert w8a8["answers"] == stock["answers"]

@@ -24,7 +24,7 @@ from flexquant.serving.config import clip_to_server
 from flexquant.serving.options import ServedPolicy
 from flexquant.serving.registration import verify_if_asked
 from tests.checkpoints import flip_a_byte
-from tests.integration.conftest import answers, engine, records_of
+from tests.integration.conftest import answers, edited_json, engine, records_of
 from tests.integration.test_serving_errors import configure, flexquant, refusal
 
 BATCHES = """
@@ -112,40 +112,27 @@ NORM = "shared.model.norm.weight"
 SHARD = "model-00001-of-00003.safetensors"
 
 
-@pytest.fixture
-def flipped(merged, tmp_path) -> Path:
-    folder = shutil.copytree(merged, tmp_path / "flipped")
-    assert flip_a_byte(folder, NORM) == SHARD
-    return folder
-
-
 def test_what_the_merge_wrote_is_accepted(merged):
     assert configure(merged, **flexquant(verify=True)).additional_config["flexquant"] == {"verify": True}
 
 
-def test_a_flipped_byte_is_refused_with_its_shard(flipped):
+def test_a_flipped_byte_is_refused_with_its_shard_and_another_tokenizer(merged, tmp_path):
+    flipped, edited = (shutil.copytree(merged, tmp_path / name) for name in ("flipped", "edited"))
+    assert flip_a_byte(flipped, NORM) == SHARD
     message = refusal(flipped, **flexquant(verify=True))
     assert f"({NORM} in {SHARD}); fetch or merge the checkpoint again" in message
-
-
-@pytest.mark.parametrize("options", [{}, {"verify": False}])
-def test_who_does_not_ask_gets_it_served(flipped, options):
-    configure(flipped, **flexquant(**options))
-
-
-def test_another_tokenizer_is_refused(merged, tmp_path):
-    folder = shutil.copytree(merged, tmp_path / "edited")
-    with open(folder / "tokenizer_config.json", "a") as file:
+    for options in ({}, {"verify": False}):  # who does not ask gets it served
+        configure(flipped, **flexquant(**options))
+    with open(edited / "tokenizer_config.json", "a") as file:
         file.write("\n")
-    assert "tokenizer_config.json was changed after merging" in refusal(folder, **flexquant(verify=True))
+    assert "tokenizer_config.json was changed after merging" in refusal(edited, **flexquant(verify=True))
 
 
 def test_a_model_that_is_no_folder_is_refused(merged):
     config = configure(merged, **flexquant(verify=True))
     config.model_config.model = "somebody/something"
-    with pytest.raises(
-        FlexQuantError, match="needs a folder on this machine, and somebody/something is none"
-    ):
+    message = "needs a folder on this machine, and somebody/something is none"
+    with pytest.raises(FlexQuantError, match=message):
         verify_if_asked(config)
 
 
@@ -174,21 +161,17 @@ FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size":
 
 def stored(merged: Path, folder: Path, section: JsonObject, **config: Any) -> Path:
     shutil.copytree(merged, folder)
-    whole = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**whole, **config, "quantization_config": section}))
+    with edited_json(folder / "config.json") as whole:
+        whole |= {**config, "quantization_config": section}
     return folder
 
 
 def with_variant(merged: Path, folder: Path, **scheme: Any) -> Path:
     """Return a merged checkpoint whose variant ``w8a8`` says that it is quantised in another way."""
     section = json.loads((merged / "config.json").read_text())["quantization_config"]
-    of_w8a8 = section["variants"]["w8a8"]["quantization_config"]
     group = {"targets": ["Linear"], **{key: scheme.pop(key) for key in BLOCKS if key in scheme}}
-    section["variants"]["w8a8"]["quantization_config"] = {
-        **of_w8a8,
-        **scheme,
-        "config_groups": {"group_0": group},
-    }
+    of_w8a8 = section["variants"]["w8a8"]["quantization_config"]
+    of_w8a8 |= {**scheme, "config_groups": {"group_0": group}}
     return stored(merged, folder, section)
 
 

@@ -50,7 +50,7 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def results(run: Any) -> dict[str, dict[str, Any]]:
+def results(run: Any) -> dict[str, Any]:
     return {result["policy"]: result for result in run[0]["results"]}
 
 

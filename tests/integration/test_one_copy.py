@@ -28,28 +28,19 @@ from tests.integration.conftest import Served, answers, edited_json, engine, gen
 from tests.integration.logprobs import distance
 from tests.integration.test_publishers import shift_zero_points
 from tests.integration.test_serving_errors import configure, refusal
+from tests.policies import rules
 from tests.publishers.edits import settings_in, tensors
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = ["The capital of France is a city of more than two million people,", "def merge(a, b):"]
 SAMPLING = {"max_tokens": 8}
-IN_INT8 = """
-schema: flexquant.policy/v1
-derive:
-  w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}
-rules:
-  - use: w8a8-from-int4
-"""
-ROUTED = """
-schema: flexquant.policy/v1
-derive:
-  w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}
-rules:
-  - when: {phase: [prefill, mixed]}
-    use: w8a8-from-int4
-  - use: {default: w4a16, layers: {"0": w8a8-from-int4}}
-"""
+DERIVE = "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}}\n"
+IN_INT8 = rules("- use: w8a8-from-int4") + DERIVE
+ROUTED = DERIVE + rules(
+    "- {when: {phase: [prefill, mixed]}, use: w8a8-from-int4}",
+    '- use: {default: w4a16, layers: {"0": w8a8-from-int4}}',
+)
 LARGEST = 128 * 2 * 256
 """Weights of the largest linear, gate and up projection together."""
 ATTENTION, MLPS = "re:.*self_attn.*", "re:.*mlp.*"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Ranks compare what they were given before they load anything; test_two_machines starts whole servers so."""
+"""Ranks compare what they were given before they load anything; test_data_parallel starts servers so."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from tests.integration.conftest import (
     take_policy,
 )
 from tests.integration.logprobs import assert_equal_but_for_ties
+from tests.policies import rules
 
 pytestmark = [
     pytest.mark.engine,
@@ -37,16 +38,9 @@ pytestmark = [
 DRAFTED = 3
 TOKENS = 24
 PROMPTS = ["one one one one one", "The three laws of motion", "def fibonacci(n: int) -> int:"]
-BY_PHASE = """
-schema: flexquant.policy/v1
-rules:
-  - when: {{phase: decode}}
-    use: {use}
-  - use: w8a8
-"""
 POLICIES = {
-    "w4a16": BY_PHASE.format(use="w4a16"),
-    "w8a8+w4a16[1]": BY_PHASE.format(use="{default: w4a16, layers: {0: w8a8}}"),
+    plan: rules(f"- {{when: {{phase: decode}}, use: {use}}}", "- use: w8a8")
+    for plan, use in {"w4a16": "w4a16", "w8a8+w4a16[1]": "{default: w4a16, layers: {0: w8a8}}"}.items()
 }
 """Policies, keyed by the plan of their decode passes. No rule names a batch size, which counts drafts too."""
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Two tensor-parallel ranks: each finds the same routes by itself; a pure plan is the static checkpoint."""
+"""Two tensor-parallel ranks: each finds the same routes by itself; a pure plan is the static checkpoint.
+
+As processes of vLLM's own, and as Ray's actors.
+"""
 
 from __future__ import annotations
 

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import json
 import re
 import shutil
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,24 +54,30 @@ class Made(NamedTuple):
     kind: Kind
 
 
-def make(name: str, folder: Path) -> Made:
-    kind = KINDS[name]
-    merge_checkpoints({v: make_vision_checkpoint(folder / v, v, kind) for v in VARIANTS}, folder / "merged")
-    return Made(folder, kind)
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    @functools.cache
+    def of(name: str) -> Made:
+        folder, kind = tmp_path_factory.mktemp(name), KINDS[name]
+        sources = {v: make_vision_checkpoint(folder / v, v, kind) for v in VARIANTS}
+        merge_checkpoints(sources, folder / "merged")
+        return Made(folder, kind)
+
+    return of
 
 
 @pytest.fixture(
     scope="module",
     params=[pytest.param(name, marks=[] if name == "idefics3" else WITH_TORCHVISION) for name in KINDS],
 )
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return make(request.param, tmp_path_factory.mktemp(request.param))
+def made(request: pytest.FixtureRequest, make: Callable[[str], Made]) -> Made:
+    return make(request.param)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def folder(make: Callable[[str], Made]) -> Path:
     """Return the folder of the model that needs no torchvision."""
-    return make("idefics3", tmp_path_factory.mktemp("vision")).path
+    return make("idefics3").path
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +144,6 @@ def test_layers_of_both_variants_read_one_image(served: dict[str, Served]) -> No
     assert layered.answers not in (served["w8a8"].answers, served["w4a16"].answers)
 
 
-def png(seed: int) -> bytes:
-    file = io.BytesIO()
-    picture(seed).save(file, "PNG")
-    return file.getvalue()
-
-
 @pytest.mark.full
 def test_chat_with_an_image_over_http(made: Made, served: dict[str, Served]) -> None:
     """The answers are those offline; bytes that are no image are refused, and the server goes on."""
@@ -149,6 +151,10 @@ def test_chat_with_an_image_over_http(made: Made, served: dict[str, Served]) -> 
     arguments = ["--enforce-eager", "--max-model-len", "512", "--served-model-name", "tiny"]
     with vllm_serve(made.path / "merged", *arguments, "--additional-config", additional) as url:
         client = OpenAI(base_url=url, api_key="none")
+
+        def png(seed: int) -> bytes:
+            picture(seed).save(file := io.BytesIO(), "PNG")
+            return file.getvalue()
 
         def ask(data: bytes) -> list[int]:
             image = {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}
