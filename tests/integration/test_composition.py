@@ -7,7 +7,6 @@ Prefix caching and chunked prefill come last: routes change between writing and 
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
 from itertools import pairwise
@@ -111,37 +110,6 @@ def test_long_context(tmp_path: Path) -> None:
         tmp_path / "merged", sources, [prompt], more=["phase"], sampling=SAMPLING, **options
     )
     assert [p["plan"] for p in served[-1].passes] == ["w8a8"] * (LONG // 4096) + ["w4a16"] * (12 - 1)
-
-
-@pytest.mark.full
-def test_async_llm(folder: Path, alone: Any) -> None:
-    from vllm import AsyncEngineArgs, SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    additional = {"flexquant": {"policy": "phase"}}
-    arguments = AsyncEngineArgs(
-        str(folder / "merged"), enforce_eager=True, seed=0, additional_config=additional, **OPTIONS
-    )
-
-    async def ask() -> list[list[int]]:
-        llm = AsyncLLM.from_engine_args(arguments)
-        try:
-            parameters = SamplingParams(temperature=0, **SAMPLING)
-
-            async def one(number: int, prompt: str) -> list[int]:
-                async for output in llm.generate(prompt, parameters, request_id=str(number)):
-                    tokens = list(output.outputs[0].token_ids)
-                return tokens
-
-            return [await one(number, prompt) for number, prompt in enumerate(PROMPTS)]
-        finally:
-            llm.shutdown()
-
-    found = asyncio.run(ask())
-    (one_by_one,) = generate(
-        folder / "merged", ["phase"], *([prompt] for prompt in PROMPTS), sampling=SAMPLING, **OPTIONS
-    )
-    assert found == [batch[0][0] for batch in one_by_one.answers]
 
 
 def test_every_route_gives_the_same_answer(live: Live) -> None:
