@@ -145,7 +145,7 @@ def test_many_who_hold_on_without_asking_keep_nobody_out(served: Live, connectio
 
 
 def test_a_server_whose_engine_is_killed_ends_by_itself_and_the_next_one_serves(served: Live) -> None:
-    """The next one starts on the same files; the test is the last, as it ends the server."""
+    """The next one starts on the same files; no test that asks this server comes afterwards."""
     server, under_way = served.server(), stream(served, 10, LONG)
     next(under_way)
     (engine,) = engines(server)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""`flexquant tune` and `fit`: real engines timed, a policy that serves, a run that goes on after a stop."""
+"""`flexquant tune` and `fit`: real engines timed, a policy written, a run that goes on after a stop."""
 
 from __future__ import annotations
 
