@@ -16,8 +16,8 @@ from vllm.compilation import monitor
 from vllm.compilation.counter import compilation_counter
 
 from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
-from tests.gpu.test_plans_in_graphs import BY_BATCH, OPPOSITE_OF_BY_BATCH
-from tests.gpu.test_replays import MODES, check_steps, traced, watch_steps
+from tests.gpu.test_plans_in_graphs import BY_BATCH, MODES, OPPOSITE_OF_BY_BATCH
+from tests.gpu.test_replays import check_steps, traced, watch_steps
 from tests.integration.conftest import change as ask_change
 from tests.policies import LAYERED_DECODE
 

@@ -18,8 +18,6 @@ QUESTIONS = [
 ]
 LONG = "The harbour was quiet that morning, and the boats lay still. " * 20
 CHUNK = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "enable_chunked_prefill": True}
-
-
 BATCH = [f"{question} ({i})" for i in range(4) for question in QUESTIONS]
 BATCH[3] = LONG + BATCH[3]
 BATCHES = ([QUESTIONS[0]], [LONG], BATCH)

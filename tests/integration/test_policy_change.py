@@ -30,8 +30,6 @@ rules:
     use: w4a16
   - use: w4a8
 """
-
-
 UNREACHABLE = W4A8.replace("- use: w4a8", "- when: {tokens: {min: 1000000}}\n    use: w4a8\n  - use: w8a8")
 """A policy whose derived variant is for passes larger than any."""
 OTHER_SOURCE = W4A8.replace("from: w4a16", "from: other").replace("use: w4a16", "use: other")
