@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flexquant.merge import merge_checkpoints
+from tests.foreign import packed
 from tests.integration.conftest import generate
 from tests.integration.logprobs import assert_equal_but_for_ties
 from tests.publishers import edits
@@ -28,9 +29,13 @@ SERVED = [
 
 
 def shift_zero_points(tensors: dict[str, torch.Tensor]) -> None:
-    """Make 5 of each zero point of 8 in the MLPs of a checkpoint of AWQ's."""
-    for key in [key for key in tensors if ".mlp." in key and key.endswith(".qzeros")]:
-        tensors[key] -= 0x33333333
+    """Make 5 of each zero point of 8 in a checkpoint of AWQ's; all weights but the least stay as they are."""
+    for key, words in tensors.items():
+        if key.endswith(".qzeros"):
+            tensors[key] = words - 0x33333333
+        elif key.endswith(".qweight"):
+            values = (words[..., None] >> torch.arange(0, 32, 4)) & 15
+            tensors[key] = packed((values - 3).clamp(min=0).flatten(-2))
 
 
 ZERO_POINTS = Shape(
