@@ -156,6 +156,9 @@ def run(
     to FlexQuant.
     """
     options = {"enforce_eager": False, **SIZES, **options}
+    cache.mkdir(exist_ok=True)
+    file = cache / "policy.yaml"  # vLLM's keys of compiled code contain its name
+    file.write_text(policy or "")
     with (
         pytest.MonkeyPatch.context() as patch,
         as_on_a_gpu() if as_gpu else nullcontext(),
@@ -166,7 +169,7 @@ def run(
         if aot is None:
             patch.delenv("VLLM_USE_AOT_COMPILE")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))  # vLLM sets it, and leaves it set
-        with engine(folder, policy, **options) as llm:
+        with engine(folder, str(file) if policy else None, **options) as llm:
             by_number = answers_by_number(llm)
     return Run(by_number, before, after)
 
