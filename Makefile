@@ -54,7 +54,7 @@ OLDEST_TESTS := tests/unit/test_cpu_int8.py $(addprefix tests/integration/test_,
 # Test files side by side, each process on its own cores; engines on one GPU would take each other's memory.
 JOBS ?= $(if $(HAS_CUDA),0,2)
 TESTS := -m "not full"
-TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_parallel.py data_parallel.py ray.py two_machines.py)
+TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_parallel.py data_parallel.py)
 # The models whose images transformers reads with torchvision.
 VISION := $(addprefix tests/,integration/test_vision.py integration/test_config_pairs.py gpu/test_vision.py) -k "gemma3 or mistral3 or qwen"
 FULL_PROGRAMS := $(CURDIR)/.venv/lm-eval/bin:$(CURDIR)/.venv/prometheus/usr/bin
@@ -81,7 +81,7 @@ test-full: test .venv/torchvision/.done .venv/serve/.ray .venv/flashinfer/.done 
 	$(MAKE) test-quantize TESTS="-m full"
 	PATH="$$PATH:$(FULL_PROGRAMS)" $(MAKE) test-serve TESTS="-m full"
 	$(if $(HAS_CUDA),,PYTHONPATH=$(CURDIR)/.venv/torchvision $(SERVE)/python -m pytest -m full $(VISION))
-	PYTHONPATH=.venv/flashinfer VLLM_HAS_FLASHINFER_CUBIN=1 $(SERVE)/python -m pytest tests/integration/test_flashinfer.py
+	PYTHONPATH=.venv/flashinfer VLLM_HAS_FLASHINFER_CUBIN=1 $(SERVE)/python -m pytest -m full tests/integration/test_phases.py
 	$(MAKE) test-oldest
 
 test-quantize: .venv/quantize/.done

@@ -14,17 +14,23 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flexquant.evaluation import engine as in_process
-from tests.gpu import interpreter
 
 in_process.prepare_environment()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if interpreter.IS_CHOSEN:
-    interpreter.offer()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton's kernels run in its interpreter; vLLM then takes them where V1 on a CPU has its own."""
+if INTERPRETED:
+    import triton.backends
+
+    # Lets vLLM find a Triton for CPUs; as Triton's own driver for CPUs does, it says that it is not active.
+    driver = SimpleNamespace(is_active=lambda: False)
+    triton.backends.backends.setdefault("cpu", SimpleNamespace(driver=driver, compiler=None))
 
 import torch  # noqa: E402 - vLLM reads the environment above
 from vllm import envs  # noqa: E402
@@ -32,7 +38,7 @@ from vllm.compilation import monitor  # noqa: E402
 
 from flexquant.merge import merge_checkpoints  # noqa: E402
 from tests.checkpoints import StateDict, make_checkpoint  # noqa: E402
-from tests.integration.conftest import count_engines, options_for  # noqa: E402, F401 - a fixture
+from tests.integration.conftest import Answers, answers, count_engines, options_for  # noqa: E402, F401
 
 ON_GPU = torch.cuda.is_available()
 SIZES = [1, 2, 4, 8, 16, 24, 32, 64]
@@ -44,7 +50,7 @@ FOR_TEST_FULL = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY")
 """Graph modes of which FULL_AND_PIECEWISE, or an eager engine, runs everything."""
 SMOKE_TEST = "test_every_replay_is_of_the_plan_that_the_trace_names[V2-FULL_AND_PIECEWISE-by-batch]"
 """The one test of the V2 runner that does not wait for test-full: Triton's interpreter is slow."""
-RUNNERS_HERE = list(RUNNERS) if ON_GPU else ["V2" if interpreter.IS_CHOSEN else "V1"]
+RUNNERS_HERE = list(RUNNERS) if ON_GPU else ["V2" if INTERPRETED else "V1"]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -112,6 +118,20 @@ def graph_engine(
         ) as llm,
     ):
         yield llm
+
+
+def generate(
+    folder: Path,
+    runner: str,
+    mode: str | None,
+    policy: str | None,
+    *batches: list[Any],
+    tokens: int = 16,
+    **options: Any,
+) -> list[Answers]:
+    """Return what an engine answers to the batches, each answer of so many tokens."""
+    with graph_engine(folder, runner, mode, policy, **options) as llm:
+        return [answers(llm, batch, max_tokens=tokens, ignore_eos=True) for batch in batches]
 
 
 def flip_mlp(state: StateDict) -> StateDict:

@@ -30,7 +30,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.workspace import init_workspace_manager
 
-from tests.gpu import interpreter
+from tests.gpu.conftest import INTERPRETED
 
 Operator = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
 aten = torch.ops.aten
@@ -114,7 +114,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     _keep_compilation(patch)
     _wrap_the_model(patch)
     _capture_at_start(patch)
-    if interpreter.IS_CHOSEN:
+    if INTERPRETED:
         _keep_the_context(patch)
 
 
@@ -157,7 +157,7 @@ def _capture_at_start(patch: pytest.MonkeyPatch) -> None:
     def compile_or_warm_up_model(self: CPUWorker) -> Any:
         times = warm_up(self)
         init_workspace_manager(torch.device("cpu"))
-        if interpreter.IS_CHOSEN:
+        if INTERPRETED:
             warm_up_v2(self)
         if self.model_runner.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             self.model_runner.capture_model()

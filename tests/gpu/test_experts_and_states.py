@@ -4,17 +4,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.checkpoints import EXPERTS
-from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
+from tests.gpu.conftest import ON_GPU, RUNNERS, generate, graph_engine
 from tests.gpu.test_graph_modes import BATCHES
 from tests.gpu.test_plans_in_graphs import BY_BATCH
 from tests.gpu.test_policy_change import add, change, step
-from tests.integration.conftest import answers, records_of, tiny_merged  # noqa: F401 - a fixture
+from tests.integration.conftest import records_of, tiny_merged  # noqa: F401 - a fixture
 from tests.policies import rules
 from tests.states import make_variants, merge_twins
 
@@ -24,22 +23,18 @@ OPPOSITE = rules("- {when: {phase: decode, batch_size: {max: 4}}, use: first}", 
 pytestmark = [] if ON_GPU else pytest.mark.full
 
 
-def generate(folder: Path, runner: str, mode: str, policy: str | None = None, **options: Any) -> list[Any]:
-    with graph_engine(folder, runner, mode, policy, **options) as llm:
-        return [answers(llm, batch, max_tokens=8, ignore_eos=True) for batch in BATCHES]
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_plans_of_a_mixture(runner, mode, tiny_merged, tmp_path):  # noqa: F811
     """Its variants are the static checkpoints, and its passes the policy's."""
     folder, trace = tiny_merged("qwen3_moe", 2, (EXPERTS,)), tmp_path / "trace.jsonl"
-    w8a8, w4a16 = (
-        generate(folder / "merged", runner, mode, rules(f"- use: {name}")) for name in ("w8a8", "w4a16")
-    )
-    assert w8a8 == generate(folder / "w8a8", runner, mode)
-    assert w4a16 == generate(folder / "w4a16", runner, mode)
-    by_batch = generate(folder / "merged", runner, mode, BY_BATCH, flexquant={"trace": str(trace)})
+
+    def serve(model: str, policy: str | None = None, **options: Any) -> list[Any]:
+        return generate(folder / model, runner, mode, policy, *BATCHES, tokens=8, **options)
+
+    w8a8, w4a16 = (serve("merged", rules(f"- use: {name}")) for name in ("w8a8", "w4a16"))
+    assert [w8a8, w4a16] == [serve("w8a8"), serve("w4a16")]
+    by_batch = serve("merged", BY_BATCH, flexquant={"trace": str(trace)})
     plans = {(p["phase"], p["sequences"]): p["plan"] for p in records_of(trace)[1:]}
     assert plans[("decode", 1)] == plans[("decode", 3)] == plans[("decode", 20)] == "w4a16"
     assert plans[("prefill", 1)] == "w8a8"
@@ -59,8 +54,9 @@ def states(tmp_path_factory):
 def test_graphs_of_two_variants_share_a_state(runner, mode, states, tmp_path):
     """One variant goes on from what another has written."""
     trace = tmp_path / "trace.jsonl"
-    found = generate(states / "twins", runner, mode, TWINS, flexquant={"trace": str(trace)})
-    assert found == generate(states / "w8a8", runner, mode)
+    options = {"flexquant": {"trace": str(trace)}}
+    found = generate(states / "twins", runner, mode, TWINS, *BATCHES, tokens=8, **options)
+    assert found == generate(states / "w8a8", runner, mode, None, *BATCHES, tokens=8)
     passes = records_of(trace)[1:]
     assert {(p["phase"] == "decode" and p["sequences"] <= 4, p["plan"]) for p in passes} == {
         (True, "second"),

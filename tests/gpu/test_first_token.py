@@ -18,8 +18,9 @@ from benchmarks.proof.first_token import (
     difference,
     exchange_by_request,
 )
-from tests.gpu.conftest import RUNNERS, graph_engine
+from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
 
+pytestmark = [] if ON_GPU else pytest.mark.full
 TOKENS = 12
 ROUNDS = {"V1": 40, "V2": 12}
 DELAY = {"V1": 0.001, "V2": 0.02}

@@ -14,13 +14,11 @@ from vllm.model_executor.layers.quantization.utils.marlin_utils import (
 )
 from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_weight_perm, marlin_weights
 
-from tests.gpu import interpreter
-from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
-from tests.integration.conftest import answers
+from tests.gpu.conftest import INTERPRETED, ON_GPU, RUNNERS, generate
 from tests.integration.logprobs import distance
 
 pytestmark = pytest.mark.skipif(
-    not (ON_GPU or interpreter.IS_CHOSEN), reason="Triton needs a GPU, or its interpreter to be chosen"
+    not (ON_GPU or INTERPRETED), reason="Triton needs a GPU, or its interpreter to be chosen"
 )
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -95,8 +93,9 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
 @pytest.mark.cuda
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_gpu_serves_in_int8_from_marlins_weights(runner: str, checkpoints: Path) -> None:
-    found = {}
-    for policy in ("w4a16", "w8a8-from-int4"):
-        with graph_engine(checkpoints / "merged", runner, "FULL_AND_PIECEWISE", policy) as llm:
-            found[policy] = answers(llm, ["a prompt", "another one"], max_tokens=16, ignore_eos=True)
-    assert 0 < distance(found["w8a8-from-int4"], found["w4a16"]) < 0.5
+    prompts, mode = ["a prompt", "another one"], "FULL_AND_PIECEWISE"
+    in_int4, in_int8 = (
+        generate(checkpoints / "merged", runner, mode, policy, prompts)[0]
+        for policy in ("w4a16", "w8a8-from-int4")
+    )
+    assert 0 < distance(in_int8, in_int4) < 0.5

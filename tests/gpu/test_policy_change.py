@@ -16,8 +16,8 @@ from vllm.compilation import monitor
 from vllm.compilation.counter import compilation_counter
 
 from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
-from tests.gpu.test_plans_in_graphs import BY_BATCH, OPPOSITE_OF_BY_BATCH
-from tests.gpu.test_replays import MODES, check_steps, traced, watch_steps
+from tests.gpu.test_plans_in_graphs import BY_BATCH, MODES, OPPOSITE_OF_BY_BATCH
+from tests.gpu.test_replays import check_steps, traced, watch_steps
 from tests.integration.conftest import change as ask_change
 from tests.policies import LAYERED_DECODE
 
@@ -58,7 +58,7 @@ def trace(tmp_path: Path) -> Path:
 def serve(checkpoints: Path, policy: str, trace: Path) -> Any:
     """Return a function: (runner, graph mode) -> an engine under ``policy`` that writes ``trace``."""
     options = {"flexquant": {"trace": str(trace)}}
-    return lambda runner, mode: graph_engine(checkpoints / "apart", runner, mode, policy, **options)
+    return lambda runner, mode: graph_engine(checkpoints / "merged", runner, mode, policy, **options)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -95,22 +95,6 @@ def test_every_replay_is_of_the_plan_that_the_policy_gives(runner, mode, serve, 
 
 
 @pytest.mark.parametrize("runner", ["V1"])
-def test_a_policy_for_which_all_graphs_are_there_takes_no_capture(runner, serve, trace):
-    mode = "PIECEWISE"
-    narrower = BY_BATCH.replace("max: 4", "max: 3").replace("max: 8", "max: 9")
-    with serve(runner, mode) as llm:
-        steps = watch_steps(llm)
-        captured = compilation_counter.num_cudagraph_captured
-        add(llm, 4, 6)
-        step(llm, 3)
-        assert not change(llm, "narrower", narrower)["captures_graphs"]
-        step(llm)
-        assert compilation_counter.num_cudagraph_captured == captured
-    check_steps(mode, traced(trace), steps)
-    assert [p["plan"] for p in traced(trace)] == ["w8a8", *["w4a16"] * 2, *["w8a8"] * 3]
-
-
-@pytest.mark.parametrize("runner", ["V1"])
 def test_a_replay_before_the_change_counts_for_the_policy_before(runner, monkeypatch, serve, trace):
     with serve(runner, "FULL_DECODE_ONLY") as llm:
         model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
@@ -127,6 +111,7 @@ def test_a_replay_before_the_change_counts_for_the_policy_before(runner, monkeyp
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_capture_that_fails_leaves_the_policy_before(runner, policy, monkeypatch, serve, trace):
+    """If no capture succeeds any more, passes run without graphs."""
     mode = "FULL_AND_PIECEWISE"
     with serve(runner, mode) as llm:
         steps = watch_steps(llm)
@@ -135,29 +120,59 @@ def test_a_capture_that_fails_leaves_the_policy_before(runner, policy, monkeypat
         worker = llm.llm_engine.model_executor.driver_worker.worker
         capture, failures = worker.model_runner.capture_model, [torch.OutOfMemoryError("out of memory")]
 
-        def capture_model() -> int:
+        def fail_once() -> int:
             taken = capture()
             if failures:
                 raise failures.pop()
             return taken
 
-        monkeypatch.setattr(worker.model_runner, "capture_model", capture_model)
+        monkeypatch.setattr(worker.model_runner, "capture_model", fail_once)
         told = change(llm, "opposite", OPPOSITE_OF_BY_BATCH)
         assert told.keys() == {"refused"}
         assert "out of memory" in told["refused"]
         (status,) = llm.collective_rpc("flexquant_status")
         assert status["policy"]["name"] == policy
         step(llm)
-    check_steps(mode, traced(trace), steps)
-    assert [p["plan"] for p in traced(trace)] == ["w8a8", *["w4a16"] * 7]
+        check_steps(mode, traced(trace), steps)
+        assert [p["plan"] for p in traced(trace)] == ["w8a8", *["w4a16"] * 7]
+
+        def fail() -> int:
+            # vLLM's V1 runner allows captures before it begins one, and forbids them when it ends.
+            monitor.set_cudagraph_capturing_enabled(True)
+            raise torch.OutOfMemoryError("out of memory")
+
+        add(llm, 3, 7)
+        step(llm, 3)
+        monkeypatch.setattr(worker.model_runner, "capture_model", fail)
+        refused = change(llm, "opposite", OPPOSITE_OF_BY_BATCH)["refused"]
+        assert f"{policy} is served without CUDA graphs" in refused
+        captured, before = compilation_counter.num_cudagraph_captured, len(steps)
+        add(llm, 5, 4)
+        step(llm)
+        told = change(llm, "opposite", OPPOSITE_OF_BY_BATCH)
+        assert told["captures_graphs"] is False
+        add(llm, 1, 3)
+        step(llm)
+        assert compilation_counter.num_cudagraph_captured == captured
+    assert steps[before:] and not any(step.replayed for step in steps[before:])
+    assert [p["plan"] for p in traced(trace)[-3:]] == ["w8a8"] * 3
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_pieces_of_a_capture_that_failed_are_captured_the_next_time(runner, monkeypatch, serve, trace):
-    """The plan's first piece for 8 tokens has a graph then, and the second one has failed."""
+def test_pieces_that_are_there_and_pieces_of_a_capture_that_failed(runner, monkeypatch, serve, trace):
+    """Of ``opposite``, a plan has a graph of its first piece for 8 tokens; that of the second has failed."""
     mode = "PIECEWISE"
+    narrower = BY_BATCH.replace("max: 4", "max: 3").replace("max: 8", "max: 9")
     with serve(runner, mode) as llm:
         steps = watch_steps(llm)
+        captured = compilation_counter.num_cudagraph_captured
+        refused = change(llm, "layered", LAYERED_DECODE)["refused"]
+        assert "layered has the plan w8a8+w4a16[0], but the server has compiled w8a8, w4a16" in refused
+        add(llm, 4, 6)
+        step(llm, 3)
+        assert not change(llm, "narrower", narrower)["captures_graphs"]
+        step(llm)
+        assert compilation_counter.num_cudagraph_captured == captured
         capture, begun = torch.cuda.graph, itertools.count()
 
         def fail_at_the_second(*args: Any, **options: Any) -> Any:
@@ -174,40 +189,5 @@ def test_pieces_of_a_capture_that_failed_are_captured_the_next_time(runner, monk
         step(llm)
         assert compilation_counter.num_cudagraph_captured == captured
     check_steps(mode, traced(trace), steps)
-    assert [p["plan"] for p in traced(trace)] == ["w8a8", *["w4a16"] * 3]
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_where_no_capture_succeeds_passes_run_without_graphs(runner, policy, monkeypatch, serve, trace):
-    with serve(runner, "FULL_AND_PIECEWISE") as llm:
-        add(llm, 3, 8)
-        step(llm, 3)
-        worker = llm.llm_engine.model_executor.driver_worker.worker
-
-        def capture_model() -> int:
-            # vLLM's V1 runner allows captures before it begins one, and forbids them when it ends.
-            monitor.set_cudagraph_capturing_enabled(True)
-            raise torch.OutOfMemoryError("out of memory")
-
-        monkeypatch.setattr(worker.model_runner, "capture_model", capture_model)
-        refused = change(llm, "opposite", OPPOSITE_OF_BY_BATCH)["refused"]
-        assert f"{policy} is served without CUDA graphs" in refused
-        steps = watch_steps(llm)
-        captured = compilation_counter.num_cudagraph_captured
-        add(llm, 5, 4)
-        step(llm)
-        told = change(llm, "opposite", OPPOSITE_OF_BY_BATCH)
-        assert told["captures_graphs"] is False
-        add(llm, 1, 3)
-        step(llm)
-        assert compilation_counter.num_cudagraph_captured == captured
-    assert steps and not any(step.replayed for step in steps)
-    assert [p["plan"] for p in traced(trace)[-3:]] == ["w8a8"] * 3
-
-
-@pytest.mark.parametrize("runner", ["V1"])
-def test_plans_that_are_not_compiled_and_speculation_are_refused(runner, checkpoints, policy):
-    with graph_engine(checkpoints / "merged", runner, "PIECEWISE", policy) as llm:
-        refused = change(llm, "layered", LAYERED_DECODE)["refused"]
-        assert "layered has the plan w8a8+w4a16[0], but the server has compiled w8a8, w4a16" in refused
-        assert "fp8" in change(llm, "fp8", "{schema: flexquant.policy/v1, rules: [{use: fp8}]}")["refused"]
+    plans = ["w8a8", *["w4a16"] * 2, *["w8a8"] * 3, "w8a8", *["w4a16"] * 3]
+    assert [p["plan"] for p in traced(trace)] == plans

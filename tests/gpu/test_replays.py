@@ -14,12 +14,11 @@ from torch.utils._pytree import tree_leaves
 from vllm.compilation.counter import compilation_counter
 
 from tests.gpu.conftest import ON_GPU, RUNNERS, SIZES, graph_engine
-from tests.gpu.test_plans_in_graphs import BY_BATCH, BY_SIZE
+from tests.gpu.test_plans_in_graphs import BY_BATCH, BY_SIZE, MODES
 from tests.integration.conftest import answers, records_of
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="CUDA's graphs do not tell what is in them")
 
-MODES = ["PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 BATCHES = [["one"], [f"{i} of three" for i in range(3)], [f"{i} of seven" for i in range(7)]]
 TOKENS = 6
 

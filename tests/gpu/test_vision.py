@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from flexquant.merge import merge_checkpoints
-from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
-from tests.integration.conftest import answers
+from tests.gpu.conftest import ON_GPU, RUNNERS, generate
 from tests.vision import KINDS, make_vision_checkpoint, prompts
 
+pytestmark = [] if ON_GPU else pytest.mark.full
 WITH_TORCHVISION = [
     pytest.param(kind, marks=pytest.mark.full)
     for kind in ("qwen2_5_vl", "qwen3_5")
@@ -28,8 +28,8 @@ def test_a_constant_policy_equals_stock_vllm(kind: str, runner: str, tmp_path: P
         pytest.skip("stock vLLM computes NaN for it in Triton's interpreter")
     sources = {v: make_vision_checkpoint(tmp_path / v, v, KINDS[kind]) for v in ("w8a8", "w4a16")}
     merge_checkpoints(sources, tmp_path / "merged")
-    found = []
-    for folder, policy in ((sources["w4a16"], None), (tmp_path / "merged", "w4a16")):
-        with graph_engine(folder, runner, "FULL_AND_PIECEWISE", policy) as llm:
-            found.append(answers(llm, prompts(KINDS[kind]), max_tokens=8, ignore_eos=True))
-    assert found[0] == found[1]
+    stock, merged = (
+        generate(folder, runner, "FULL_AND_PIECEWISE", policy, prompts(KINDS[kind]), tokens=8)
+        for folder, policy in ((sources["w4a16"], None), (tmp_path / "merged", "w4a16"))
+    )
+    assert merged == stock

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from flexquant.evaluation.engine import change_policy
 from flexquant.policy.rules import Policy, load_policy, parse_policy
 from flexquant.serving.config import clip_to_server, served_policy
 from tests.conftest import STARTS
-from tests.integration.live_server import live  # noqa: F401 - a fixture
+from tests.integration.live_server import LIVE, live  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -41,6 +40,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
 if "avx512f" in Path("/proc/cpuinfo").read_text():
     os.environ.setdefault("VLLM_DISABLED_KERNELS", "TorchCPUInt4LinearKernel")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have one worker of ``--dist loadfile`` run all files that ask the live server, so that one starts."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LiveTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "live" if Path(file).stem in LIVE else file
+
+    return LiveTogether(config, log) if config.getvalue("dist") == "loadfile" else None
+
 
 WORK = Path(__file__).parents[2] / ".work"
 NAME = "SmolLM2-135M-Instruct"
@@ -165,6 +178,8 @@ class Served(NamedTuple):
     """The answers to each batch."""
     passes: list[dict[str, Any]]
     """The policy's part of the trace; empty for stock vLLM."""
+    header: dict[str, Any]
+    """What the trace says of the engine, which holds the plans of all policies."""
 
 
 _kept: dict[str, list[Served]] = {}
@@ -199,16 +214,17 @@ def _generate(
 ) -> list[Served]:
     if policies is None:
         with engine(folder, **options) as llm:
-            return [Served([answers(llm, batch, **sampling) for batch in batches], [])]
+            return [Served([answers(llm, batch, **sampling) for batch in batches], [], {})]
     served = []
     with tempfile.TemporaryDirectory() as work:
         trace, union = Path(work, "trace.jsonl"), every_plan_of(policies)
         with engine(folder, union, flexquant={"trace": str(trace)}, **options) as llm:
             for policy in policies:
                 take_policy(llm, policy)
-                before = len(records_of(trace))
+                before = len(records_of(trace)[1:])
                 found = [answers(llm, batch, **sampling) for batch in batches]
-                served.append(Served(found, records_of(trace)[before:]))
+                header, *passes = records_of(trace)
+                served.append(Served(found, passes[before:], header))
     return served
 
 
@@ -276,24 +292,6 @@ def real_merged() -> Path:
 
 
 @pytest.fixture(scope="session")
-def real_symmetric(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the folders of the model's variants rounded to the nearest value, without zero points."""
-    from safetensors.torch import load_file
-    from transformers import AutoConfig
-
-    from tests.checkpoints import write_checkpoint
-
-    folder = tmp_path_factory.mktemp("symmetric")
-    config, state = AutoConfig.from_pretrained(real_model), load_file(real_model / "model.safetensors")
-    linears = {name for name in state if name.endswith("proj.weight")}
-    variants = {v: write_checkpoint(folder / v, config, state, v, linears, []) for v in ("w8a8", "w4a16")}
-    for variant in variants.values():
-        for file in real_model.glob("tokenizer*"):
-            shutil.copy(file, variant)
-    return variants
-
-
-@pytest.fixture(scope="session")
 def tiny_merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that makes a folder with w8a8, w4a16 and merged of a random model.
 
@@ -315,3 +313,9 @@ def tiny_merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def merged(tiny_merged: Callable[..., Path]) -> Path:
+    """Return the folder of w8a8 and w4a16 of a random Llama, merged."""
+    return tiny_merged() / "merged"

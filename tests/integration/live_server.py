@@ -27,8 +27,19 @@ from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
 from tests.policies import LAYERED_DECODE
 
+LIVE = {
+    "test_composition",
+    "test_dashboard",
+    "test_disaggregated",
+    "test_hostile_callers",
+    "test_live_server",
+    "test_server_faults",
+    "test_status_page",
+}
+"""The test files that ask the live server."""
 KEY = "a key"
 ADMIN = "an administrator's key"
+CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 REQUESTS = 12
 LONG = 1900
 """Tokens of an answer that continues until its client goes away."""
@@ -45,6 +56,8 @@ class Live:
         self._merged = merged
         self._arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "2048"]
         self._arguments += ["--served-model-name", "tiny", "--api-key", KEY, *arguments]
+        (template := folder / "chat.jinja").write_text(CHAT)
+        self._arguments += ["--chat-template", str(template), "--chat-template-content-format", "string"]
         self._server: VLLMServer | None = None
 
     def server(self) -> VLLMServer:
@@ -84,6 +97,13 @@ def live(tiny_merged: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     shared.stop()
 
 
+def complete(client: OpenAI, prompt: str | list[int], tokens: int, **options: Any) -> Any:
+    """Ask a server of the model ``tiny`` for the likeliest answer of so many tokens."""
+    asked: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    more = {"ignore_eos": True, "return_token_ids": True}
+    return client.completions.create(**asked | options, extra_body=more)
+
+
 @contextmanager
 def plugin_routes() -> Iterator[None]:
     """Give servers that start here the routes of FlexQuant's plugin, and clients the administrator's key."""
@@ -103,11 +123,11 @@ def scrape(url: str) -> Metrics:
     }
 
 
-def metric(url: str, name: str, **labels: str) -> float:
-    """Return the sum of a metric's samples that have these labels."""
-    found = {labelled: value for (sample, labelled), value in scrape(url).items() if sample == name}
+def metric(url: str, name: str) -> float:
+    """Return the sum of a metric's samples."""
+    found = [value for (sample, _), value in scrape(url).items() if sample == name]
     assert found, name
-    return sum(value for labelled, value in found.items() if labels.items() <= dict(labelled).items())
+    return sum(found)
 
 
 def get_status(url: str) -> dict[str, Any]:
@@ -152,14 +172,8 @@ def ask_all(live: Live, policies: Path, scrapes: int) -> Served:
     """Ask a server for completions and for its records, before and after its policy changes."""
     client, before = live.client(), scrape(live.url)
 
-    def complete(number: int) -> None:
-        prompt = list(range(10, 20 + 9 * number))
-        client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=4 + number, extra_body={"ignore_eos": True}
-        )
-
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(complete, range(REQUESTS)))
+        list(pool.map(lambda n: complete(client, list(range(10, 20 + 9 * n)), 4 + n), range(REQUESTS)))
     metrics = [scrape(live.url) for _ in range(scrapes)]
     status = get_status(live.url)
     header, *records = live.records()
@@ -171,34 +185,28 @@ def ask_all(live: Live, policies: Path, scrapes: int) -> Served:
 
 def change_policies(live: Live, client: OpenAI, folder: Path, scrapes: int) -> Changed:
     """Post policies to a server that takes ``phase``, a good one and a bad one."""
-    own = (folder / "own.yaml").as_posix()
+    own = str(folder / "own.yaml")
     Path(own).write_text(LAYERED_DECODE)
     with pytest.raises(FlexQuantError) as refused:
         live.apply("fp8-phase-batch")
     dry_run = live.apply(own, dry_run=True)
     after_refusals = get_status(live.url)
-    before, tokens, enough = lines(live.trace), [0, 0, 0], Event()
+    before, tokens, enough = len(live.records()), [0, 0, 0], Event()
 
-    def complete(number: int) -> None:
-        with client.completions.create(
-            model="tiny",
-            prompt=list(range(10, 30 + number)),
-            max_tokens=LONG,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
-            stream=True,
-        ) as chunks:
+    def ask(number: int) -> None:
+        with complete(client, list(range(10, 30 + number)), LONG, stream=True) as chunks:
             for chunk in chunks:
                 tokens[number] += len(chunk.choices[0].token_ids or ())
                 if enough.is_set():
                     break
 
     with ThreadPoolExecutor(3) as pool:
-        under_way = [pool.submit(complete, number) for number in range(3)]
+        under_way = [pool.submit(ask, number) for number in range(3)]
         try:
             wait(lambda: min(tokens) > 4, under_way)
             taken = live.apply(own)
-            told = lines(live.trace)
-            wait(lambda: lines(live.trace) > told + 100, under_way)
+            told = len(live.trace.read_bytes().splitlines())
+            wait(lambda: len(live.trace.read_bytes().splitlines()) > told + 100, under_way)
         finally:
             enough.set()
         for future in under_way:
@@ -210,10 +218,6 @@ def change_policies(live: Live, client: OpenAI, folder: Path, scrapes: int) -> C
     return Changed(
         str(refused.value), after_refusals, dry_run, taken, tokens, get_status(live.url), metrics, passes
     )
-
-
-def lines(trace: Path) -> int:
-    return len(trace.read_text().splitlines())
 
 
 def wait(reached: Callable[[], bool], under_way: list[Future[None]]) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import StateDict, make_checkpoint
 from tests.integration.conftest import answers, edited_json, engine, every_plan_of, take_policy
 from tests.integration.logprobs import distance
 from tests.policies import LAYERED_DECODE, rules
@@ -22,15 +22,13 @@ from tests.policies import LAYERED_DECODE, rules
 pytestmark = pytest.mark.engine
 
 RANK, LAYERS, HIDDEN, KV, WIDE = 8, 4, 128, 64, 256
-SIZES = {
+ATTENTION = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
     "self_attn.k_proj": (HIDDEN, KV),
     "self_attn.v_proj": (HIDDEN, KV),
     "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (HIDDEN, WIDE),
-    "mlp.up_proj": (HIDDEN, WIDE),
-    "mlp.down_proj": (WIDE, HIDDEN),
 }
+MLP = {"mlp.gate_proj": (HIDDEN, WIDE), "mlp.up_proj": (HIDDEN, WIDE), "mlp.down_proj": (WIDE, HIDDEN)}
 """Inputs and outputs of each linear of a layer."""
 # One slot more than adapters: on a CPU, vLLM gives prompts without an adapter what the last slot holds.
 OPTIONS = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK, "max_model_len": 256}
@@ -38,13 +36,12 @@ POLICIES = {"w8a8": "phase", "fp8": "fp8-phase-batch"}
 PROMPTS = ["The harbour was quiet", "In the beginning", "A box of old letters"]
 
 
-def make_adapter(folder: Path, seed: int, modules: tuple[str, ...] = tuple(SIZES)) -> Path:
+def make_adapter(folder: Path, seed: int, modules: dict[str, tuple[int, int]]) -> Path:
     """Write a random adapter as PEFT does."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(LAYERS):
-        for module in modules:
-            inputs, outputs = SIZES[module]
+        for module, (inputs, outputs) in modules.items():
             name = f"base_model.model.model.layers.{layer}.{module}"
             tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) / inputs**0.5
             tensors[f"{name}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator) / 16
@@ -62,8 +59,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     from vllm.lora.request import LoRARequest
 
     folder = tmp_path_factory.mktemp("adapters")
-    attention = tuple(module for module in SIZES if module.startswith("self_attn"))
-    made = [make_adapter(folder / "one", 1), make_adapter(folder / "two", 2, attention)]
+    made = [make_adapter(folder / "one", 1, ATTENTION | MLP), make_adapter(folder / "two", 2, ATTENTION)]
     return [LoRARequest(path.name, number, str(path)) for number, path in enumerate(made, 1)] + [None]
 
 
@@ -128,16 +124,13 @@ def test_layers_of_two_variants_with_adapters(folder: Path, adapters: list[Any])
         assert answers(llm, PROMPTS, adapters, ignore_eos=True) == expected
 
 
-def smooth_norm(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def smooth_norm(state: StateDict) -> StateDict:
     norm = "model.layers.1.input_layernorm.weight"
-    scaled = {norm: state[norm] / 2}
-    for projection in "qkv":
-        name = f"model.layers.1.self_attn.{projection}_proj.weight"
-        scaled[name] = state[name] * 2
-    return state | scaled
+    names = (f"model.layers.1.self_attn.{projection}_proj.weight" for projection in "qkv")
+    return state | {norm: state[norm] / 2} | {name: state[name] * 2 for name in names}
 
 
-def smooth_up_to_down(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def smooth_up_to_down(state: StateDict) -> StateDict:
     up, down = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("up", "down"))
     factors = torch.linspace(0.5, 2, WIDE).bfloat16()
     return state | {up: state[up] / factors[:, None], down: state[down] * factors}
@@ -146,11 +139,9 @@ def smooth_up_to_down(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 @pytest.mark.parametrize("smooth", [smooth_norm, smooth_up_to_down])
 def test_a_smoothed_variant_is_refused(smooth: Any, tmp_path: Path) -> None:
     """Its layers take other inputs than those that an adapter is trained on, whichever layers are loaded."""
-    sources = {
-        "w8a8": make_checkpoint(tmp_path / "w8a8", num_layers=LAYERS, transform=smooth),
-        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", num_layers=LAYERS),
-    }
-    merge_checkpoints(sources, tmp_path / "merged")
+    w8a8 = make_checkpoint(tmp_path / "w8a8", num_layers=LAYERS, transform=smooth)
+    w4a16 = make_checkpoint(tmp_path / "w4a16", scheme="w4a16", num_layers=LAYERS)
+    merge_checkpoints({"w8a8": w8a8, "w4a16": w4a16}, tmp_path / "merged")
     policies = ("phase", rules('- use: {default: w4a16, layers: {"1": w8a8}}'))
 
     def assert_refused(message: str) -> None:
@@ -171,11 +162,7 @@ def test_an_adapter_for_modules_that_are_not_there(folder: Path, tmp_path: Path)
     """vLLM refuses it, and goes on answering."""
     from vllm.lora.request import LoRARequest
 
-    adapter = make_adapter(tmp_path / "other", 3, ("self_attn.q_proj",))
-    with edited_json(adapter / "adapter_config.json") as config:
-        config["target_modules"] = ["wrong_proj"]
-    name = "base_model.model.model.layers.0.self_attn.wrong_proj.lora_A.weight"
-    save_file({name: torch.zeros(RANK, HIDDEN)}, adapter / "adapter_model.safetensors")
+    adapter = make_adapter(tmp_path / "other", 3, {"self_attn.wrong_proj": (HIDDEN, HIDDEN)})
     with engine(folder / "w8a8-w4a16", "phase", **OPTIONS) as llm:
         with pytest.raises(Exception, match="wrong_proj"):
             llm.llm_engine.add_lora(LoRARequest("other", 1, str(adapter)))

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Every supported architecture: pure plans equal stock vLLM, layered plans run, over one KV cache."""
+"""Every supported architecture: pure plans equal stock vLLM, layered plans run, over one KV cache.
+
+And what only some have: modules with other names in vLLM, passes unlike Llama's, an lm_head that is tied.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,20 @@ import pytest
 import torch
 import vllm
 
+from flexquant.merge import merge_checkpoints
 from tests.checkpoints import ARCHITECTURES, LATENT
-from tests.integration.conftest import engine, generate
+from tests.integration.conftest import answers, check_variants, engine, generate, take_policy
+from tests.policies import rules
+from tests.tied_heads import make_tied, without_key
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = ["hello world, this is a prompt of more than one chunk " * 3, "abc", "xyz 1", "xyz 2"]
-LAYERED = """
-schema: flexquant.policy/v1
-rules:
-  - when: {phase: [prefill, mixed]}
-    use: w8a8
-  - use: {default: w4a16, layers: {"0": w8a8, "-1": w8a8}}
-"""
-
-
+LAYERED = rules(
+    "- {when: {phase: [prefill, mixed]}, use: w8a8}",
+    '- use: {default: w4a16, layers: {"0": w8a8, "-1": w8a8}}',
+)
+VARIANTS = ("w8a8", "w4a16")
 SAMPLING = {"max_tokens": 8, "ignore_eos": True}
 OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 512}
 # The tests ask vLLM's oldest supported release about these architectures too.
@@ -57,12 +59,10 @@ def vaultgemma_as_it_was() -> Iterator[None]:
 
 def check_plans(folder: Path, layered_policy: str, layered_plan: str) -> None:
     """Assert that the plans of both variants equal stock vLLM, and that a third plan decodes and differs."""
-    policies = ["w8a8", "w4a16", layered_policy]
-    w8a8, w4a16, layered = generate(folder / "merged", policies, PROMPTS, sampling=SAMPLING, **OPTIONS)
-    for variant, served in (("w8a8", w8a8), ("w4a16", w4a16)):
-        (stock,) = generate(folder / variant, None, PROMPTS, sampling=SAMPLING, **OPTIONS)
-        assert served.answers == stock.answers, variant
-        assert {p["plan"] for p in served.passes} == {variant}
+    sources, more = {variant: folder / variant for variant in VARIANTS}, [layered_policy]
+    served = check_variants(folder / "merged", sources, PROMPTS, more=more, sampling=SAMPLING, **OPTIONS)
+    w8a8, w4a16, layered = served
+    assert [{p["plan"] for p in found.passes} for found in (w8a8, w4a16)] == [{"w8a8"}, {"w4a16"}]
     assert w8a8.answers != w4a16.answers
     plans = {(p["phase"] == "decode", p["plan"]) for p in layered.passes}
     assert plans == {(False, "w8a8"), (True, layered_plan)}
@@ -96,3 +96,58 @@ def test_variants_without_an_lm_head_share_the_embedding(tiny_merged):
     assert len(found) == 2
     assert len(set(found)) == 1
     assert found[0][0] is False
+
+
+UNLIKE = {
+    "GptOssForCausalLM": "the embedding is model.embed_tokens in checkpoints, and model.embedding in vLLM",
+    "MellumForCausalLM": "a router's weight has two names in vLLM",
+    "SolarForCausalLM": "states of earlier layers are mixed in, in training with another share",
+    "HyperCLOVAXForCausalLM": "forward() takes its last arguments by name alone",
+}
+"""Architecture -> what it has that Llama has not."""
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[] if name == "GptOssForCausalLM" else pytest.mark.full) for name in UNLIKE],
+)
+def test_pure_plans_equal_stock_vllm(architecture, tmp_path):
+    from tests.architectures.chain import make_variants, run
+    from tests.architectures.models import source
+
+    found = source(architecture, [])
+    assert found is not None
+    make_variants(architecture, *found, tmp_path)
+    run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        ("other", "another"),
+        pytest.param(("copy", None), marks=pytest.mark.full),
+        pytest.param(("other", None), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_every_variant_of_a_tied_model_has_the_head_that_stock_vllm_gives_it(heads, tmp_path):
+    merged = tmp_path / "merged"
+    sources = {v: make_tied(tmp_path / v, v, head) for v, head in zip(VARIANTS, heads, strict=True)}
+    merge_checkpoints(sources, merged)
+    w8a8, w4a16, phase = check_variants(merged, sources, PROMPTS, more=["phase"])
+    (alone,) = generate(merged, ["w4a16"], PROMPTS)
+    assert alone.answers == w4a16.answers
+    (after_prompt, expected) = ([steps[0] for _, steps in s.answers[0]] for s in (phase, w8a8))
+    assert after_prompt == expected
+
+
+def test_a_model_that_is_tied_by_default_starts_without_the_key(tmp_path):
+    sources = {
+        name: without_key(make_tied(tmp_path / name, name, None, "gemma3"), "tie_word_embeddings")
+        for name in VARIANTS
+    }
+    merge_checkpoints(sources, tmp_path / "merged")
+    (stock,) = generate(sources["w8a8"], None, PROMPTS)
+    with engine(tmp_path / "merged") as llm:
+        take_policy(llm, "w8a8")
+        assert [answers(llm, PROMPTS)] == stock.answers

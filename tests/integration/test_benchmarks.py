@@ -1,23 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The speed benchmarks end to end, as small as they go: measure, report, and measure nothing again."""
+"""The benchmarks end to end, as small as they go: measure, report, and measure nothing again.
+
+The speed benchmarks, policies in turns on one live server, and `python -m benchmarks prove` in miniature, so
+that it works the first time that someone has a GPU.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from vllm.platforms import current_platform
 
 from benchmarks import own_cost
+from benchmarks.__main__ import main
+from benchmarks.proof.outcomes import SKIPPED, read_outcomes
+from benchmarks.proof.proving import STEPS
+from benchmarks.proof.report import PROOF, read_found
+from benchmarks.proof.steps import DONE, read_steps
 from benchmarks.speed.results import read_cells
 from benchmarks.speed.shapes import SHAPES
+from examples.vllm_server import vllm_serve
 from flexquant.evaluation.comparison import Effort
 from flexquant.evaluation.engine import describe_machine, describe_versions
 from tests import programs
+from tests.integration.conftest import records_of
+from tests.integration.live_server import plugin_routes
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -31,42 +45,42 @@ OPTIONS = [
 ]
 
 
-@dataclass
-class Run:
+class Run(NamedTuple):
     output: Path
-    work: Path
-    stdout: str = ""
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "benchmarks", "run", *OPTIONS]
-        command += ["--output", self.output, "--work", self.work]
-        environment = programs.newcomers_environment()
-        self.stdout = programs.run(command, timeout=1200, environment=environment).stdout
+    start: Callable[[], str]
+    """Run the command; return what it prints."""
 
     def cells(self, part: str) -> list[dict[str, Any]]:
         return [cell for cell in read_cells(self.output) if cell["part"] == part]
 
     def by_subject(self, part: str) -> dict[str, dict[str, Any]]:
-        return {cell["parameters"]["subject"]: cell for cell in self.cells(part)}
+        found = {cell["parameters"]["subject"]: cell["result"] for cell in self.cells(part)}
+        assert set(found) == set(SUBJECTS)
+        return found
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Iterator[Run]:
+def run(tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("benchmarks")
-    run = Run(folder / "results", folder / "work")
-    run.start()
-    yield run
+    command = [sys.executable, "-m", "benchmarks", "run", *OPTIONS]
+    command += ["--output", str(folder / "results"), "--work", str(folder / "work")]
+
+    def start() -> str:
+        return programs.run(command, timeout=1200, environment=programs.newcomers_environment()).stdout
+
+    start()
+    return Run(folder / "results", start)
 
 
 def test_every_cell_says_where_it_comes_from(run):
     cells = [cell for part in ("kernels", "start", "serving") for cell in run.cells(part)]
     assert len(cells) == 1 + 2 * len(SUBJECTS)
     given = [Path(option).name if option.startswith("/") else option for option in OPTIONS]
+    versions = describe_versions()
+    assert {"flexquant", "torch", "transformers"} < versions.keys()
     for cell in cells:
-        assert cell["machine"] == describe_machine()
-        assert cell["versions"] == describe_versions()
-        assert {"flexquant", "torch", "transformers"} < cell["versions"].keys()
-        assert cell["commit"] == COMMIT
+        found = (cell["machine"], cell["versions"], cell["commit"])
+        assert found == (describe_machine(), versions, COMMIT)
         assert cell["argv"][:4] == ["python", "-m", "benchmarks", "run"]
         assert cell["argv"][4:] == [*given, "--output", "results", "--work", "work"]
         assert cell["seconds"] > 0
@@ -79,10 +93,9 @@ def test_kernels_are_timed(run):
     assert expected.items() <= cell["parameters"].items()
     assert list(cell["result"]) == ["bf16", "w8a8"]
     for found in cell["result"].values():
-        assert found["kernel"]
         low, high = found["microseconds_quartiles"]
         assert 0 < low <= found["microseconds"] <= high
-        assert found["rounds"] >= 5
+        assert found["rounds"] >= 5 and found["kernel"]
         assert min(found["gb_per_s"], found["tflop_per_s"]) > 0
     assert cell["result"]["bf16"]["weight_bytes"] == 2 * 128 * 128
     assert cell["result"]["w8a8"]["kernel"].endswith("Kernel")
@@ -90,13 +103,9 @@ def test_kernels_are_timed(run):
 
 def test_every_subject_answers_the_same_requests_in_full(run):
     requests, tokens = 2, 4
-    cells = run.by_subject("serving")
-    assert set(cells) == set(SUBJECTS)
-    for cell in cells.values():
-        result = cell["result"]
-        assert result["completed"] == requests
+    for result in run.by_subject("serving").values():
+        assert (result["completed"], result["total_input_tokens"]) == (requests, 8 * requests)
         assert result["output_lens"] == [tokens] * requests
-        assert result["total_input_tokens"] == 8 * requests
         assert len(result["ttfts"]) == len(result["tpots"]) == requests
         numbers = [*result["ttfts"], *result["tpots"], result["duration"]]
         numbers += [result[f"median_{name}_ms"] for name in ("ttft", "tpot", "itl")]
@@ -105,49 +114,95 @@ def test_every_subject_answers_the_same_requests_in_full(run):
 
 
 def test_servers_tell_memory_and_start(run):
-    cells = run.by_subject("start")
-    assert set(cells) == set(SUBJECTS)
-    for cell in cells.values():
-        result = cell["result"]
+    results = run.by_subject("start")
+    for result in results.values():
         assert result["kv_cache_gib"] == 1
         assert min(result[name] for name in ("kv_cache_tokens", "checkpoint_gib", "start_seconds")) > 0
         tokens = result["kv_cache_blocks"] * result["kv_cache_block_size"]
         assert tokens * SHAPES["tiny"].kv_bytes_per_token == pytest.approx(2**30, rel=0.01)
-    static, flexquant = (cells[name]["result"] for name in SUBJECTS)
+    static, flexquant = (results[name] for name in SUBJECTS)
     assert static["kv_cache_tokens"] == flexquant["kv_cache_tokens"]
-    assert flexquant["flexquant"].startswith("policy phase; ")
+    assert flexquant["flexquant"].startswith("policy phase; ") and "flexquant" not in static
     assert flexquant["variant_gib"]["w8a8"] > 0
-    assert "flexquant" not in static
 
 
 def test_report_names_machine_versions_and_commit(run):
     report = (run.output / "report.md").read_text()
     machine = describe_machine()
-    assert f"{machine['cpu']}, {machine['cores']} cores" in report
-    for name, version in describe_versions().items():
-        assert f"{name} {version}" in report
-    assert f"- commit: {COMMIT}\n" in report
+    expected = [f"{machine['cpu']}, {machine['cores']} cores", f"- commit: {COMMIT}\n"]
+    expected += [f"{name} {version}" for name, version in describe_versions().items()]
+    expected += ["| 2x8+4 | `w8a8` | ", "| 2x8+4 | `flexquant:phase` / `w8a8` | ", "### o_proj, 128 to 128"]
+    assert [text for text in expected if text not in report] == []
     assert "## Not measured" not in report
-    for row in (
-        "| 2x8+4 | `w8a8` | ",
-        "| 2x8+4 | `flexquant:phase` / `w8a8` | ",
-        "### o_proj, 128 to 128",
-    ):
-        assert row in report
 
 
 def test_same_command_measures_nothing_again(run):
-    cells = run.output / "cells.jsonl"
-    before = cells.stat().st_mtime_ns, cells.read_bytes()
-    report = (run.output / "report.md").read_text()
-    run.start()
-    assert "kernels: 1 of 1 cells are there already" in run.stdout
-    assert f"serving: {len(SUBJECTS)} of {len(SUBJECTS)} cells are there already" in run.stdout
-    assert (cells.stat().st_mtime_ns, cells.read_bytes()) == before
-    assert (run.output / "report.md").read_text() == report
+    files = [run.output / name for name in ("cells.jsonl", "report.md")]
+    before = files[0].stat().st_mtime_ns, [file.read_bytes() for file in files]
+    printed = run.start()
+    assert "kernels: 1 of 1 cells are there already" in printed
+    assert f"serving: {len(SUBJECTS)} of {len(SUBJECTS)} cells are there already" in printed
+    assert (files[0].stat().st_mtime_ns, [file.read_bytes() for file in files]) == before
 
 
 def test_a_round_of_own_cost_has_times_with_and_without_flexquant(tiny_merged):
     found = own_cost.measure(tiny_merged("llama") / "merged", "w4a16", Effort(1, 1, 1.0))
     (on,), (off,) = found["on_seconds"], found["off_seconds"]
     assert found["ratio"] == pytest.approx(on / off, rel=1e-3)
+
+
+def test_policies_take_turns_on_one_server(
+    tiny_merged: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, output = tmp_path / "trace.jsonl", tmp_path / "live.json"
+    options = json.dumps({"flexquant": {"policy": "phase", "trace": str(trace)}})
+    arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "256"]
+    command = ["--policy", "w8a8", "--policy", "w4a16", "--serving", "2x16+4", "--rounds", "3"]
+    with plugin_routes(), vllm_serve(tiny_merged() / "merged", *arguments) as url:
+        assert main(["policies", url, *command, "--output", str(output)]) == 0
+        printed = capsys.readouterr().out
+        assert main(["policies", url, *command[:2], *command[4:], "--output", str(output)]) == 1
+        assert "give --policy twice" in capsys.readouterr().err
+        assert main(["policies", f"{url}/nowhere", *command, "--output", str(output)]) == 1
+        assert "names no model" in capsys.readouterr().err
+    cells = json.loads(output.read_text())["cells"]["2x16+4"]
+    assert {name: len(rounds) for name, rounds in cells.items()} == {"w8a8": 3, "w4a16": 3}
+    assert all(
+        r["completed"] == 2 and r["total_output_tokens"] == 8 for found in cells.values() for r in found
+    )
+    assert "| 2x16+4 | `w4a16` |" in printed
+    plans = [record["plan"] for record in records_of(trace) if record.get("phase") == "decode"]
+    assert [plan for plan, _ in groupby(plans)] == ["w8a8", "w4a16", "w8a8", "w4a16"]
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="on a GPU a proof takes half an hour")
+def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> None:
+    output = tmp_path / "proof"
+    command = [sys.executable, "-m", "benchmarks", "prove", "tiny", "--minutes", "20"]
+    command += ["--commit", "0123456789ab", "--output", output, "--work", tmp_path / "work"]
+    done = programs.run(command, timeout=1500, environment=programs.newcomers_environment())
+    outcomes = read_outcomes(output / "tests.jsonl")
+    assert outcomes and {outcome["outcome"] for outcome in outcomes.values()} == {SKIPPED}
+    assert {o["reason"] for o in outcomes.values()} == {"needs an NVIDIA GPU"}
+    cells = read_cells(output)
+    assert not [cell["failure"] for cell in cells if "failure" in cell]
+    subjects = {cell["parameters"]["subject"] for cell in cells if cell["part"] == "serving"}
+    assert subjects == {"w8a8", "w8a8:again", "flexquant:phase-batch"}
+    assert [cell for cell in cells if cell["part"] == "kernels"]
+    steps = read_steps(output)
+    assert [step.name for step in STEPS] == list(steps)
+    assert {step["state"] for step in steps.values()} == {DONE}
+    proof = (output / PROOF).read_text()
+    assert proof in done.stdout
+    assert "\n! kernel     w4a16: " in proof or "\n  kernel     w4a16: " in proof
+    claims = [line for line in proof.splitlines() if line.startswith("| ") and "**" in line]
+    assert claims and all("**not shown**" in claim for claim in claims)
+    found = read_found(output)
+    assert {runner: list(prompts) for runner, prompts in found.first_tokens.items()} == {
+        runner: ["12 tokens"] for runner in ("V2", "V1")
+    }
+    assert {len(rounds) for policies in found.live.values() for rounds in policies.values()} == {1}
+    measured = [claim for claim in claims if "not measured" not in claim and "not run" not in claim]
+    assert sum("too few rounds" in claim for claim in measured) == 10
+    again = programs.run(command, timeout=300, environment=programs.newcomers_environment())
+    assert "== " not in again.stdout, "everything is done already"

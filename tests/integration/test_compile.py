@@ -21,6 +21,7 @@ from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import Answers, answers, engine, records_of
 from tests.integration.logprobs import distance
+from tests.policies import rules
 
 pytestmark = [
     pytest.mark.engine,
@@ -28,11 +29,7 @@ pytestmark = [
 ]
 
 LAYERED = "{default: w4a16, layers: {0: w8a8}}"
-LAYERED_ALWAYS = f"""
-schema: flexquant.policy/v1
-rules:
-  - use: {LAYERED}
-"""
+LAYERED_ALWAYS = rules(f"- use: {LAYERED}")
 SEVERAL = f"""
 schema: flexquant.policy/v1
 rules:
@@ -148,19 +145,23 @@ def answers_by_number(llm: Any) -> dict[int, Answers]:
 def run(
     folder: Path,
     cache: Path,
-    policy: Path | None = None,
-    mode: str = "",
+    policy: str | None = None,
+    as_gpu: bool = True,
     aot: bool | None = True,
     **options: Any,
 ) -> Run:
     """Start an engine that keeps what it compiles in ``cache``, and ask it.
 
-    ``aot``: whether vLLM compiles ahead of time; None leaves it to FlexQuant.
+    ``as_gpu``: whether it compiles as on a GPU. ``aot``: whether vLLM compiles ahead of time; None leaves it
+    to FlexQuant.
     """
     options = {"enforce_eager": False, **SIZES, **options}
+    cache.mkdir(exist_ok=True)
+    file = cache / "policy.yaml"  # vLLM's keys of compiled code contain its name
+    file.write_text(policy or "")
     with (
         pytest.MonkeyPatch.context() as patch,
-        as_on_a_gpu() if mode == "VLLM_COMPILE" else nullcontext(),
+        as_on_a_gpu() if as_gpu else nullcontext(),
         counting() as (before, after),
     ):
         patch.setenv("VLLM_CACHE_ROOT", str(cache))
@@ -168,7 +169,7 @@ def run(
         if aot is None:
             patch.delenv("VLLM_USE_AOT_COMPILE")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))  # vLLM sets it, and leaves it set
-        with engine(folder, policy and str(policy), **options) as llm:
+        with engine(folder, str(file) if policy else None, **options) as llm:
             by_number = answers_by_number(llm)
     return Run(by_number, before, after)
 
@@ -183,15 +184,6 @@ def folders_with(file: str, cache: Path) -> set[str]:
 @pytest.fixture(scope="module")
 def folder(tiny_merged):
     return tiny_merged(num_layers=2)
-
-
-@pytest.fixture(scope="module")
-def policies(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("policies")
-    texts = {"several": SEVERAL, "layered": LAYERED_ALWAYS}
-    for name, text in texts.items():
-        (folder / f"{name}.yaml").write_text(text)
-    return {name: folder / f"{name}.yaml" for name in texts}
 
 
 class Compiled(NamedTuple):
@@ -209,18 +201,18 @@ class Compiled(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def compiled(folder, policies, tmp_path_factory):
-    mode, caches = "VLLM_COMPILE", tmp_path_factory.mktemp("VLLM_COMPILE")
+def compiled(folder, tmp_path_factory):
+    caches = tmp_path_factory.mktemp("VLLM_COMPILE")
     trace = caches / "routes.jsonl"
 
     def start_several() -> Run:
         options = {"flexquant": {"trace": str(trace)}}
-        return run(folder / "merged", caches / "several", policies["several"], mode, **options)
+        return run(folder / "merged", caches / "several", SEVERAL, **options)
 
     several = start_several()
     routes = records_of(trace)[1:]
-    w8a8, w4a16 = (run(folder / name, caches / name, mode=mode) for name in ("w8a8", "w4a16"))
-    layered = run(folder / "merged", caches / "layered", policies["layered"], mode)
+    w8a8, w4a16 = (run(folder / name, caches / name) for name in ("w8a8", "w4a16"))
+    layered = run(folder / "merged", caches / "layered", LAYERED_ALWAYS)
     return Compiled(several, w8a8, w4a16, layered, routes, caches / "several", start_several)
 
 
@@ -245,15 +237,16 @@ def test_the_plans_themselves_differ(compiled):
 
 
 @pytest.fixture(scope="module")
-def eager(folder, policies, tmp_path_factory):
+def eager(folder):
     """Return the answers of ``several`` without compiling."""
-    return run(folder / "merged", tmp_path_factory.mktemp("eager"), policies["several"], enforce_eager=True)
+    with engine(folder / "merged", SEVERAL, **SIZES) as llm:
+        return answers_by_number(llm)
 
 
 def test_a_plan_that_takes_over_reads_the_kv_cache_of_the_one_before(compiled, eager):
     switching, w8a8 = compiled.several.answers[4], compiled.w8a8.answers[4]
     assert [steps[0] for _, steps in switching] == [steps[0] for _, steps in w8a8], "prefill is w8a8's"
-    to_eager, to_w8a8 = (distance(switching, other, SECOND) for other in (eager.answers[4], w8a8))
+    to_eager, to_w8a8 = (distance(switching, other, SECOND) for other in (eager[4], w8a8))
     assert to_eager < to_w8a8 / 2, "decode is not"
 
 
@@ -279,11 +272,9 @@ def test_a_second_start_loads_every_plan_and_answers_the_same(compiled):
 
 
 @pytest.mark.full
-def test_without_aot_artefacts_each_plan_finds_its_own_pieces(compiled, folder, policies, tmp_path):
+def test_without_aot_artefacts_each_plan_finds_its_own_pieces(compiled, folder, tmp_path):
     """vLLM then keeps compiled pieces by folder and index, whatever they compute."""
-    cold, warm = (
-        run(folder / "merged", tmp_path, policies["several"], "VLLM_COMPILE", aot=False) for _ in range(2)
-    )
+    cold, warm = (run(folder / "merged", tmp_path, SEVERAL, aot=False) for _ in range(2))
     assert cold.answers == warm.answers == compiled.several.answers
     assert folders_with("vllm_compile_cache.py", tmp_path) == TAGS
     pieces = cold.before_kv_cache["num_backend_compilations"]
@@ -294,21 +285,12 @@ def test_without_aot_artefacts_each_plan_finds_its_own_pieces(compiled, folder, 
     assert not any(cold.after_kv_cache.values()) and not any(warm.after_kv_cache.values())
 
 
-LAYERED_DECODE = f"""
-schema: flexquant.policy/v1
-rules:
-  - when: {{phase: decode}}
-    use: {LAYERED}
-  - use: w4a16
-"""
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("aot", [True, False])
 def test_a_checkpoint_merged_again_with_another_scheme_runs_none_of_the_old_code(aot, tmp_path):
     """The plans keep their names, the folder its own and the last layer its variant: one scheme changes."""
-    policy, merged, cache = tmp_path / "policy.yaml", tmp_path / "merged", tmp_path / "cache"
-    policy.write_text(LAYERED_DECODE)
+    policy = rules(f"- {{when: {{phase: decode}}, use: {LAYERED}}}", "- use: w4a16")
+    merged, cache = tmp_path / "merged", tmp_path / "cache"
     w4a16 = make_checkpoint(tmp_path / "w4a16", scheme="w4a16")
     others = {
         "int8": make_checkpoint(tmp_path / "int8", scheme="w8a8"),
@@ -317,7 +299,7 @@ def test_a_checkpoint_merged_again_with_another_scheme_runs_none_of_the_old_code
 
     def answers_of(scheme: str, cache: Path) -> dict[int, Answers]:
         merge_checkpoints({"w8a8": others[scheme], "w4a16": w4a16}, merged, overwrite=True)
-        return run(merged, cache, policy, "VLLM_COMPILE", aot).answers
+        return run(merged, cache, policy, aot=aot).answers
 
     old = answers_of("int8", cache)
     again, alone = answers_of("int4", cache), answers_of("int4", tmp_path / "another-cache")
@@ -325,43 +307,17 @@ def test_a_checkpoint_merged_again_with_another_scheme_runs_none_of_the_old_code
     assert again != old, "otherwise the line above would show nothing"
 
 
-@pytest.fixture(scope="module")
-def on_a_cpu(folder, policies, tmp_path_factory):
-    """Return two runs of ``several`` under DYNAMO_TRACE_ONCE, a CPU's default, and the first run's trace."""
-    cache = tmp_path_factory.mktemp("DYNAMO_TRACE_ONCE")
-    cold, warm = (
-        run(
-            folder / "merged",
-            cache,
-            policies["several"],
-            aot=None,
-            flexquant={"trace": str(cache / f"{start}.jsonl")},
-        )
-        for start in ("cold", "warm")
-    )
-    return cold, warm, records_of(cache / "cold.jsonl")[1:]
-
-
 @pytest.mark.full
-def test_a_cpu_compiles_every_plan_once_and_finds_it_at_the_next_start(on_a_cpu):
-    cold, warm, _ = on_a_cpu
-    assert cold.before_kv_cache["fxgraph_cache_miss"] == len(PLANS)
-    assert cold.before_kv_cache["fxgraph_cache_hit"] == 0
-    assert warm.before_kv_cache["fxgraph_cache_hit"] == len(PLANS)
-    assert warm.before_kv_cache["fxgraph_cache_miss"] == 0
-    assert not any(cold.after_kv_cache.values()), cold.after_kv_cache
-    assert not any(warm.after_kv_cache.values()), warm.after_kv_cache
-    assert warm.answers == cold.answers
-
-
-@pytest.mark.full
-def test_on_a_cpu_every_plan_computes_what_it_does_elsewhere(on_a_cpu, folder, eager, tmp_path):
-    several, _, routes = on_a_cpu
-    assert {(r["sequences"], r["phase"]): r["plan"] for r in routes} == PLAN
-    w8a8 = run(folder / "w8a8", tmp_path / "w8a8", aot=False)
+def test_on_a_cpu_every_plan_computes_what_it_does_elsewhere(folder, eager, tmp_path):
+    """Under DYNAMO_TRACE_ONCE, a CPU's default. test_compile_state asks which code the next start finds."""
+    options = {"as_gpu": False, "aot": None}
+    several = run(folder / "merged", tmp_path / "several", SEVERAL, **options)
+    assert several.before_kv_cache["fxgraph_cache_miss"] == len(PLANS)
+    assert not any(several.after_kv_cache.values()), several.after_kv_cache
+    w8a8 = run(folder / "w8a8", tmp_path / "w8a8", **options)
     assert several.answers[3] == w8a8.answers[3]
     for number in (1, 2, 4):
         to_eager, to_w8a8 = (
-            distance(several.answers[number], other.answers[number], SECOND) for other in (eager, w8a8)
+            distance(several.answers[number], other[number], SECOND) for other in (eager, w8a8.answers)
         )
         assert to_eager < to_w8a8 / 2, number

@@ -1,25 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What vLLM's users combine with a model, together with plans that change; COMPOSITION.md lists all of it."""
+"""What vLLM's users combine with a model, together with plans that change; COMPOSITION.md lists all of it.
+
+Prefix caching and chunked prefill come last: routes change between writing and reading the KV cache.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from openai import OpenAI
+import torch
 
-from examples.vllm_server import vllm_serve
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import answers, check_variants, engine, generate, records_of
+from tests.integration.conftest import (
+    answers,
+    check_variants,
+    engine,
+    every_plan_of,
+    generate,
+    records_of,
+    take_policy,
+)
+from tests.integration.live_server import Live
+from tests.integration.logprobs import distance
 
 pytestmark = pytest.mark.engine
 
@@ -78,18 +88,12 @@ def test_structured_output_and_prompt_embeddings(folder: Path, alone: Any, tmp_p
         parameters = SamplingParams(temperature=0, max_tokens=12, structured_outputs=constrained)
         texts = [output.outputs[0].text for output in llm.generate(PROMPTS, parameters, use_tqdm=False)]
         ids = llm.get_tokenizer()(PROMPTS[0])["input_ids"]
-        (embeds,) = llm.apply_model(lambda model: model.embed_input_ids(_tensor(ids)).detach().clone())
+        (embeds,) = llm.apply_model(lambda model: model.embed_input_ids(torch.tensor(ids)).detach().clone())
         (embedded,) = answers(llm, [{"prompt_embeds": embeds}], **SAMPLING)
     assert all(re.fullmatch(pattern, text) for text in texts), texts
     assert embedded[0] == alone.answers[0][0][0]
     plans = {(p["phase"] == "decode", p["plan"]) for p in records_of(trace)[1:]}
     assert plans == {(False, "w8a8"), (True, "w4a16")}
-
-
-def _tensor(ids: list[int]) -> Any:
-    import torch
-
-    return torch.tensor(ids)
 
 
 @pytest.mark.full
@@ -108,50 +112,9 @@ def test_long_context(tmp_path: Path) -> None:
     assert [p["plan"] for p in served[-1].passes] == ["w8a8"] * (LONG // 4096) + ["w4a16"] * (12 - 1)
 
 
-@pytest.mark.full
-def test_async_llm(folder: Path, alone: Any) -> None:
-    from vllm import AsyncEngineArgs, SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    additional = {"flexquant": {"policy": "phase"}}
-    arguments = AsyncEngineArgs(
-        str(folder / "merged"), enforce_eager=True, seed=0, additional_config=additional, **OPTIONS
-    )
-
-    async def ask() -> list[list[int]]:
-        llm = AsyncLLM.from_engine_args(arguments)
-        try:
-            parameters = SamplingParams(temperature=0, **SAMPLING)
-
-            async def one(number: int, prompt: str) -> list[int]:
-                async for output in llm.generate(prompt, parameters, request_id=str(number)):
-                    tokens = list(output.outputs[0].token_ids)
-                return tokens
-
-            return [await one(number, prompt) for number, prompt in enumerate(PROMPTS)]
-        finally:
-            llm.shutdown()
-
-    found = asyncio.run(ask())
-    (one_by_one,) = generate(
-        folder / "merged", ["phase"], *([prompt] for prompt in PROMPTS), sampling=SAMPLING, **OPTIONS
-    )
-    assert found == [batch[0][0] for batch in one_by_one.answers]
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    template = tmp_path_factory.mktemp("template") / "chat.jinja"
-    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    arguments = ["--enforce-eager", "--max-model-len", "512", "--served-model-name", "tiny"]
-    arguments += ["--chat-template", str(template), "--chat-template-content-format", "string"]
-    with vllm_serve(folder / "merged", *arguments) as url:
-        yield url
-
-
-def test_every_route_gives_the_same_answer(server: str) -> None:
+def test_every_route_gives_the_same_answer(live: Live) -> None:
     """The routes are completions, chat, OpenAI's responses and Anthropic's messages."""
-    client = OpenAI(base_url=server, api_key="none")
+    client = live.client()
     question, greedy = "What is the capital of Peru?", {"temperature": 0}
     expected = (
         client.completions.create(model="tiny", prompt=question, max_tokens=12, **greedy).choices[0].text
@@ -160,21 +123,71 @@ def test_every_route_gives_the_same_answer(server: str) -> None:
     chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, **greedy)
     responses = client.responses.create(model="tiny", input=question, max_output_tokens=12, **greedy)
     body = {"model": "tiny", "max_tokens": 12, "messages": messages, **greedy}
-    request = urllib.request.Request(
-        f"{server}/messages", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        anthropic = json.load(reply)
+    anthropic: Any = client.post("/messages", body=body, cast_to=object)
     assert expected
     assert chat.choices[0].message.content == expected
     assert responses.output_text == expected
     assert anthropic["content"][0]["text"] == expected
 
 
-def test_an_image_is_refused_and_the_server_goes_on(server: str) -> None:
-    client = OpenAI(base_url=server, api_key="none")
+def test_an_image_is_refused_and_the_server_goes_on(live: Live) -> None:
+    client = live.client()
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
     messages: Any = [{"role": "user", "content": [image]}]
     with pytest.raises(openai.BadRequestError, match="multimodal"):
         client.chat.completions.create(model="tiny", messages=messages, max_tokens=2)
     assert client.completions.create(model="tiny", prompt="a", max_tokens=2).choices
+
+
+PREFIX = "The harbour was quiet that morning, and the fishermen mended their nets by the wall. " * 9
+CONTINUED = [PREFIX + "At noon the wind", PREFIX + "In the evening the children"]
+CACHED = {"enable_prefix_caching": True, "max_num_batched_tokens": 128, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="module")
+def asked(folder, tmp_path_factory):
+    """Return the answers to the second prompt, and their passes, by what the cache held before.
+
+    The cache held ``nothing``; the prefix as ``phase`` writes it (``own``); or as ``w4a16`` does (``other``,
+    and ``apart``, where the request has a salt of its own).
+    """
+    union, trace = every_plan_of(["phase", "w4a16"]), tmp_path_factory.mktemp("caching") / "trace.jsonl"
+    found, lengths = {}, [1]
+    with engine(folder / "merged", union, flexquant={"trace": str(trace)}, **CACHED) as llm:
+        writers = {"nothing": None, "own": "phase", "other": "w4a16", "apart": "w4a16"}
+        for held, writer in writers.items():
+            take_policy(llm, writer or "phase")
+            if writer:
+                answers(llm, CONTINUED[:1])
+            take_policy(llm, "phase", empty_cache=False)
+            lengths.append(len(records_of(trace)))
+            salted = [{"prompt": CONTINUED[1], "cache_salt": "its own"}]
+            found[held] = answers(llm, salted if held == "apart" else CONTINUED[1:])
+            lengths.append(len(records_of(trace)))
+    passes = [records_of(trace)[first:last] for first, last in pairwise(lengths)][1::2]
+    return found, dict(zip(found, passes, strict=True))
+
+
+def test_a_cached_prefix_is_not_prefilled_again(asked):
+    _, passes = asked
+    prefilled = {
+        held: sum(p["tokens"] for p in taken if p["phase"] == "prefill") for held, taken in passes.items()
+    }
+    assert prefilled["nothing"] > 2 * CACHED["max_num_batched_tokens"], "in several chunks"
+    assert prefilled["own"] == prefilled["other"] < prefilled["nothing"] / 2
+    assert prefilled["apart"] == prefilled["nothing"]
+    for taken in passes.values():
+        assert {(p["phase"], p["plan"]) for p in taken} == {("prefill", "w8a8"), ("decode", "w4a16")}
+
+
+def test_what_a_plan_wrote_another_reads_as_if_it_had_just_been_written(asked):
+    """Chunks that end elsewhere round otherwise; keys and values of other weights differ by far more."""
+    found, _ = asked
+    own, other = (distance(found["nothing"], found[held]) for held in ("own", "other"))
+    print(f"Mean distance in nats from an empty cache's answer: own {own:.4f}, other {other:.4f}")
+    assert own < other / 4
+
+
+def test_a_request_with_a_salt_of_its_own_reads_nothing_that_another_plan_wrote(asked):
+    found, _ = asked
+    assert found["apart"] == found["nothing"]

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from flexquant.merge import merge_checkpoints
 from tests import programs
 from tests.checkpoints import make_checkpoint
+from tests.policies import rules
 
 pytestmark = [
     pytest.mark.engine,
@@ -30,17 +31,11 @@ HIDDEN, INTERMEDIATE, GROUP = 512, 1024, 64
 LAYER = "model.layers.0.mlp.down_proj"
 OUTLIER, OTHERS = 300.0, 0.5
 """The largest input, and the scale of the others, which INT8 rounds to zero beside it."""
-POLICY = """
-schema: flexquant.policy/v1
-derive:
-  w4a8: {from: w4a16, activations: int8}
-rules:
-  - when: {phase: decode, batch_size: {max: 2}}
-    use: w4a16
-  - when: {phase: decode}
-    use: w4a8
-  - use: w8a8
-"""
+POLICY = "derive: {w4a8: {from: w4a16, activations: int8}}\n" + rules(
+    "- {when: {phase: decode, batch_size: {max: 2}}, use: w4a16}",
+    "- {when: {phase: decode}, use: w4a8}",
+    "- use: w8a8",
+)
 SERVE = f"""
 import json, sys
 import torch
@@ -53,10 +48,11 @@ def outputs(model):
     found = {{name: layer(x)[0].tolist() for name, layer in layers.items()}}
     return {{"outputs": found, "kernels": status_of(model)["kernels"]}}
 
-with engine.engine(sys.argv[1], max_model_len=128, flexquant={{"policy": sys.argv[3]}}) as llm:
+options = {{"max_model_len": 128, "enforce_eager": sys.argv[4] == "eager"}}
+with engine.engine(sys.argv[1], flexquant={{"policy": sys.argv[3]}}, **options) as llm:
     (found,) = llm.apply_model(outputs)
     found["answers"] = [output.outputs[0].text for output in llm.generate(["a", "b"], use_tqdm=False)]
-    with open(sys.argv[4], "w") as file:
+    with open(sys.argv[5], "w") as file:
         json.dump(found, file)
 """
 
@@ -89,26 +85,33 @@ def has_zentorch() -> bool:
     return "AuthenticAMD" in cpu and "avx512" in cpu and ZENTORCH.is_dir()
 
 
-@pytest.fixture(scope="module", params=["without zentorch", "with zentorch"])
+def in_a_process(program: str, *arguments: object, work: Path, zentorch: bool, **variables: str) -> Any:
+    """Return what a program writes into its last argument: vLLM's platform depends on what is installed."""
+    environment, reply = programs.newcomers_environment() | variables, work / "reply.json"
+    environment |= {"VLLM_CACHE_ROOT": str(work / "cache"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if zentorch:
+        paths = filter(None, [str(ZENTORCH), environment.get("PYTHONPATH")])
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [sys.executable, "-c", program, *arguments, reply]
+    programs.run(command, timeout=400, environment=environment)
+    return json.loads(reply.read_text())
+
+
+@pytest.fixture(
+    scope="module", params=["eager", pytest.param("compiled", marks=pytest.mark.full), "with zentorch"]
+)
 def served(request, checkpoints) -> Served:
-    """Return what an engine in a process of its own says: vLLM's platform depends on what is installed."""
-    environment = programs.newcomers_environment()
-    environment |= {"VLLM_CACHE_ROOT": str(checkpoints / "cache"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if request.param == "with zentorch":
-        if not has_zentorch():
-            pytest.skip("AMD's zentorch is for Zen 4 and later; 'make test' installs it there")
-        # Without these two of vLLM's W4A16 kernels, the one that computes W4A8 is left.
-        environment["VLLM_DISABLED_KERNELS"] = "TorchCPUInt4LinearKernel,CPUWNA16LinearKernel"
-        environment["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(ZENTORCH), environment.get("PYTHONPATH")])
-        )
-    reply = checkpoints / f"{request.param}.json"
-    arguments = [checkpoints / "merged", checkpoints / "x.pt", checkpoints / "policy.yaml", reply]
-    programs.run([sys.executable, "-c", SERVE, *arguments], timeout=400, environment=environment)
-    found = json.loads(reply.read_text())
+    zentorch = request.param == "with zentorch"
+    if zentorch and not has_zentorch():
+        pytest.skip("AMD's zentorch is for Zen 4 and later; 'make test' installs it there")
+    files = [checkpoints / name for name in ("merged", "x.pt", "policy.yaml")]
+    # Without these two of vLLM's W4A16 kernels, the one that computes W4A8 is left.
+    disabled = "TorchCPUInt4LinearKernel,CPUWNA16LinearKernel"
+    variables = {"VLLM_DISABLED_KERNELS": disabled} if zentorch else {}
+    found = in_a_process(SERVE, *files, request.param, work=checkpoints, zentorch=zentorch, **variables)
     assert len(found["answers"]) == 2
     outputs = {name: torch.tensor(rows).double() for name, rows in found["outputs"].items()}
-    return Served(outputs, found["kernels"], request.param == "with zentorch")
+    return Served(outputs, found["kernels"], zentorch)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ import pytest
 
 from examples.vllm_server import ProcessGroup, free_port
 from tests import programs
-from tests.integration.live_server import Live
+from tests.integration.live_server import Live, complete
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
@@ -87,15 +87,9 @@ def test_every_query_of_every_panel_returns_data(live: Live, tmp_path: Path) -> 
         prometheus(urllib.parse.urlsplit(live.url).netloc, tmp_path) as server,
         ThreadPoolExecutor(1) as pool,
     ):
-
-        def complete() -> None:
-            live.client().completions.create(
-                model="tiny", prompt=list(range(10, 30)), max_tokens=8, extra_body={"ignore_eos": True}
-            )
-
         deadline = time.monotonic() + PATIENCE
         while missing and time.monotonic() < deadline:
-            answered = pool.submit(complete)
+            answered = pool.submit(complete, live.client(), list(range(10, 30)), 8)
             missing = [(panel, query) for panel, query in missing if not ask(server, query)]
             answered.result()
     assert not missing

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import pytest
 from openai import OpenAI
 
 from examples.disaggregated.run import BLOCK, PROMPTS, TOKENS
-from examples.vllm_server import ProcessGroup, free_port, vllm_serve
+from examples.vllm_server import ProcessGroup, free_port
 from tests import programs
 from tests.integration.conftest import engine
+from tests.integration.live_server import KEY, Live
 
 pytestmark = pytest.mark.engine
 
@@ -52,30 +55,25 @@ def test_two_servers_give_the_tokens_of_one(
         assert sum(found["weights_mib"][server].values()) == pytest.approx(expected, abs=0.11), server
 
 
-@pytest.fixture(scope="module")
-def server(tiny_merged: Callable[..., Path]) -> Iterator[str]:
-    """Yield one server that takes both parts, without a connector: a proxy treats its answers alike."""
-    merged = tiny_merged() / "merged"
-    with vllm_serve(
-        merged, "--enforce-eager", "--max-model-len", "256", "--served-model-name", "tiny"
-    ) as url:
-        yield url.removesuffix("/v1")
-
-
 @contextmanager
 def proxy(prefill: str, decode: str, log: Path) -> Iterator[OpenAI]:
-    port = free_port()
-    command = [sys.executable, str(FOLDER / "proxy.py"), "--port", str(port)]
+    """Yield a client of a proxy. In tests one server takes both parts: the proxy treats its answers alike."""
+    address = "127.0.0.1", free_port()
+    command = [sys.executable, str(FOLDER / "proxy.py"), "--port", str(address[1])]
     running = ProcessGroup([*command, "--prefill", prefill, "--decode", decode], log, {})
     try:
-        yield OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=5, timeout=60)
+        while running.exit_code() is None:
+            with suppress(OSError), socket.create_connection(address):
+                break
+            time.sleep(0.1)
+        yield OpenAI(base_url=f"http://127.0.0.1:{address[1]}/v1", api_key=KEY, max_retries=0, timeout=60)
     finally:
         running.stop()
 
 
-def test_a_stream_and_a_refusal_pass_through(server: str, tmp_path: Path) -> None:
+def test_a_stream_and_a_refusal_pass_through(live: Live, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": [7, 8, 9], "max_tokens": 12, "temperature": 0}
-    with proxy(server, server, tmp_path / "log") as client:
+    with proxy(live.url, live.url, tmp_path / "log") as client:
         whole = client.completions.create(**asked, extra_body={"ignore_eos": True})
         stream = client.completions.create(**asked, extra_body={"ignore_eos": True}, stream=True)
         parts = [chunk.choices[0].text for chunk in stream]
@@ -90,9 +88,9 @@ def test_a_stream_and_a_refusal_pass_through(server: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("gone", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
-def test_a_server_that_is_gone_is_named(gone: str, server: str, tmp_path: Path) -> None:
+def test_a_server_that_is_gone_is_named(gone: str, live: Live, tmp_path: Path) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
-    urls = {"prefill": server, "decode": server} | {gone: nobody}
+    urls = {"prefill": live.url, "decode": live.url} | {gone: nobody}
     refused = pytest.raises(openai.InternalServerError, match=nobody)
     with proxy(urls["prefill"], urls["decode"], tmp_path / "log") as client, refused:
         client.completions.create(model="tiny", prompt=[7, 8, 9], max_tokens=2)

@@ -25,6 +25,7 @@ from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
 from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
 from tests.checkpoints import EXPERTS, make_checkpoint
 from tests.integration.conftest import answers, engine
+from tests.policies import rules
 from tests.programs import run
 
 LENGTH = ["--max-model-len", "256"]
@@ -41,20 +42,9 @@ LARGE = {
 """SmolLM2-135M's sizes, apart from the number of layers."""
 BY_NAME = ["auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy"]
 """Load formats whose loaders give a model named tensors, or none."""
-FOUR_TWICE = """
-schema: flexquant.policy/v1
-derive:
-  w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}
-rules:
-  - when: {phase: decode}
-    use: w4a16
-  - use: {default: w8a8, layers: {"4-5": w8a8-from-int4}}
-"""
-
-
-@pytest.fixture
-def merged(tiny_merged) -> Path:
-    return tiny_merged() / "merged"
+FOUR_TWICE = "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}}\n" + rules(
+    "- {when: {phase: decode}, use: w4a16}", '- use: {default: w8a8, layers: {"4-5": w8a8-from-int4}}'
+)
 
 
 def findings(folder: Path, *arguments: str) -> dict[str, list[Finding]]:
@@ -67,19 +57,14 @@ def findings(folder: Path, *arguments: str) -> dict[str, list[Finding]]:
 
 def kernels_of(model: Any) -> dict[str, set[tuple[str, int, int, str]]]:
     """Return the name, inputs, outputs and kernel of every linear layer of each variant, as served."""
-    return {
-        name: {
-            (
-                layer_name.rsplit(".", 1)[-1],
-                layer.input_size_per_partition,
-                layer.output_size_per_partition,
-                type(layer.scheme.kernel).__name__,
-            )
-            for layer_name, layer in variant.named_modules()
-            if hasattr(layer, "scheme")
-        }
-        for name, variant in model.variants.items()
-    }
+    found: dict[str, set[tuple[str, int, int, str]]] = {}
+    for variant, module in model.variants.items():
+        for name, layer in module.named_modules():
+            if hasattr(layer, "scheme"):
+                sizes = layer.input_size_per_partition, layer.output_size_per_partition
+                shape = name.rsplit(".", 1)[-1], *sizes, type(layer.scheme.kernel).__name__
+                found.setdefault(variant, set()).add(shape)
+    return found
 
 
 @pytest.mark.engine
@@ -187,17 +172,13 @@ def mebibytes(text: str) -> dict[str, float]:
     return {name: float(size) for name, size in found}
 
 
-def test_tensor_parallel_ranks_have_their_share_of_every_shape(merged):
+def test_ranks_have_their_share_of_every_shape_or_of_the_layers(merged):
     whole, half = findings(merged), findings(merged, "--tensor-parallel-size", "2")
     for one, two in zip(whole["kernel"], half["kernel"], strict=True):
         for a, b in zip(one.details["shapes"], two.details["shapes"], strict=True):
             assert a["inputs"] * a["outputs"] == 2 * b["inputs"] * b["outputs"], a["name"]
     assert half["memory"][0].details["bytes_per_token"] * 2 == whole["memory"][0].details["bytes_per_token"]
-
-
-def test_the_first_pipeline_parallel_rank_holds_its_layers(merged):
-    half = findings(merged, "--pipeline-parallel-size", "2")
-    for finding in half["kernel"]:
+    for finding in findings(merged, "--pipeline-parallel-size", "2")["kernel"]:
         assert sum(shape["layers"] for shape in finding.details["shapes"]) == 4 * 2
 
 
@@ -239,16 +220,14 @@ def test_experts_are_no_attention_layers(tiny_merged):
 
 def test_too_little_memory(merged, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4000")
-    (memory,) = findings(merged, *([] if current_platform.is_cpu() else ["--kv-cache-memory-bytes", "4e12"]))[
-        "memory"
-    ]
+    options = [] if current_platform.is_cpu() else ["--kv-cache-memory-bytes", "4e12"]
+    (memory,) = findings(merged, *options)["memory"]
     assert memory.level == "problem" and "--max-model-len" in memory.text
 
 
 def test_the_command_tells_a_folder_that_is_no_checkpoint(tmp_path, merged):
     command = [str(Path(sys.executable).parent / "flexquant"), "doctor"]
-    broken = tmp_path / "broken"
-    shutil.copytree(merged, broken)
+    broken = shutil.copytree(merged, tmp_path / "broken")
     (broken / "config.json").write_text("{")
     done = run([*command, str(broken), "--json"], timeout=120, status=1)
     result = json.loads(done.stdout.splitlines()[-1])

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from vllm import LLM, SamplingParams
 
 from flexquant.checkpoint.built_model import load_tokenizer
 from flexquant.cli import main
@@ -17,7 +19,7 @@ from flexquant.evaluation.inputs import Settings, read_rows
 from flexquant.evaluation.measure import decode_forced, engine_options
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import engine, every_plan_of, take_policy
+from tests.integration.conftest import engine
 from tests.policies import THRESHOLD
 
 pytestmark = pytest.mark.engine
@@ -60,53 +62,9 @@ def results(document: dict) -> dict[tuple[str, int], dict]:
 
 def prompt_nll(llm, row: list[int]) -> list[float]:
     """Return the negative log-likelihoods of a row's tokens but the first, from one prefill of the row."""
-    from vllm import SamplingParams
-
     parameters = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     (output,) = llm.generate([{"prompt_token_ids": row}], parameters, use_tqdm=False)
     return [-step[token].logprob for token, step in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
-
-
-def test_forced_decoding_scores_as_a_prefill_of_the_same_tokens(model, text, tmp_path):
-    """Rows have different lengths and do not all fit into a batch: rows end, move up and begin meanwhile."""
-    from vllm import SamplingParams
-
-    settings = Settings(batch_sizes=(1,), samples=7, prompt_tokens=PROMPT, tokens=TOKENS)
-    rows = read_rows(text, load_tokenizer(model), settings)
-    lengths = [24, 3, 11, 1, 17, 8, 20]
-    rows = [row[: PROMPT + length] for row, length in zip(rows, lengths, strict=True)]
-    files = [tmp_path / f"{i}.npz" for i in range(len(rows))]
-    parameters = [
-        SamplingParams(
-            max_tokens=len(row) - PROMPT,
-            ignore_eos=True,
-            extra_args={"flexquant_evaluation": {"forced": row[PROMPT:], "scores": str(file)}},
-        )
-        for row, file in zip(rows, files, strict=True)
-    ]
-    options = engine_options(3, PROMPT, max_model_len=PROMPT + TOKENS + 1)
-    with engine(model, dtype="float32", **options) as llm:
-        outputs = llm.generate([{"prompt_token_ids": r[:PROMPT]} for r in rows], parameters, use_tqdm=False)
-        expected = [prompt_nll(llm, row)[PROMPT - 1 :] for row in rows]
-    assert [list(output.outputs[0].token_ids) for output in outputs] == [row[PROMPT:] for row in rows]
-    for file, nll in zip(files, expected, strict=True):
-        assert np.load(file)["nll"] == pytest.approx(nll, abs=1e-3)
-    assert np.ptp(np.concatenate(expected)) > 1  # rows and positions can be told apart
-
-
-def test_a_model_does_not_diverge_from_itself(model, text, tmp_path):
-    settings = Settings(batch_sizes=(2,), samples=4, prompt_tokens=PROMPT, tokens=TOKENS)
-    rows = read_rows(text, load_tokenizer(model), settings)
-    with engine(model, **engine_options(2, PROMPT, max_model_len=PROMPT + TOKENS)) as llm:
-        stored = decode_forced(llm, rows, PROMPT, 2, tmp_path / "first", store_in=tmp_path / "stored")
-        compared = decode_forced(llm, rows, PROMPT, 2, tmp_path / "again", compare_with=tmp_path / "stored")
-    log_probs = np.load(tmp_path / "stored" / "3.npy")
-    assert log_probs.shape == (TOKENS, 320)
-    assert np.exp(log_probs.astype(np.float64)).sum(axis=1) == pytest.approx(1, abs=1e-5)
-    assert stored.kl is None
-    assert compared.kl is not None and np.abs(compared.kl).max() < 1e-6
-    assert compared.same_top is not None and compared.same_top.all()
-    assert compared.nll == pytest.approx(stored.nll)
 
 
 def test_every_policy_ran_the_passes_it_was_meant_to(evaluation):
@@ -194,31 +152,48 @@ def test_qwen2_with_variants_of_other_names_without_a_reference(tiny_merged, tex
     assert all(r["quality"]["mean_kl"] is None and r["answers"] is None for r in found.values())
 
 
-LAYERED = """
-schema: flexquant.policy/v1
-rules:
-  - use: {default: w4a16, layers: {"0-14": w8a8}}
-"""
-POLICIES = {"w8a8": "w8a8", "w4a16": "w4a16", "phase": "phase", "layered": LAYERED}
-BATCH = 8
-SETTINGS = Settings(batch_sizes=(BATCH,), samples=8, prompt_tokens=96, tokens=24)
+@pytest.fixture(scope="module")
+def exact(model) -> Iterator[LLM]:
+    """Yield an engine in 32 bit for the two tests below."""
+    options = engine_options(3, PROMPT, max_model_len=PROMPT + TOKENS + 1)
+    with engine(model, dtype="float32", **options) as llm:
+        yield llm
 
 
-def test_mixed_policies_lie_between_the_pure_ones(real_model, real_merged, text, tmp_path):
-    """On a real model and text."""
-    union, reference = tmp_path / "union.yaml", tmp_path / "reference"
-    union.write_text(every_plan_of(list(POLICIES.values())))
-    rows = read_rows(text, load_tokenizer(real_model), SETTINGS)
-    prompt = SETTINGS.prompt_tokens
-    options = engine_options(BATCH, prompt, max_model_len=SETTINGS.row_tokens)
-    with engine(real_model, **options) as llm:
-        decode_forced(llm, rows, prompt, BATCH, tmp_path / "scores", store_in=reference)
-    kl = {}
-    with engine(real_merged, str(union), **options) as llm:
-        for name, policy in POLICIES.items():
-            take_policy(llm, policy)
-            scores = decode_forced(llm, rows, prompt, BATCH, tmp_path / name, compare_with=reference)
-            kl[name] = np.mean(scores.kl)
-    print(f"KL to 16 bit in nats: {kl}")
-    assert 0 < kl["w8a8"] < kl["layered"] < kl["w4a16"]
-    assert 0 < kl["w8a8"] < kl["phase"] < kl["w4a16"]
+def rows_of(text: Path, model: Path, samples: int) -> list[list[int]]:
+    settings = Settings(batch_sizes=(1,), samples=samples, prompt_tokens=PROMPT, tokens=TOKENS)
+    return read_rows(text, load_tokenizer(model), settings)
+
+
+def test_forced_decoding_scores_as_a_prefill_of_the_same_tokens(exact, model, text, tmp_path):
+    """Rows have different lengths and do not all fit into a batch: rows end, move up and begin meanwhile."""
+    lengths = [24, 3, 11, 1, 17, 8, 20]
+    rows = [row[: PROMPT + n] for row, n in zip(rows_of(text, model, len(lengths)), lengths, strict=True)]
+    files = [tmp_path / f"{i}.npz" for i in range(len(rows))]
+    parameters = [
+        SamplingParams(
+            max_tokens=len(row) - PROMPT,
+            ignore_eos=True,
+            extra_args={"flexquant_evaluation": {"forced": row[PROMPT:], "scores": str(file)}},
+        )
+        for row, file in zip(rows, files, strict=True)
+    ]
+    outputs = exact.generate([{"prompt_token_ids": r[:PROMPT]} for r in rows], parameters, use_tqdm=False)
+    expected = [prompt_nll(exact, row)[PROMPT - 1 :] for row in rows]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [row[PROMPT:] for row in rows]
+    for file, nll in zip(files, expected, strict=True):
+        assert np.load(file)["nll"] == pytest.approx(nll, abs=1e-3)
+    assert np.ptp(np.concatenate(expected)) > 1  # rows and positions can be told apart
+
+
+def test_a_model_does_not_diverge_from_itself(exact, model, text, tmp_path):
+    rows, stored_in = rows_of(text, model, 4), tmp_path / "stored"
+    stored = decode_forced(exact, rows, PROMPT, 2, tmp_path / "first", store_in=stored_in)
+    compared = decode_forced(exact, rows, PROMPT, 2, tmp_path / "again", compare_with=stored_in)
+    log_probs = np.load(stored_in / "3.npy")
+    assert log_probs.shape == (TOKENS, 320)
+    assert np.exp(log_probs.astype(np.float64)).sum(axis=1) == pytest.approx(1, abs=1e-5)
+    assert stored.kl is None
+    assert compared.kl is not None and np.abs(compared.kl).max() < 1e-6
+    assert compared.same_top is not None and compared.same_top.all()
+    assert compared.nll == pytest.approx(stored.nll)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from tests import programs
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import generate
+from tests.integration.conftest import generate, records_of
 
 EXAMPLES = programs.ROOT / "examples"
 PROMPTS = ["The capital of France is", "The largest planet of the solar system is"]
@@ -126,7 +126,7 @@ def test_demo_serves_each_precision_and_charts_what_it_measured(tiny_merged, tmp
         longest, largest = max(found.values())
         assert all(abs(bar - number / largest * longest) <= 2 for bar, number in found.values())
 
-    passes = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
+    passes = records_of(trace)[1:]
     lines = output.splitlines()
     drawn = {
         kind: "".join(line.split(maxsplit=1)[1] for line in lines if re.match(rf"{kind} +\S+$", line))
@@ -174,32 +174,18 @@ def make_tasks(folder: Path) -> None:
         {"text": f"{s}.\n{s}.\n{s}.\n{s.removesuffix(end)}", "ends": ends, "label": label, "end": end}
         for label, (s, end) in enumerate(zip(SENTENCES, ends, strict=True))
     ]
+    mean = {"aggregation": "mean", "higher_is_better": True}
+    asked = {"doc_to_text": "{{text}}", "doc_to_choice": "{{ends}}", "doc_to_target": "label"}
     task(
-        "choose_the_end",
-        rows,
-        output_type="multiple_choice",
-        doc_to_text="{{text}}",
-        doc_to_choice="{{ends}}",
-        doc_to_target="label",
-        metric_list=[{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        "choose_the_end", rows, output_type="multiple_choice", **asked, metric_list=[{"metric": "acc"} | mean]
     )
-    task(
-        "write_the_end",
-        rows,
-        output_type="generate_until",
-        doc_to_text="{{text}}",
-        doc_to_target="{{end}}",
-        generation_kwargs={"until": [".", "\n"], "max_gen_toks": 16, "do_sample": False},
-        metric_list=[{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    )
-    task(
-        "running_text",
-        [{"text": ". ".join(SENTENCES[i:] + SENTENCES[:i])} for i in range(len(SENTENCES))],
-        output_type="loglikelihood_rolling",
-        doc_to_text="",
-        doc_to_target="{{text}}",
-        metric_list=[{"metric": "word_perplexity"}],
-    )
+    asked = {"doc_to_text": "{{text}}", "doc_to_target": "{{end}}"}
+    asked["generation_kwargs"] = {"until": [".", "\n"], "max_gen_toks": 16, "do_sample": False}
+    exact = [{"metric": "exact_match"} | mean]
+    task("write_the_end", rows, output_type="generate_until", **asked, metric_list=exact)
+    texts = [{"text": ". ".join(SENTENCES[i:] + SENTENCES[:i])} for i in range(len(SENTENCES))]
+    asked = {"doc_to_text": "", "doc_to_target": "{{text}}", "metric_list": [{"metric": "word_perplexity"}]}
+    task("running_text", texts, output_type="loglikelihood_rolling", **asked)
 
 
 @pytest.mark.engine

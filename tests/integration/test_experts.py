@@ -4,39 +4,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
-
 import pytest
 from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import read_merged_config
-from tests import programs
 from tests.checkpoints import EXPERTS, MIXTURES
 from tests.integration.conftest import answers, engine
 from tests.integration.test_architectures import OPTIONS, PROMPTS, SAMPLING, check_plans
-from tests.integration.test_cpu_precisions import ZENTORCH, has_zentorch
+from tests.integration.test_cpu_precisions import has_zentorch, in_a_process
+from tests.policies import rules
 
 pytestmark = pytest.mark.engine
+IN_16_BIT = (2, (EXPERTS,))
+"""Layers of a mixture, and what stays in 16 bit."""
 
-LAYERED = """
-schema: flexquant.policy/v1
-rules:
-  - when: {phase: [prefill, mixed]}
-    use: w8a8
-  - use: {default: w4a16, layers: {"0": w8a8}}
-"""
-QUANTISED_EXPERTS = """
-schema: flexquant.policy/v1
-derive:
-  w4a8: {from: w4a16, activations: int8}
-rules:
-  - when: {phase: decode}
-    use: w4a8
-  - use: w8a8
-"""
+LAYERED = rules("- {when: {phase: decode}, use: {default: w4a16, layers: {0: w8a8}}}", "- use: w8a8")
+QUANTISED_EXPERTS = rules("- {when: {phase: decode}, use: w4a8}", "- use: w8a8")
+QUANTISED_EXPERTS += "derive: {w4a8: {from: w4a16, activations: int8}}\n"
 SINGLE_COPY = QUANTISED_EXPERTS.replace("use: w8a8", "use: w4a16")
 SERVE = """
 import json, sys
@@ -55,28 +39,18 @@ with engine.engine(sys.argv[1], max_model_len=128, enforce_eager=True, flexquant
 """
 
 
-@pytest.fixture(scope="module")
-def mixture(tiny_merged):
-    """Return a function: architecture -> folder of w8a8, w4a16 and merged, experts in 16 bit or quantised."""
-
-    def make(architecture: str, in_16_bit: bool = True) -> Path:
-        return tiny_merged(architecture, 2, (EXPERTS,) if in_16_bit else ())
-
-    return make
-
-
 @pytest.mark.parametrize(
     "architecture",
     [pytest.param(name, marks=[] if name == "qwen3_moe" else pytest.mark.full) for name in MIXTURES],
 )
-def test_pure_plans_equal_stock_vllm_and_layered_plans_run(architecture, mixture):
-    check_plans(mixture(architecture), LAYERED, "w8a8+w4a16[1]")
+def test_pure_plans_equal_stock_vllm_and_layered_plans_run(architecture, tiny_merged):
+    check_plans(tiny_merged(architecture, *IN_16_BIT), LAYERED, "w8a8+w4a16[1]")
 
 
-def test_equal_experts_exist_once(mixture):
-    merged, layers = read_merged_config(mixture("qwen3_moe") / "merged")
+def test_equal_experts_exist_once(tiny_merged):
+    merged, layers = read_merged_config(tiny_merged("qwen3_moe", *IN_16_BIT) / "merged")
     assert {f"model.layers.{i}.mlp.experts" for i in range(layers)} <= set(merged.shared_modules)
-    with engine(mixture("qwen3_moe") / "merged", "phase") as llm:
+    with engine(tiny_merged("qwen3_moe", *IN_16_BIT) / "merged", "phase") as llm:
         ((same, sizes),) = llm.apply_model(
             lambda model: (
                 len({id(v.model.layers[0].mlp.experts.routed_experts) for v in model.variants.values()}),
@@ -88,8 +62,8 @@ def test_equal_experts_exist_once(mixture):
     assert sizes["shared"] > experts_in_16_bit > sizes["w8a8"]
 
 
-def test_a_derived_variant_takes_its_sources_expert_layers_with_shared_experts_in_int4(mixture):
-    with engine(mixture("qwen2_moe") / "merged", SINGLE_COPY, **OPTIONS) as llm:
+def test_a_derived_variant_takes_its_sources_expert_layers_with_shared_experts_in_int4(tiny_merged):
+    with engine(tiny_merged("qwen2_moe", *IN_16_BIT) / "merged", SINGLE_COPY, **OPTIONS) as llm:
         (own,) = llm.apply_model(
             lambda model: {
                 name
@@ -103,31 +77,21 @@ def test_a_derived_variant_takes_its_sources_expert_layers_with_shared_experts_i
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="GPUs have kernels for these experts")
-def test_int4_experts_that_would_be_w4a8_are_refused(mixture, monkeypatch):
-    merged = mixture("qwen3_moe", in_16_bit=False) / "merged"
+def test_int4_experts_that_would_be_w4a8_are_refused(tiny_merged, monkeypatch):
+    merged = tiny_merged("qwen3_moe", 2) / "merged"
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
     with pytest.raises(Exception, match=r"experts.*16 bit"), engine(merged, "w4a16"):
         pass
 
 
 @pytest.mark.skipif(not has_zentorch(), reason="AMD's zentorch is for Zen 4 and later")
-def test_quantised_experts_with_zentorch(mixture, tmp_path):
-    folder = mixture("qwen3_moe", in_16_bit=False)
-    environment = programs.newcomers_environment()
-    paths = [str(ZENTORCH), environment.get("PYTHONPATH")]
-    environment |= {
-        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
-
-    def serve(model: Path, policy: str) -> dict:
-        reply = tmp_path / "reply.json"
-        arguments = [model, policy, reply]
-        programs.run([sys.executable, "-c", SERVE, *arguments], timeout=400, environment=environment)
-        return json.loads(reply.read_text())
-
-    both = serve(folder / "merged", QUANTISED_EXPERTS)
+def test_quantised_experts_with_zentorch(tiny_merged, tmp_path):
+    folder, file = tiny_merged("qwen3_moe", 2), tmp_path / "policy.yaml"
+    file.write_text(QUANTISED_EXPERTS)
+    both, w8a8, stock = (
+        in_a_process(SERVE, folder / model, policy, work=tmp_path, zentorch=True)
+        for model, policy in (("merged", file), ("merged", "w8a8"), ("w8a8", ""))
+    )
     assert "ZenCPUExpertsInt8" in both["kernels"]["w8a8"]
     assert "ZentorchExpertsInt4" in both["kernels"]["w4a8"]
-    assert serve(folder / "merged", "w8a8")["answers"] == serve(folder / "w8a8", "")["answers"]
+    assert w8a8["answers"] == stock["answers"]

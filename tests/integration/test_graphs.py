@@ -43,15 +43,11 @@ BUDGET = 48
 SEQUENCES = 20
 """Sequences between two sizes: decode passes of 17 to 20 are padded beyond the largest FULL decode graph."""
 
-POLICY = """
-schema: flexquant.policy/v1
-rules:
-  - when: {phase: decode, batch_size: {max: 8}}
-    use: w4a16
-  - when: {phase: decode}
-    use: {default: w4a16, layers: {"0": w8a8}}
-  - use: w8a8
-"""
+POLICY = rules(
+    "- {when: {phase: decode, batch_size: {max: 8}}, use: w4a16}",
+    '- {when: {phase: decode}, use: {default: w4a16, layers: {"0": w8a8}}}',
+    "- use: w8a8",
+)
 ANY_PHASE = rules("- {when: {tokens: {max: 8}}, use: w4a16}", "- use: w8a8")
 MODES = ["PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "FULL"]
 RUNNERS = ["V1", "V2"]
@@ -192,37 +188,30 @@ def test_breakable_graphs_are_refused_for_a_policy_that_tells_phases_apart(confi
         configured(POLICY, "PIECEWISE")
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_graph_sizes_are_tokens_also_where_a_sequence_decodes_several(runner, configured):
-    """20 sequences of 4 tokens fill a size of 80, and those in between are padded to 512."""
-    config, routes = configured(
-        POLICY,
-        "PIECEWISE",
-        sizes=[32, 512],
-        budget=512,
-        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
-    )
+@pytest.mark.parametrize(
+    ("runner", "sizes", "adjusted", "speculated"),
+    [
+        # 20 sequences of 4 tokens fill a size of 80, and those in between are padded to 512.
+        ("V1", [32, 512], None, 3),
+        ("V2", [32, 512], None, 3),
+        # 20 sequences of 3 tokens are padded to 61; the V1 runner, with FULL graphs, makes 63 of that later.
+        ("V1", [32, 61, 128], [33, 63], 2),
+    ],
+)
+def test_graph_sizes_are_tokens_also_where_a_sequence_decodes_several(
+    runner, sizes, adjusted, speculated, configured
+):
+    """Sizes that vLLM rounds up for speculation are in the table."""
+    drafts = {"method": "ngram", "num_speculative_tokens": speculated, "prompt_lookup_max": 3}
+    mode, budget = "FULL_AND_PIECEWISE" if adjusted else "PIECEWISE", sizes[-1]
+    config, routes = configured(POLICY, mode, sizes=sizes, budget=budget, speculative_config=drafts)
+    if adjusted:
+        config.compilation_config.adjust_cudagraph_sizes_for_spec_decode(1 + speculated)
+        assert config.compilation_config.cudagraph_capture_sizes == adjusted
     _, replay = dispatcher(runner, config)
-    for p in possible_passes(runner, budget=512, speculated=3):
+    for p in possible_passes(runner, budget=budget, speculated=speculated):
         kind, size = replay(p)
-        assert kind == CUDAGraphMode.PIECEWISE
-        assert routes.lookup(p.phase, size) in routes.reachable(size), p
-
-
-def test_sizes_that_vllm_rounds_up_for_speculation_are_in_the_table(configured):
-    """20 sequences of 3 tokens are padded to 61; the V1 runner, with FULL graphs, makes 63 of that later."""
-    config, routes = configured(
-        POLICY,
-        "FULL_AND_PIECEWISE",
-        sizes=[32, 61, 128],
-        budget=128,
-        speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
-    )
-    config.compilation_config.adjust_cudagraph_sizes_for_spec_decode(3)
-    assert config.compilation_config.cudagraph_capture_sizes == [33, 63]
-    _, replay = dispatcher("V1", config)
-    for p in possible_passes("V1", budget=128, speculated=2):
-        kind, size = replay(p)
+        assert adjusted or kind == CUDAGraphMode.PIECEWISE
         if kind == CUDAGraphMode.PIECEWISE:
             assert routes.lookup(p.phase, size) in routes.reachable(size), p
 

@@ -18,8 +18,6 @@ QUESTIONS = [
 ]
 LONG = "The harbour was quiet that morning, and the boats lay still. " * 20
 CHUNK = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "enable_chunked_prefill": True}
-
-
 BATCH = [f"{question} ({i})" for i in range(4) for question in QUESTIONS]
 BATCH[3] = LONG + BATCH[3]
 BATCHES = ([QUESTIONS[0]], [LONG], BATCH)
@@ -41,7 +39,8 @@ def test_constant_policy_equals_stock_vllm_on_the_variants_own_folder(variant, s
 
 def test_prompts_came_in_chunks_and_side_by_side(served):
     """Otherwise the test above would show less than it says."""
-    for variant, (_, passes) in served.items():
+    for variant, found in served.items():
+        passes = found.passes
         assert {p["plan"] for p in passes} == {variant}
         assert sum(p["tokens"] == CHUNK["max_num_batched_tokens"] for p in passes) > 3
         assert max(p["sequences"] for p in passes) > len(BATCH) / 2

@@ -45,7 +45,7 @@ def served(request: pytest.FixtureRequest, live: Live, tiny_merged: Any, tmp_pat
         several.stop()
 
 
-def test_passes_and_tokens_are_those_of_the_trace(served: Served) -> None:
+def test_passes_and_tokens_are_those_of_the_trace_and_every_pass_was_timed(served: Served) -> None:
     expected: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
     for p in served.passes:
         cell = labelled(("plan", p["plan"]), ("phase", p["phase"]))
@@ -57,13 +57,8 @@ def test_passes_and_tokens_are_those_of_the_trace(served: Served) -> None:
     for metrics in served.metrics:
         assert {key: value for key, value in metrics.items() if key[0] in counted} == expected
         assert not any(name == f"{REPLAYS}_total" for name, _ in metrics), "nothing is captured on a CPU"
-
-
-def test_every_pass_was_timed(served: Served) -> None:
-    cells = {labelled(("plan", p["plan"]), ("phase", p["phase"])) for p in served.passes}
-    for metrics in served.metrics:
         seconds = {labels: value for (name, labels), value in metrics.items() if name == f"{SECONDS}_total"}
-        assert seconds.keys() == cells
+        assert seconds.keys() == {labels for _, labels in expected}
         assert all(0 < value < 600 for value in seconds.values())
 
 
@@ -131,14 +126,11 @@ def test_another_policy_is_taken_between_two_passes_of_the_requests_under_way(se
         "w8a8": ["w8a8"] * 4,
         "w8a8+w4a16[0]": ["w4a16", "w8a8", "w8a8", "w8a8"],
     }
-    plans = [{p["plan"] for p in part if p["phase"] == "decode"} for part in split(changed.passes, place)]
+    parts = changed.passes[:place], changed.passes[place + 1 :]
+    plans = [{p["plan"] for p in part if p["phase"] == "decode"} for part in parts]
     assert plans == [{"w4a16"}, {"w8a8+w4a16[0]"}]
     last, first = changed.passes[place - 1], changed.passes[place + 1]
     assert last["sequences"] == first["sequences"] == 3
-
-
-def split(records: list[Any], place: int) -> tuple[list[Any], list[Any]]:
-    return records[:place], records[place + 1 :]
 
 
 def test_the_change_is_told(served: Served) -> None:
@@ -158,13 +150,10 @@ def test_the_change_is_told(served: Served) -> None:
 
 def test_metrics_tell_which_policy_routes(served: Served) -> None:
     for metrics in served.changed.metrics:
-        policies = {
-            dict(labels)["policy"]: value for (name, labels), value in metrics.items() if name == POLICY
-        }
-        assert policies["phase"] == 0
-        assert [name for name, routes in policies.items() if routes] == [
-            served.changed.status["policy"]["name"]
-        ]
+        told = {dict(labels)["policy"]: value for (name, labels), value in metrics.items() if name == POLICY}
+        assert told["phase"] == 0
+        routing = [name for name, routes in told.items() if routes]
+        assert routing == [served.changed.status["policy"]["name"]]
         decodes = [dict(labels)["plan"] for name, labels in metrics if name == f"{FORWARD}_total"]
         assert "w8a8+w4a16[0]" in decodes
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,8 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from tests.checkpoints import fold_final_norm, make_checkpoint
 from tests.integration.conftest import (
+    Answers,
+    Served,
     answers,
     change,
     check_variants,
@@ -37,6 +39,8 @@ THREE = SWITCHING.replace("use: w4a16", "use: fine").replace('"0": w8a8', '"0": 
 PROMPTS = ["hello", "abc"]
 ONE_LAYER = rules('- use: {default: w4a16, layers: {"1": w8a8}}')
 """A policy under which each of the variants lacks layers that the other has."""
+WITHIN = rules('- use: {default: w4a16, layers: {"0": w8a8}}')
+POLICIES = ("w8a8", "w4a16", ONE_LAYER, WITHIN)
 ROTATION = "R4_input"
 DERIVED = """
 schema: flexquant.policy/v1
@@ -45,77 +49,47 @@ rules:
 """
 
 
-def serve(folder, policy, trace, prompts=("hello",), **options):
-    """Answer the first prompt, then all; return both answers, the trace's header and its passes."""
-    with engine(folder, policy, flexquant={"trace": str(trace)}, **SMALL, **options) as llm:
-        found = [answers(llm, list(batch), max_tokens=4, ignore_eos=True) for batch in (prompts[:1], prompts)]
-    header, *passes = records_of(trace)
-    return found, header, passes
+@pytest.fixture(scope="module")
+def whole(merged) -> dict[str, Served]:
+    """Return what an engine with all layers of both variants answers, keyed by policy."""
+    return dict(zip(POLICIES, generate(merged, list(POLICIES), PROMPTS, **SMALL), strict=True))
 
 
 @pytest.fixture(scope="module")
-def both(tiny_merged, tmp_path_factory):
+def both(whole) -> dict[str, Any]:
     """Return the trace's header of an engine with both variants."""
-    return serve(tiny_merged() / "merged", "phase", tmp_path_factory.mktemp("both") / "trace.jsonl")[1]
+    return whole["w8a8"].header
 
 
 @pytest.mark.oldest
-def test_a_variant_that_no_plan_uses_is_not_loaded(both, tiny_merged, tmp_path):
-    found, alone, _ = serve(tiny_merged() / "merged", "w8a8", tmp_path / "alone.jsonl", PROMPTS)
-    assert set(both["weight_bytes"]) == {"w8a8", "w4a16", "shared"}
-    assert set(alone["weight_bytes"]) == {"w8a8", "shared"}
-    assert sum(alone["weight_bytes"].values()) == (
-        both["weight_bytes"]["w8a8"] + both["weight_bytes"]["shared"]
-    )
+def test_a_variant_that_no_plan_uses_is_not_loaded(both, merged, tiny_merged):
     sampling = {"max_tokens": 4, "ignore_eos": True}
-    (stock,) = generate(tiny_merged() / "w8a8", None, PROMPTS[:1], PROMPTS, sampling=sampling, **SMALL)
-    assert found == stock.answers
+    batches, options = (PROMPTS[:1], PROMPTS), {"sampling": sampling, **SMALL}
+    (alone,) = generate(merged, ["w8a8"], *batches, **options)
+    found = alone.header["weight_bytes"]
+    assert set(both["weight_bytes"]) == {"w8a8", "w4a16", "shared"}
+    assert set(found) == {"w8a8", "shared"}
+    assert sum(found.values()) == both["weight_bytes"]["w8a8"] + both["weight_bytes"]["shared"]
+    (stock,) = generate(tiny_merged() / "w8a8", None, *batches, **options)
+    assert alone.answers == stock.answers
+
+
+class OneLayer(NamedTuple):
+    """What is left of an engine whose only plan takes one layer of w8a8."""
+
+    answers: Answers
+    header: dict[str, Any]
+    held: set[str]
+    """The names of the parameters."""
+    attention: list[str]
+    """The names of the attention layers."""
+    status: dict[str, Any]
+    without: list[set[int | None]]
+    """The layers of each variant that had no memory even before they were left out."""
 
 
 @pytest.fixture(scope="module")
-def one_layer(tiny_merged, tmp_path_factory):
-    """Return the answers, header and layers of an engine whose only plan takes one layer of w8a8."""
-    folder = tmp_path_factory.mktemp("one-layer")
-    trace = folder / "trace.jsonl"
-    flexquant: dict[str, Any] = {"trace": str(trace)}
-    with engine(tiny_merged() / "merged", ONE_LAYER, flexquant=flexquant, **SMALL) as llm:
-        found = answers(llm, PROMPTS)
-        (held,) = llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})
-        context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-        (status,) = llm.collective_rpc("flexquant_status")
-        return found, records_of(trace)[0], held, list(context), status
-
-
-@pytest.mark.oldest
-def test_only_the_layers_in_use_have_memory(one_layer, both):
-    _, header, held, _, status = one_layer
-    assert header["weight_bytes"]["w8a8"] * 4 == both["weight_bytes"]["w8a8"]
-    assert header["weight_bytes"]["w4a16"] * 4 == both["weight_bytes"]["w4a16"] * 3
-    assert header["weight_bytes"]["shared"] == both["weight_bytes"]["shared"]
-    assert header["weight_bytes_in_16_bit"] == both["weight_bytes_in_16_bit"]
-    for variant, layers in {"w8a8": {1}, "w4a16": {0, 2, 3}}.items():
-        numbers = {layer_number(name) for name in held if name.startswith(f"variants.{variant}.")}
-        assert numbers - {None} == layers
-    by_layers = status["weight_bytes_by_layers"]
-    assert {variant: list(sizes) for variant, sizes in by_layers.items()} == {
-        "w8a8": ["1"],
-        "w4a16": ["0", "2-3"],
-        "shared": [""],
-    }
-    assert {variant: sum(sizes.values()) for variant, sizes in by_layers.items()} == header["weight_bytes"]
-
-
-def test_answers_are_those_of_an_engine_with_all_layers(one_layer, tiny_merged):
-    found, *_, attention, _ = one_layer
-    policies = ["w8a8", "w4a16", ONE_LAYER]
-    w8a8, w4a16, expected = generate(tiny_merged() / "merged", policies, PROMPTS, **SMALL)
-    assert [found] == expected.answers
-    assert expected.answers not in (w8a8.answers, w4a16.answers)
-    assert attention == [f"model.layers.{i}.self_attn.attn" for i in range(4)], "in the KV cache's order"
-
-
-def test_layers_that_no_plan_takes_never_have_memory(tiny_merged, monkeypatch):
-    """The layers have no memory even before they are left out."""
+def one_layer(merged, tmp_path_factory) -> OneLayer:
     from flexquant.serving.worker import variants
 
     without: list[set[int | None]] = []
@@ -126,9 +100,40 @@ def test_layers_that_no_plan_takes_never_have_memory(tiny_merged, monkeypatch):
         without.append({layer_number(name) for name, weight in linears.items() if weight.is_meta})
         leave_out(variant, layers, registered)
 
-    monkeypatch.setattr(variants, "leave_out", watch)
-    with engine(tiny_merged() / "merged", ONE_LAYER, **SMALL):
-        assert without == [{0, 2, 3}, {1}]
+    trace = tmp_path_factory.mktemp("one-layer") / "trace.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants, "leave_out", watch)
+        with engine(merged, ONE_LAYER, flexquant={"trace": str(trace)}, **SMALL) as llm:
+            found = answers(llm, PROMPTS)
+            (held,) = llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})
+            attention = list(llm.llm_engine.vllm_config.compilation_config.static_forward_context)
+            (status,) = llm.collective_rpc("flexquant_status")
+    return OneLayer(found, records_of(trace)[0], held, attention, status, without)
+
+
+@pytest.mark.oldest
+def test_only_the_layers_in_use_have_memory(one_layer, both):
+    held, used = both["weight_bytes"], one_layer.header["weight_bytes"]
+    assert used["w8a8"] * 4 == held["w8a8"]
+    assert used["w4a16"] * 4 == held["w4a16"] * 3
+    assert used["shared"] == held["shared"]
+    assert one_layer.header["weight_bytes_in_16_bit"] == both["weight_bytes_in_16_bit"]
+    assert one_layer.without == [{0, 2, 3}, {1}]
+    for variant, layers in {"w8a8": {1}, "w4a16": {0, 2, 3}}.items():
+        numbers = {layer_number(name) for name in one_layer.held if name.startswith(f"variants.{variant}.")}
+        assert numbers - {None} == layers
+    by_layers = one_layer.status["weight_bytes_by_layers"]
+    runs = {variant: list(sizes) for variant, sizes in by_layers.items()}
+    assert runs == {"w8a8": ["1"], "w4a16": ["0", "2-3"], "shared": [""]}
+    assert {variant: sum(sizes.values()) for variant, sizes in by_layers.items()} == used
+
+
+def test_answers_are_those_of_an_engine_with_all_layers(one_layer, whole):
+    expected = whole[ONE_LAYER].answers
+    assert [one_layer.answers] == expected
+    assert expected not in (whole["w8a8"].answers, whole["w4a16"].answers)
+    in_order = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+    assert one_layer.attention == in_order, "in the KV cache's order"
 
 
 def test_a_matrix_that_absent_layers_share_has_memory(tmp_path):
@@ -157,52 +162,46 @@ def rotate_online(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_layers_in_use_beside_weights_on_the_host(one_layer, tiny_merged):
+def test_layers_in_use_beside_weights_on_the_host(one_layer, merged):
     """vLLM copies each layer to the host when it is built, even if FlexQuant then leaves it out."""
-    with engine(tiny_merged() / "merged", ONE_LAYER, cpu_offload_gb=1, **SMALL) as llm:
-        assert answers(llm, PROMPTS) == one_layer[0]
+    with engine(merged, ONE_LAYER, cpu_offload_gb=1, **SMALL) as llm:
+        assert answers(llm, PROMPTS) == one_layer.answers
 
 
-def test_tensors_of_layers_that_no_plan_takes_are_not_read(one_layer, tiny_merged, tmp_path):
-    folder = tmp_path / "partly"
-    shutil.copytree(tiny_merged() / "merged", folder)
+def test_tensors_of_layers_that_no_plan_takes_are_not_read(one_layer, merged, tmp_path):
+    folder = shutil.copytree(merged, tmp_path / "partly")
 
     def is_left(key: str) -> bool:
         return key.startswith("shared.") or (layer_number(key) == 1) == key.startswith("w8a8.")
 
     keep_tensors(folder, is_left)
     with engine(folder, ONE_LAYER, **SMALL) as llm:
-        assert answers(llm, PROMPTS) == one_layer[0]
+        assert answers(llm, PROMPTS) == one_layer.answers
 
 
-def test_another_policy_may_take_the_layers_that_are_there_and_no_others(tiny_merged):
-    merged = tiny_merged() / "merged"
+def test_another_policy_may_take_the_layers_that_are_there_and_no_others(whole, merged):
     half = rules(
         "- when: {phase: decode}", '  use: {default: w4a16, layers: {"0": w8a8, "2": w8a8}}', "- use: w4a16"
     )
-    within = rules('- use: {default: w4a16, layers: {"0": w8a8}}')
-    (expected,) = generate(merged, [within], PROMPTS, **SMALL)
     with engine(merged, half, **SMALL) as llm:
 
         def change_to(policy: str) -> dict[str, Any]:
             return change(llm, "another", yaml.safe_load(policy))
 
         before = llm.collective_rpc("flexquant_status")
-        assert (
-            "another uses layers 1,3 of w8a8, but the server has loaded its layers 0,2 alone"
-            in (change_to(rules("- use: w8a8"))["refused"])
-        )
+        refused = change_to(rules("- use: w8a8"))["refused"]
+        assert "another uses layers 1,3 of w8a8, but the server has loaded its layers 0,2 alone" in refused
         assert llm.collective_rpc("flexquant_status") == before
-        assert "refused" not in change_to(within)
-        assert [answers(llm, PROMPTS)] == expected.answers
+        assert "refused" not in change_to(WITHIN)
+        assert [answers(llm, PROMPTS)] == whole[WITHIN].answers
 
 
-def test_a_derived_variant_and_its_source_have_the_layers_that_plans_take(tiny_merged):
+def test_a_derived_variant_and_its_source_have_the_layers_that_plans_take(merged):
     """The layers are one of each variant, or the same; the derived one shares what both have."""
     one = DERIVED + '  - use: {default: w8a8, layers: {"0": w4a8, "3": w4a16}}\n'
     both = DERIVED + "  - when: {phase: decode}\n    use: w4a8\n  - use: w4a16\n"
-    expected, *_ = generate(tiny_merged() / "merged", [one, both, "w8a8"], PROMPTS, **SMALL)
-    with engine(tiny_merged() / "merged", one, **SMALL) as llm:
+    expected, *_ = generate(merged, [one, both, "w8a8"], PROMPTS, **SMALL)
+    with engine(merged, one, **SMALL) as llm:
         assert [answers(llm, PROMPTS)] == expected.answers
         (status,) = llm.collective_rpc("flexquant_status")
     assert {variant: list(sizes) for variant, sizes in status["weight_bytes_by_layers"].items()} == {
@@ -235,7 +234,12 @@ def test_three_variants_and_layered_plans_of_all(tmp_path):
     }
     (tmp_path / "three.yaml").write_text(THREE)
     merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "three.yaml"))
-    _, _, passes = serve(tmp_path / "merged", None, tmp_path / "routes.jsonl", ["a b c", "d e f", "g h i"])
+    trace, prompts = tmp_path / "routes.jsonl", ["a b c", "d e f", "g h i"]
+    with engine(tmp_path / "merged", flexquant={"trace": str(trace)}, **SMALL) as llm:
+        for batch in (prompts[:1], prompts):
+            answers(llm, batch, max_tokens=4, ignore_eos=True)
+    header, *passes = records_of(trace)
+    assert header["policy"] == "the checkpoint's policy"
     taken = {(p["phase"], p["sequences"], p["plan"]) for p in passes}
     assert {("prefill", 1, "w8a8"), ("decode", 1, "fine"), ("decode", 3, "fine+w8a8[1]+w4a16[2]")} <= taken
 
@@ -257,8 +261,7 @@ def test_three_variants_and_layered_plans_of_all(tmp_path):
     ],
 )
 def test_a_missing_tensor_is_named(key, parameter, with_biases, tmp_path):
-    folder = tmp_path / "broken"
-    shutil.copytree(with_biases, folder)
+    folder = shutil.copytree(with_biases, tmp_path / "broken")
     assert key in read_tensors(folder)
     keep_tensors(folder, lambda other: other != key)
     with pytest.raises(FlexQuantError, match=parameter), engine(folder, "phase", **SMALL):
@@ -274,8 +277,7 @@ def with_biases(tmp_path_factory):
 
 
 def test_a_number_that_is_not_finite_is_not_served(with_biases, tmp_path):
-    folder = tmp_path / "broken"
-    shutil.copytree(with_biases, folder)
+    folder = shutil.copytree(with_biases, tmp_path / "broken")
     (file,) = {ref.file for key, ref in read_tensors(folder).items() if key.endswith("o_proj.weight_packed")}
     tensors = load_file(file)
     tensors["w4a16.model.layers.1.self_attn.o_proj.weight_scale"][3, 0] = torch.nan
@@ -305,8 +307,7 @@ def test_variants_with_final_norms_and_heads_of_their_own(tmp_path):
     merge_checkpoints(sources, tmp_path / "merged")
 
     w8a8, _, phase = check_variants(tmp_path / "merged", sources, PROMPTS, more=["phase"], **SMALL)
-    _, header, _ = serve(tmp_path / "merged", "phase", tmp_path / "routes.jsonl")
-    assert header["weight_bytes"]["w4a16"] > 320 * 128 * 2
+    assert phase.header["weight_bytes"]["w4a16"] > 320 * 128 * 2
     (tokens, logprobs), _ = phase.answers[0]
     (tokens_in_w8a8, logprobs_in_w8a8), _ = w8a8.answers[0]
     assert (tokens[0], logprobs[0]) == (tokens_in_w8a8[0], logprobs_in_w8a8[0]), "the first pass is w8a8's"

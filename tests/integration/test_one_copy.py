@@ -17,38 +17,30 @@ from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.merged_config import why_not_served
 from flexquant.doctor.examining import examine
-from flexquant.evaluation.engine import take_policy as change_policy
+from flexquant.evaluation.engine import take_policy
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.rules import load_policy
 from flexquant.serving.worker.one_copy import OneCopyMethod
 from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.foreign import write_foreign
-from tests.integration.conftest import answers, edited_json, engine, generate, take_policy
+from tests.integration.conftest import Served, answers, edited_json, engine, generate
 from tests.integration.logprobs import distance
+from tests.integration.test_publishers import shift_zero_points
 from tests.integration.test_serving_errors import configure, refusal
-from tests.publishers.edits import settings_in
+from tests.policies import rules
+from tests.publishers.edits import settings_in, tensors
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = ["The capital of France is a city of more than two million people,", "def merge(a, b):"]
 SAMPLING = {"max_tokens": 8}
-IN_INT8 = """
-schema: flexquant.policy/v1
-derive:
-  w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}
-rules:
-  - use: w8a8-from-int4
-"""
-ROUTED = """
-schema: flexquant.policy/v1
-derive:
-  w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}
-rules:
-  - when: {phase: [prefill, mixed]}
-    use: w8a8-from-int4
-  - use: {default: w4a16, layers: {"0": w8a8-from-int4}}
-"""
+DERIVE = "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}}\n"
+IN_INT8 = rules("- use: w8a8-from-int4") + DERIVE
+ROUTED = DERIVE + rules(
+    "- {when: {phase: [prefill, mixed]}, use: w8a8-from-int4}",
+    '- use: {default: w4a16, layers: {"0": w8a8-from-int4}}',
+)
 LARGEST = 128 * 2 * 256
 """Weights of the largest linear, gate and up projection together."""
 ATTENTION, MLPS = "re:.*self_attn.*", "re:.*mlp.*"
@@ -70,35 +62,36 @@ def published(int4: Path) -> dict[str, Path]:
     """Return the checkpoint in each format."""
     others = [name for name in FORMATS if name != "compressed-tensors"]
     written = {name: write_foreign(int4, int4.parent / name, name, **FORMATS[name]) for name in others}
-    file = written["awq"] / "model.safetensors"
-    tensors = load_file(file)
-    for key in [key for key in tensors if key.endswith(".qzeros")]:
-        tensors[key] -= 0x33333333  # each zero point of 8 becomes 5
-    save_file(tensors, file, metadata={"format": "pt"})
+    tensors(shift_zero_points)(written["awq"])
     return {"compressed-tensors": int4, **written}
 
 
-def in_int8(int4: Path, output: Path) -> Path:
+def write_int8(int4: Path, output: Path) -> Path:
     """Write the W8A8 checkpoint whose weights are those of an INT4 checkpoint, rounded to INT8."""
     make_checkpoint(output, "qwen2", "w8a8")
     file = output / "model.safetensors"
-    tensors, given = load_file(file), load_file(int4 / "model.safetensors")
+    state, given = load_file(file), load_file(int4 / "model.safetensors")
     for name in [key.removesuffix("_packed") for key in given if key.endswith(".weight_packed")]:
         codes = unpack_from_int32(given[f"{name}_packed"], 4, torch.Size(given[f"{name}_shape"].tolist()))
         scale = given[f"{name}_scale"].float()
         weight = codes.unflatten(1, (scale.shape[1], -1)).float() * scale[..., None]
         weight = weight.flatten(1)
         channel = weight.abs().amax(1, keepdim=True) / 127
-        tensors |= {name: (weight / channel).round().to(torch.int8), f"{name}_scale": channel}
-    save_file(tensors, file, metadata={"format": "pt"})
+        state |= {name: (weight / channel).round().to(torch.int8), f"{name}_scale": channel}
+    save_file(state, file, metadata={"format": "pt"})
     return output
+
+
+def served(folder: Path) -> list[Served]:
+    """Return what a checkpoint answers in INT4, in INT8, and by a policy with both."""
+    return generate(folder, ["w4a16", IN_INT8, ROUTED], PROMPTS, sampling=SAMPLING)
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_published_checkpoint_is_served_as_it_is(name: str, published: dict[str, Path]) -> None:
-    ours = generate(published[name], ["w4a16", IN_INT8, ROUTED], PROMPTS, sampling=SAMPLING)
+    ours = served(published[name])
     (stock,) = generate(published[name], None, PROMPTS, sampling=SAMPLING)
-    in_int4, in_int8, routed = (served.answers[0] for served in ours)
+    in_int4, in_int8, routed = (found.answers[0] for found in ours)
     assert distance(in_int4, stock.answers[0]) < 0.01
     assert 0 < distance(in_int8, stock.answers[0]) < 0.2
     assert {(p["phase"], p["plan"]) for p in ours[2].passes} == {
@@ -113,12 +106,10 @@ def test_a_published_checkpoint_is_served_as_it_is(name: str, published: dict[st
 def test_settings_in_a_file_of_their_own_are_served(published: dict[str, Path], tmp_path: Path) -> None:
     apart = shutil.copytree(published["awq"], tmp_path / "apart")
     APART(apart)
-    served, whole = (
-        generate(folder, ["w4a16"], PROMPTS, sampling=SAMPLING)[0] for folder in (apart, published["awq"])
-    )
+    found, whole = (served(folder)[0] for folder in (apart, published["awq"]))
     (stock,) = generate(apart, None, PROMPTS, sampling=SAMPLING, quantization="awq")
-    assert served.answers == whole.answers
-    assert distance(served.answers[0], stock.answers[0]) < 0.01
+    assert found.answers == whole.answers
+    assert distance(found.answers[0], stock.answers[0]) < 0.01
 
 
 @pytest.mark.full
@@ -128,19 +119,18 @@ def test_settings_that_are_left_out_have_defaults(tmp_path: Path) -> None:
     bare = write_foreign(int4, tmp_path / "bare", "gptq")
     with edited_json(bare / "config.json") as config:
         config["quantization_config"] = {"quant_method": "gptq", "bits": "4"}
-    served, whole = (generate(folder, ["w4a16"], PROMPTS, sampling=SAMPLING)[0] for folder in (bare, int4))
-    assert distance(served.answers[0], whole.answers[0]) < 0.01
+    found, whole = (served(folder)[0] for folder in (bare, int4))
+    assert distance(found.answers[0], whole.answers[0]) < 0.01
 
 
 def test_in_int8_it_answers_as_a_checkpoint_of_the_same_int8_weights(int4: Path, tmp_path: Path) -> None:
-    (served,) = generate(int4, [IN_INT8], PROMPTS, sampling=SAMPLING)
-    (expected,) = generate(in_int8(int4, tmp_path / "w8a8"), None, PROMPTS, sampling=SAMPLING)
-    (in_int4,) = generate(int4, ["w4a16"], PROMPTS, sampling=SAMPLING)
-    as_int8, as_int4 = (distance(of.answers[0], expected.answers[0]) for of in (served, in_int4))
+    in_int4, in_int8, _ = served(int4)
+    (expected,) = generate(write_int8(int4, tmp_path / "w8a8"), None, PROMPTS, sampling=SAMPLING)
+    as_int8, as_int4 = (distance(found.answers[0], expected.answers[0]) for found in (in_int8, in_int4))
     assert as_int8 < 0.03 and as_int8 < as_int4 / 2, (as_int8, as_int4)
 
 
-def test_it_is_served_from_one_copy_by_default(int4: Path) -> None:
+def test_it_is_served_from_one_copy_by_default_and_its_policy_changes(int4: Path) -> None:
     """The linears of both variants have the same parameters, and their bytes count once."""
 
     def inspect(model: Any) -> dict[str, Any]:
@@ -152,31 +142,23 @@ def test_it_is_served_from_one_copy_by_default(int4: Path) -> None:
         scales = {b.data_ptr(): b.nbytes for m in methods for b in m._buffers.values() if b is not None}
         return {
             "scales": sum(scales.values()),
-            "policy": model.policy.name,
             "linears": len(methods),
             "own": [n for n, p in variant.named_parameters() if p.data_ptr() not in tensors],
             "bytes": model.weight_bytes,
         }
 
+    answered = []
     with engine(int4, config_format="flexquant") as llm:
         (found,) = llm.apply_model(inspect)
-        take_policy(llm, "w4a16")
-        alone = answers(llm, PROMPTS, **SAMPLING)
-    (in_int4,) = generate(int4, ["w4a16"], PROMPTS, sampling=SAMPLING)
+        for policy in ("w4a16", "w8a8-from-int4"):
+            take_policy(llm, policy, load_policy(policy).document)
+            answered.append(answers(llm, PROMPTS, **SAMPLING))
     assert found["linears"] == 2 * 4 and found["own"] == []
     assert set(found["bytes"]) == {"w4a16", "w8a8-from-int4", "shared"}
     assert found["bytes"]["w8a8-from-int4"] == LARGEST + found["scales"] > LARGEST
     assert found["bytes"]["w4a16"] > found["bytes"]["shared"] == 0, "no other variant has its weights"
-    assert distance(alone, in_int4.answers[0]) < 0.01
-
-
-def test_its_policy_changes_while_it_serves(int4: Path) -> None:
-    with engine(int4, config_format="flexquant") as llm:
-        change_policy(llm, "w4a16", load_policy("w4a16").document)
-        in_int4 = answers(llm, PROMPTS, **SAMPLING)
-        change_policy(llm, "w8a8-from-int4", load_policy("w8a8-from-int4").document)
-        in_int8 = answers(llm, PROMPTS, **SAMPLING)
-    before, after = generate(int4, ["w4a16", IN_INT8], PROMPTS, sampling=SAMPLING)
+    in_int4, in_int8 = answered
+    before, after, _ = served(int4)
     assert distance(in_int4, before.answers[0]) < 0.01
     assert distance(in_int8, after.answers[0]) < 0.01 < distance(in_int8, in_int4)
 
@@ -193,18 +175,13 @@ def test_compiled_it_answers_alike(int4: Path) -> None:
 @pytest.mark.parametrize("name", SERVED)
 def test_commands_read_a_published_checkpoint(name: str, published: dict[str, Path]) -> None:
     folder = published[name]
-    report = answer("inspect", folder)
+    command = [sys.executable, "-m", "flexquant"]
+    inspected = programs.run([*command, "inspect", folder, "--json"], timeout=120)
+    report = json.loads(inspected.stdout.splitlines()[-1])
     assert report["variants"]["w4a16"]["scheme"].startswith("int4 weights")
     assert set(report["loaded"]) == {"w4a16", "shared"}
-    examined = programs.run([sys.executable, "-m", "flexquant", "doctor", folder], timeout=120, status=None)
+    examined = programs.run([*command, "doctor", folder], timeout=120, status=None)
     assert "w8a8-from-int4: INT8 from" in examined.stdout, examined.stdout + examined.stderr
-
-
-def answer(command: str, *arguments: object) -> dict[str, Any]:
-    """Return the JSON that a command prints last."""
-    done = programs.run([sys.executable, "-m", "flexquant", command, *arguments, "--json"], timeout=120)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 @pytest.mark.full
@@ -213,8 +190,8 @@ def test_a_merged_checkpoint_takes_it_beside_its_own_w8a8(int4: Path, tmp_path: 
     w8a8 = make_checkpoint(tmp_path / "w8a8", "qwen2", "w8a8")
     merge_checkpoints({"w8a8": w8a8, "w4a16": int4}, tmp_path / "merged")
     mixed = IN_INT8.replace("use: w8a8-from-int4", 'use: {default: w8a8-from-int4, layers: {"1": w8a8}}')
-    served = generate(tmp_path / "merged", ["w8a8", IN_INT8, mixed], PROMPTS, sampling=SAMPLING)
-    own, computed, both = (found.answers[0] for found in served)
+    found = generate(tmp_path / "merged", ["w8a8", IN_INT8, mixed], PROMPTS, sampling=SAMPLING)
+    own, computed, both = (each.answers[0] for each in found)
     assert 0 < distance(both, own) < distance(computed, own)
 
 
@@ -225,13 +202,9 @@ def write_mixed(folder: Path) -> Path:
         "int8": make_checkpoint(folder / "int8", "qwen2", "w8a8", ignore=[MLPS]),
     }
     int4, int8 = (load_file(made[name] / "model.safetensors") for name in made)
-    tensors = int4 | {name: tensor for name, tensor in int8.items() if ".self_attn." in name}
-    dropped = {name for name in int4 if ".self_attn." in name and name not in int8}
-    save_file(
-        {name: tensor for name, tensor in tensors.items() if name not in dropped},
-        made["int4"] / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    state = {name: tensor for name, tensor in int4.items() if ".self_attn." not in name}
+    state |= {name: tensor for name, tensor in int8.items() if ".self_attn." in name}
+    save_file(state, made["int4"] / "model.safetensors", metadata={"format": "pt"})
     documents = {name: json.loads((made[name] / "config.json").read_text()) for name in made}
     sections = {name: document["quantization_config"] for name, document in documents.items()}
     groups = {
@@ -255,9 +228,8 @@ def test_layers_in_8_bit_stay_as_they_are(tmp_path: Path) -> None:
     assert [text for text in in_int8 if "down_proj" in text and "INT8 from" in text]
     scales = 2 * (512 + 128) * 4
     assert weights[0].details["bytes"]["w8a8-from-int4"] == LARGEST + scales
-    served = generate(folder, ["w4a16", IN_INT8], PROMPTS, sampling=SAMPLING)
     (stock,) = generate(folder, None, PROMPTS, sampling=SAMPLING)
-    in_int4, computed = (found.answers[0] for found in served)
+    in_int4, computed, _ = (found.answers[0] for found in served(folder))
     assert distance(in_int4, stock.answers[0]) < 0.01
     assert 0 < distance(computed, stock.answers[0]) < 0.2
 

@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,9 @@ import torch
 from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionImpl, CommonAttentionMetadata
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -36,6 +37,14 @@ BACKENDS = [
     "CPU_ATTN",
 ]
 """Attention backends whose builders need nothing that only their device has."""
+FLASHINFER = pytest.param(
+    "FLASHINFER",
+    marks=[
+        pytest.mark.full,
+        pytest.mark.skipif(find_spec("flashinfer") is None, reason="`make test-full` runs it by itself"),
+    ],
+)
+"""The default on data-centre Blackwell GPUs."""
 
 
 def starts_of(query_lengths: list[int]) -> torch.Tensor:
@@ -65,18 +74,15 @@ def test_phases(query_lengths: list[int], tokens_per_sequence: int, phase: str, 
     assert found == Pass(phase, 96, len(query_lengths), longest, sum(query_lengths))
 
 
-def make_vllm_config(folder: Path) -> VllmConfig:
-    """Return vLLM's configuration of a small model; ``folder`` gets only its config.json."""
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    """Return vLLM's configuration of a small model."""
+    folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(SHAPES["tiny"].config()))
     cache = CacheConfig(block_size=16)
     cache.num_gpu_blocks = 64
     model = ModelConfig(str(folder), dtype="bfloat16", skip_tokenizer_init=True)
     return VllmConfig(model_config=model, cache_config=cache)
-
-
-@pytest.fixture(scope="module")
-def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    return make_vllm_config(tmp_path_factory.mktemp("model"))
 
 
 class Observed:
@@ -86,9 +92,7 @@ class Observed:
         self,
         vllm_config: VllmConfig,
         backend: str = "CPU_ATTN",
-        implement: Callable[[], AttentionImpl] | None = None,
     ) -> None:
-        """``implement`` makes what a layer of the backend computes with, for builders that ask it."""
         self.replayed: list[Pass] = []
         self.observer = PassObserver(1, replayed=self.replayed.append)
         layers = vllm_config.compilation_config.static_forward_context
@@ -99,7 +103,10 @@ class Observed:
                     HEADS, 32, 1.0, num_kv_heads=2, prefix=name, cache_config=vllm_config.cache_config
                 )
                 layer.attn_backend = AttentionBackendEnum[backend].get_class()
-                layer.impl = implement() if implement else layer.impl
+                if backend == "FLASHINFER":  # whose builder asks what a layer computes with
+                    from vllm.v1.attention.backends.flashinfer import FlashInferImpl
+
+                    layer.impl = FlashInferImpl(HEADS, 32, 1.0, 2, None, None, "auto")
             self.observer.observe(layers)
             backends = {layers[name].get_attn_backend() for name in NAMES}
             (self.backend,) = backends  # otherwise vLLM would build the metadata twice
@@ -132,7 +139,21 @@ class Observed:
         )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.fixture
+def b200(backend: str, vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give FlashInfer a platform that says of itself what a B200 does.
+
+    There its kernels come compiled (``VLLM_HAS_FLASHINFER_CUBIN``, which vLLM reads once), and take what the
+    builder makes as it is. On Hopper it would compile a kernel first, for which a GPU is needed.
+    """
+    if backend == "FLASHINFER":
+        monkeypatch.setattr(vllm_config.cache_config, "kv_cache_layout", "LBHNC")
+        capability = classmethod(lambda cls, device_id=0: DeviceCapability(10, 0))
+        monkeypatch.setattr(type(current_platform), "get_device_capability", capability)
+
+
+@pytest.mark.usefixtures("b200")
+@pytest.mark.parametrize("backend", [*BACKENDS, FLASHINFER])
 def test_every_backend_tells_all_phases(backend: str, vllm_config: VllmConfig) -> None:
     observed = Observed(vllm_config, backend)
     assert observed.backend.get_name() == AttentionBackendEnum[backend].get_class().get_name()
@@ -140,6 +161,9 @@ def test_every_backend_tells_all_phases(backend: str, vllm_config: VllmConfig) -
         found = observed.observer.read(observed.step(query_lengths), 16)
         assert found == Pass(phase, 16, 2, max(query_lengths), sum(query_lengths))
     assert observed.replayed == []
+    observed.step([1, 1])
+    observed.observer.settle()
+    assert observed.replayed == [Pass("decode", 2, 2, 1, 2)]
 
 
 def test_a_step_for_which_the_model_is_not_called_was_replayed(vllm_config: VllmConfig) -> None:

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.checkpoints import EXPERTS
@@ -37,34 +35,34 @@ def test_both_ranks_take_the_policys_routes(several):
     several.check_routes()
 
 
-def test_answers_equal_those_of_one_rank(folder, several, monkeypatch):
+def assert_equal_to_one_rank(answers, merged, policy, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(CORES[0]))
-    with engine(folder / "merged", SEVERAL, **SIZES) as llm:
+    with engine(merged, policy, **SIZES) as llm:
         for number, expected in answers_by_number(llm).items():
-            assert_equal_but_for_ties(several.answers[number], expected)
+            assert_equal_but_for_ties(answers[number], expected)
+
+
+def test_answers_equal_those_of_one_rank(folder, several, monkeypatch):
+    assert_equal_to_one_rank(several.answers, folder / "merged", SEVERAL, monkeypatch)
 
 
 def test_each_rank_holds_its_own_layers_of_every_variant(several):
-    (first, *_), (second, *_) = several.traces
+    first, second = several.header
     for variant in ("w8a8", "w4a16"):
         assert 0 < first["weight_bytes"][variant] == second["weight_bytes"][variant]
 
 
 def test_a_variant_of_which_a_rank_has_no_layer(tiny_merged, tmp_path, monkeypatch):
     """The layer in INT8, one of two, is on the second rank."""
-    merged, policy = tiny_merged(num_layers=2) / "merged", tmp_path / "policy.yaml"
-    policy.write_text(rules('- use: {default: w4a16, layers: {"1": w8a8}}'))
-    answers = run(merged, RANKS, str(policy), {"trace": str(tmp_path / "trace.jsonl")})
-    first, second = (
-        json.loads((tmp_path / name).read_text().splitlines()[0])["weight_bytes"]
-        for name in ("trace.jsonl", "trace.jsonl.rank1")
+    merged, policy = (
+        tiny_merged(num_layers=2) / "merged",
+        rules('- use: {default: w4a16, layers: {"1": w8a8}}'),
     )
+    found = run_several(merged, RANKS, tmp_path, policy=policy)
+    first, second = (header["weight_bytes"] for header in found.header)
     assert first["w8a8"] == 0 < second["w8a8"]
     assert second["w4a16"] == 0 < first["w4a16"]
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(CORES[0]))
-    with engine(merged, str(policy), **SIZES) as llm:
-        for number, expected in answers_by_number(llm).items():
-            assert_equal_but_for_ties(answers[number], expected)
+    assert_equal_to_one_rank(found.answers, merged, policy, monkeypatch)
 
 
 def test_with_tensor_parallel_ranks_too(folder, tmp_path):

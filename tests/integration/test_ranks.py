@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Ranks compare what they were given before they load anything; test_two_machines starts whole servers so."""
+"""Ranks compare what they were given before they load anything; test_data_parallel starts servers so."""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,54 +61,43 @@ def meet(rank: int, meeting: str, tensor_parallel: int) -> None:
         initialize_model_parallel(tensor_parallel, 2 // tensor_parallel, backend="gloo")
 
 
-def on_both(told: Callable[..., dict[str, str]], tmp_path: Path, tensor_parallel: int) -> dict[str, str]:
-    """Return what both of two ranks say, which has to be the same."""
-    asked = f"file://{tmp_path}/store", tensor_parallel
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as ranks:
-        first, second = (ranks.submit(told, rank, *asked) for rank in range(2))
-        assert first.result(timeout=300) == second.result(timeout=300)
-    return first.result()
+def said_by(ask: Callable[[], object]) -> str:
+    """Return the message of a refusal; empty if there is none."""
+    try:
+        ask()
+    except FlexQuantError as e:
+        return str(e)
+    return ""
 
 
-def steps(rank: int, meeting: str, tensor_parallel: int) -> dict[str, str]:
-    """Return, by case, what one rank of two says of steps in which rank 1 may fail."""
-    meet(rank, meeting, tensor_parallel)
-
-    def step(failure: Exception | None) -> None:
-        if rank and failure is not None:
-            raise failure
-
-    said = {}
-    for name, (failure, _) in STEPS.items():
-        try:
-            said[name] = on_all_ranks(lambda failure=failure: step(failure)) or ""
-        except FlexQuantError as e:
-            said[name] = str(e)
-    return said
+def fail(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
 
 
-def refusals(rank: int, meeting: str, tensor_parallel: int) -> dict[str, str]:
-    """Return, by case, what the check says on one rank of two; empty if it says nothing."""
+def tell(rank: int, meeting: str, tensor_parallel: int) -> dict[str, str]:
+    """Return, by case, what one rank of two says of what both were given, and of steps that rank 1 fails."""
     meet(rank, meeting, tensor_parallel)
     said = {}
     for name, (*of_ranks, _) in CASES.items():
         text, max_tokens, config = of_ranks[rank]
         policy, variants = parse_policy_text(text.encode(), "policy", "policy"), ["w8a8", "w4a16"]
         routes = build_route_table(policy, variants, num_layers=2, max_tokens=max_tokens)
-        try:
-            check_ranks_agree(routes, config)
-            said[name] = ""
-        except FlexQuantError as e:
-            said[name] = str(e)
+        said[name] = said_by(partial(check_ranks_agree, routes, config))
+    for name, (failure, _) in STEPS.items():
+        said[name] = said_by(partial(on_all_ranks, partial(fail, failure if rank else None)))
     return said
 
 
-def test_all_ranks_refuse_what_one_has_otherwise(tmp_path: Path):
-    said = on_both(refusals, tmp_path, 2)
+@pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_both_ranks_refuse_what_one_has_otherwise_and_fail_where_one_does(
+    tmp_path: Path, tensor_parallel: int
+) -> None:
+    asked = f"file://{tmp_path}/store", tensor_parallel
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as ranks:
+        first, second = (ranks.submit(tell, rank, *asked) for rank in range(2))
+        said = first.result(timeout=300)
+        assert said == second.result(timeout=300)
     for name, (*_, expected) in CASES.items():
         assert said[name].startswith(expected) and bool(said[name]) == bool(expected), name
-
-
-@pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_step_fails_on_all_ranks_or_on_none(tmp_path: Path, tensor_parallel: int):
-    assert on_both(steps, tmp_path, tensor_parallel) == {name: said for name, (_, said) in STEPS.items()}
+    assert {name: said[name] for name in STEPS} == {name: expected for name, (_, expected) in STEPS.items()}

@@ -11,6 +11,8 @@ import pytest
 from openai import OpenAI
 
 from examples.vllm_server import vllm_serve
+from tests.integration.conftest import records_of
+from tests.integration.live_server import complete
 
 pytestmark = [pytest.mark.engine, pytest.mark.oldest]
 
@@ -25,35 +27,29 @@ def expected_plan(phase: str, sequences: int) -> str:
 
 
 def request_lengths() -> list[tuple[int, int]]:
-    """Return (words of prompt, tokens to generate): short and long side by side, more than 32 at a time."""
-    return [(3 + 37 * i % 200, 8 + 5 * i % 40) for i in range(48)]
+    """Return (tokens of prompt, tokens to generate): so many that more than 32 are answered at a time."""
+    return [(3 + 37 * i % 200, 300 + 5 * i) for i in range(48)]
 
 
 @pytest.fixture(scope="module")
-def passes(real_merged, tmp_path_factory):
+def passes(tiny_merged, tmp_path_factory):
     folder = tmp_path_factory.mktemp("routing")
     trace = folder / "routes.jsonl"
     additional = json.dumps({"flexquant": {"policy": "phase-batch", "trace": str(trace)}})
     arguments = ["--additional-config", additional, "--enforce-eager", "--max-model-len", "1024"]
     arguments += ["--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "64"]
-    with vllm_serve(real_merged, *arguments, log=folder / "server.log") as url:
+    arguments += ["--served-model-name", "tiny"]
+    with vllm_serve(tiny_merged() / "merged", *arguments, log=folder / "server.log") as url:
         client = OpenAI(base_url=url, api_key="none")
 
-        def complete(request):
-            words, tokens = request
-            completion = client.completions.create(
-                model=str(real_merged),
-                prompt="one two three four " * (words // 4 + 1),
-                max_tokens=tokens,
-                temperature=0,
-                extra_body={"ignore_eos": True},
-            )
-            return completion.usage.completion_tokens
+        def ask(lengths: tuple[int, int]) -> int:
+            prompt, tokens = lengths
+            return complete(client, [1] * prompt, tokens).usage.completion_tokens
 
         with ThreadPoolExecutor(48) as pool:
-            lengths = list(pool.map(complete, request_lengths()))
+            lengths = list(pool.map(ask, request_lengths()))
         assert lengths == [tokens for _, tokens in request_lengths()]
-    header, *records = [json.loads(line) for line in trace.read_text().splitlines()]
+    header, *records = records_of(trace)
     assert header["policy"] == "phase-batch"
     return records
 

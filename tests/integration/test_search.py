@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,6 +31,7 @@ from tests.pass_times import CROSSED, make_times
 
 pytestmark = pytest.mark.engine
 LAYERS, SAMPLES, PROMPT, TOKENS = 3, 4, 16, 6
+SETTINGS = Settings((2,), SAMPLES, PROMPT, TOKENS)
 TUNED = {
     "schema": "flexquant.policy/v1",
     "rules": [
@@ -74,24 +76,6 @@ def options(merged: Path, folder: Path) -> list[str]:
     return [str(merged), *files, *numbers]
 
 
-def kl_of(policy: Path, folder: Path, merged: Path) -> float:
-    """Return the mean KL divergence that an evaluation of a policy file tells."""
-    found = evaluate(
-        merged,
-        folder / "text.txt",
-        reference=folder / "16-bit",
-        policies=[str(policy)],
-        questions=[],
-        settings=Settings((2,), SAMPLES, PROMPT, TOKENS),
-    )
-    (result,) = [result for result in found["results"] if result["policy"] == policy.name]
-    kl: float = result["quality"]["mean_kl"]
-    return kl
-
-
-# layer by layer
-
-
 @pytest.fixture(scope="module")
 def measuring(options: list[str], folder: Path) -> list[str]:
     return ["sensitivity", *options, "--output", str(folder / "sensitivity")]
@@ -114,19 +98,6 @@ def test_every_plan_is_measured_on_every_row(document: dict[str, Any]) -> None:
     assert document["kl"].keys() == {describe_layers(plan) for plan in (*alone, *layered)}
     assert all(len(rows) == SAMPLES and min(rows) > 0 for rows in document["kl"].values())
     assert len({tuple(rows) for rows in document["kl"].values()}) == len(document["kl"])
-
-
-@pytest.mark.parametrize(
-    ("name", "most", "one"),
-    [("w8a8 0, w4a16 1, w8a8 2", "w8a8", "w4a16"), ("w4a16 0, w8a8 1, w4a16 2", "w4a16", "w8a8")],
-)
-def test_the_numbers_are_those_of_an_evaluation_of_the_plan(
-    document: dict[str, Any], folder: Path, merged: Path, name: str, most: str, one: str
-) -> None:
-    policy = folder / f"{one}-in-the-middle.yaml"
-    policy.write_text(ONE_APART.format(most=most, one=one))
-    kl = kl_of(policy, folder, merged)
-    assert fmean(document["kl"][name]) == pytest.approx(kl, rel=1e-4)
 
 
 def test_table_and_plot_tell_of_every_layer(document: dict[str, Any], folder: Path) -> None:
@@ -163,9 +134,6 @@ def test_results_of_another_study_are_kept(
     assert (folder / "sensitivity" / "sensitivity.json").read_bytes() == before
 
 
-# a search
-
-
 @pytest.fixture(scope="module")
 def arguments(options: list[str], folder: Path) -> list[str]:
     files = ["--policy", str(folder / "tuned.yaml"), "--output", str(folder / "results")]
@@ -176,7 +144,15 @@ def arguments(options: list[str], folder: Path) -> list[str]:
 def searched(arguments: list[str], folder: Path) -> dict[str, float]:
     """Return the KL divergence of every plan that a search for one layer has measured."""
     assert cli.main([*arguments, "--layers", "1", "--compare"]) == 0
+    for file in ("searched.yaml", "searched.md", "searched.png"):
+        shutil.copy(folder / "results" / file, folder / file)
     return read_kl(folder)
+
+
+@pytest.fixture(scope="module")
+def most(searched: dict[str, float]) -> float:
+    """Return a loss between those of the two variants."""
+    return (searched["w8a8 0-2"] + searched["w4a16 0-2"]) / 2
 
 
 def read_kl(folder: Path) -> dict[str, float]:
@@ -184,53 +160,22 @@ def read_kl(folder: Path) -> dict[str, float]:
     return {plan: fmean(rows) for plan, rows in document["kl"].items()}
 
 
-def chosen_plan(folder: Path) -> str:
-    (line,) = [
-        line for line in (folder / "results" / "searched.md").read_text().splitlines() if "**chosen**" in line
-    ]
-    return line.split(" | ")[0].removeprefix("| ")
+def rows_of(table: Path) -> list[tuple[str, bool]]:
+    """Return the plans in a search's table, the fastest first, and whether each is chosen."""
+    rows = table.read_text().splitlines()[2:]
+    return [(row.split(" | ")[0].removeprefix("| "), "**chosen**" in row) for row in rows]
 
 
-@pytest.mark.full
-def test_of_one_layer_the_best_is_chosen(searched: dict[str, float], folder: Path) -> None:
-    plans = [
-        describe_layers(layers)
-        for layers in itertools.product(("w8a8", "w4a16"), repeat=LAYERS)
-        if layers.count("w8a8") == 1
-    ]
-    assert searched[chosen_plan(folder)] == min(searched[plan] for plan in plans)
-    assert (folder / "results" / "searched.png").stat().st_size > 1000
-
-
-def test_the_policy_decodes_by_the_plan_where_the_given_one_took_the_lowest_variant(
-    searched: dict[str, float], folder: Path, merged: Path
-) -> None:
-    file = folder / "results" / "searched.yaml"
-    prompts, small, large = load_policy(str(file)).rules
-    assert (prompts.variants, large.variants) == (("w8a8",), ("w8a8",))
-    assert small.when.batch_size.max == 4 and set(small.variants) == {"w4a16", "w8a8"}
-    assert kl_of(file, folder, merged) == pytest.approx(searched[chosen_plan(folder)], rel=1e-4)
-
-
-def test_the_fastest_plan_that_loses_no_more_is_chosen(
-    searched: dict[str, float], arguments: list[str], folder: Path
-) -> None:
-    most = (searched["w8a8 0-2"] + searched["w4a16 0-2"]) / 2
-    assert cli.main([*arguments, "--max-kl", str(most)]) == 0
-    kl, plan = read_kl(folder), chosen_plan(folder)
-    assert kl[plan] <= most
-    rows = (folder / "results" / "searched.md").read_text().splitlines()[2:]
-    faster = rows[: next(number for number, row in enumerate(rows) if "**chosen**" in row)]
-    assert faster
-    assert all(kl[row.split(" | ")[0].removeprefix("| ")] > most for row in faster)
+def chosen_plan(table: Path) -> str:
+    (plan,) = [plan for plan, is_chosen in rows_of(table) if is_chosen]
+    return plan
 
 
 @pytest.fixture(scope="module")
 def study(merged: Path, folder: Path) -> Study:
     subject = Subject.open(merged)
     variants = find_variants(subject.checkpoint.merged, None)
-    settings = Settings((2,), SAMPLES, PROMPT, TOKENS)
-    return Study(subject, variants, folder / "text.txt", str(folder / "16-bit"), settings)
+    return Study(subject, variants, folder / "text.txt", str(folder / "16-bit"), SETTINGS)
 
 
 def limited_rules(study: Study, most: float, folder: Path) -> list[dict[str, Any]]:
@@ -248,13 +193,69 @@ def limited_rules(study: Study, most: float, folder: Path) -> list[dict[str, Any
     return rules
 
 
-def test_a_tuned_policy_loses_no_more_than_it_may(
-    searched: dict[str, float], study: Study, folder: Path, merged: Path
-) -> None:
-    most = (searched["w8a8 0-2"] + searched["w4a16 0-2"]) / 2
+@pytest.fixture(scope="module")
+def evaluated(searched: dict[str, float], study: Study, most: float, folder: Path, merged: Path) -> Any:
+    """Return the mean KL divergence that an evaluation tells, keyed by the name of the policy's file."""
     (decode, *_) = limited_rules(study, most, folder)
     assert decode["use"] not in ("w8a8", "w4a16")
-    assert searched["w8a8 0-2"] < kl_of(folder / "limited.yaml", folder, merged) <= most
+    for one, base in (("w8a8", "w4a16"), ("w4a16", "w8a8")):
+        (folder / f"{one}.yaml").write_text(ONE_APART.format(most=base, one=one))
+    names = ("searched.yaml", "limited.yaml", "w8a8.yaml", "w4a16.yaml")
+    found = evaluate(
+        merged,
+        folder / "text.txt",
+        reference=folder / "16-bit",
+        policies=[str(folder / name) for name in names],
+        questions=[],
+        settings=SETTINGS,
+    )
+    return {result["policy"]: result["quality"]["mean_kl"] for result in found["results"]}
+
+
+def test_the_numbers_are_those_of_an_evaluation_of_the_plan(
+    document: dict[str, Any], evaluated: dict[str, float]
+) -> None:
+    for one, plan in (("w4a16", "w8a8 0, w4a16 1, w8a8 2"), ("w8a8", "w4a16 0, w8a8 1, w4a16 2")):
+        assert fmean(document["kl"][plan]) == pytest.approx(evaluated[f"{one}.yaml"], rel=1e-4)
+
+
+@pytest.mark.full
+def test_of_one_layer_the_best_is_chosen(searched: dict[str, float], folder: Path) -> None:
+    plans = [
+        describe_layers(layers)
+        for layers in itertools.product(("w8a8", "w4a16"), repeat=LAYERS)
+        if layers.count("w8a8") == 1
+    ]
+    assert searched[chosen_plan(folder / "searched.md")] == min(searched[plan] for plan in plans)
+    assert (folder / "searched.png").stat().st_size > 1000
+
+
+def test_the_policy_decodes_by_the_plan_where_the_given_one_took_the_lowest_variant(
+    searched: dict[str, float], evaluated: dict[str, float], folder: Path
+) -> None:
+    prompts, small, large = load_policy(str(folder / "searched.yaml")).rules
+    assert (prompts.variants, large.variants) == (("w8a8",), ("w8a8",))
+    assert small.when.batch_size.max == 4 and set(small.variants) == {"w4a16", "w8a8"}
+    plan = chosen_plan(folder / "searched.md")
+    assert evaluated["searched.yaml"] == pytest.approx(searched[plan], rel=1e-4)
+
+
+def test_the_fastest_plan_that_loses_no_more_is_chosen(
+    arguments: list[str], most: float, folder: Path
+) -> None:
+    assert cli.main([*arguments, "--max-kl", str(most)]) == 0
+    kl, rows = read_kl(folder), rows_of(folder / "results" / "searched.md")
+    plan = chosen_plan(folder / "results" / "searched.md")
+    assert kl[plan] <= most
+    faster = [other for other, _ in rows[: rows.index((plan, True))]]
+    assert faster
+    assert all(kl[other] > most for other in faster)
+
+
+def test_a_tuned_policy_loses_no_more_than_it_may(
+    searched: dict[str, float], evaluated: dict[str, float], most: float
+) -> None:
+    assert searched["w8a8 0-2"] < evaluated["limited.yaml"] <= most
 
 
 def test_a_tuned_policy_that_loses_less_stays_as_it_is(

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A live server whose engine is killed, whose clients go away, and which many hold on to without asking."""
+"""A live server whose engine is killed, whose clients go away, and which many hold on to without asking.
+
+And one whose clock jumps by more than a year, with Debian's libfaketime, which ``make test-full`` fetches;
+and ``flexquant eval`` and ``tune`` where the disk is full when they write what they found.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,24 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
+import openai
 import pytest
+from openai import OpenAI
 
-from examples.vllm_server import VLLMServer
+from examples.vllm_server import VLLMServer, default_environment
+from flexquant.serving.frontend.metrics import FORWARD, SECONDS
 from tests import programs
-from tests.integration.live_server import Live, metric
+from tests.integration.conftest import WORK
+from tests.integration.live_server import Live, complete, metric
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -34,14 +44,6 @@ SPARE = 300
 """Descriptors that are left to the test and to the server for everything else."""
 
 
-class Killed(NamedTuple):
-    exit_code: int | None
-    left: list[int]
-    """Processes of the server that were still there when it had ended."""
-    client: Exception | None
-    """What a client was told while its answer was under way."""
-
-
 def until(reached: Callable[[], bool]) -> bool:
     """Wait; return whether the condition was reached."""
     deadline = time.monotonic() + PATIENCE
@@ -52,14 +54,8 @@ def until(reached: Callable[[], bool]) -> bool:
 
 def stream(live: Live, prompt: int, tokens: int) -> Iterator[int]:
     """Yield the ids of an answer's tokens, as they come."""
-    with live.client(timeout=PATIENCE).completions.create(
-        model="tiny",
-        prompt=list(range(prompt, prompt + 20)),
-        max_tokens=tokens,
-        temperature=0,
-        stream=True,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-    ) as chunks:
+    client = live.client(timeout=PATIENCE)
+    with complete(client, list(range(prompt, prompt + 20)), tokens, stream=True) as chunks:
         for chunk in chunks:
             yield from chunk.choices[0].token_ids or ()
 
@@ -148,25 +144,102 @@ def test_many_who_hold_on_without_asking_keep_nobody_out(served: Live, connectio
     assert until(lambda: descriptors(server.processes.pid) <= before)
 
 
-def kill_the_engine(live: Live) -> Killed:
-    server, under_way = live.server(), stream(live, 10, LONG)
+def test_a_server_whose_engine_is_killed_ends_by_itself_and_the_next_one_serves(served: Live) -> None:
+    """The next one starts on the same files; no test that asks this server comes afterwards."""
+    server, under_way = served.server(), stream(served, 10, LONG)
     next(under_way)
     (engine,) = engines(server)
     os.kill(engine, signal.SIGKILL)
-    told = None
-    try:
+    with pytest.raises((openai.APIError, httpx.HTTPError)):
         list(under_way)
-    except Exception as e:
-        told = e
-    until(lambda: server.processes.exit_code() is not None)
-    until(lambda: not programs.session(server.processes.pid))
-    return Killed(server.processes.exit_code(), programs.session(server.processes.pid), told)
-
-
-def test_a_server_whose_engine_is_killed_ends_by_itself_and_the_next_one_serves(served: Live) -> None:
-    """The next one starts on the same files; the test is the last, as it ends the server."""
-    killed = kill_the_engine(served)
-    assert killed.exit_code is not None
-    assert killed.left == []
-    assert killed.client is not None
+    assert until(lambda: server.processes.exit_code() is not None)
+    assert until(lambda: not programs.session(server.processes.pid)), "processes of the server are left"
     assert len(list(stream(served, 10, 8))) == 8
+
+
+DAY = 86_400
+JUMPS = ("+0d", "-400d", "+400d", "-30d")
+"""Jumps of the clock from the true time, one after the other."""
+TOKENS = 200
+
+
+def ask(client: OpenAI, clock: Path, jump: str) -> tuple[float, list[int]]:
+    """Have the clock jump during an answer; return the jump in days, as the next tells, and the answer."""
+    tokens: list[int] = []
+    prompt = list(range(10, 30))
+    for chunk in complete(client, prompt, TOKENS, stream=True):
+        tokens += chunk.choices[0].token_ids or ()
+        if len(tokens) == TOKENS // 2:
+            clock.write_text(jump)
+    return (complete(client, prompt, 1).created - time.time()) / DAY, tokens
+
+
+def test_answers_and_times_do_not_mind_jumps_of_the_clock(tiny_merged, tmp_path) -> None:
+    (library,) = (WORK / "faketime").glob("usr/lib/*/faketime/libfaketimeMT.so.1")
+    (clock := tmp_path / "clock").write_text(JUMPS[0])
+    environment = default_environment() | {
+        "VLLM_PLUGINS": "flexquant",
+        "LD_PRELOAD": str(library),
+        "FAKETIME_TIMESTAMP_FILE": str(clock),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }
+    arguments = ["--enforce-eager", "--max-model-len", "512", "--served-model-name", "tiny"]
+    start = time.monotonic()
+    server = VLLMServer(tiny_merged() / "merged", arguments, tmp_path / "log", environment)
+    try:
+        server.wait_until_healthy()
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        jumps, answers = zip(*(ask(client, clock, jump) for jump in JUMPS), strict=True)
+        passes, seconds = (metric(server.url, f"{name}_total") for name in (FORWARD, SECONDS))
+        elapsed = time.monotonic() - start
+    finally:
+        server.stop()
+    assert list(jumps) == pytest.approx([int(jump[:-1]) for jump in JUMPS], abs=0.5)
+    assert len(answers[0]) == TOKENS and all(answer == answers[0] for answer in answers)
+    assert passes >= len(JUMPS) * TOKENS
+    assert 0 < seconds < elapsed
+
+
+@pytest.mark.parametrize(
+    ("command", "output", "written", "advice"),
+    [
+        (
+            "eval --policies phase --batch-sizes 2 --samples 2 --prompt-tokens 16 --tokens 8",
+            "results",
+            "results/quality.json",
+            "the numbers are kept in",
+        ),
+        (
+            "tune --quick --rounds 1 --max-rounds 1 --max-batch 4 --max-tokens 64 --overwrite",
+            "policy.yaml",
+            "policy.yaml",
+            "free some space",
+        ),
+    ],
+)
+def test_on_a_full_disk_what_was_there_stays_and_the_next_run_succeeds(
+    command: str, output: str, written: str, advice: str, tiny_merged: Any, tmp_path: Path
+) -> None:
+    """The file that is written beside the final one leads to ``/dev/full``, which takes no byte."""
+    name, *options = command.split()
+    if name == "eval":
+        (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+        options += ["--text", str(tmp_path / "text.txt")]
+    file = tmp_path / "output" / written
+    file.parent.mkdir(parents=True)
+    file.write_text("old")
+    (full := file.with_name(f".{file.name}.flexquant-new")).symlink_to("/dev/full")
+    run = [sys.executable, "-m", "flexquant", name, str(tiny_merged(num_layers=2) / "merged"), *options]
+    run += ["--output", str(tmp_path / "output" / output)]
+
+    environment = programs.newcomers_environment() | {"TMPDIR": str(tmp_path)}
+    refused = programs.run(run, timeout=600, status=1, environment=environment)
+    sentence = next(line for line in refused.stderr.splitlines() if line.startswith("flexquant"))
+    assert "No space left on device" in sentence and advice in sentence
+    assert "Traceback" not in refused.stderr
+    assert file.read_text() == "old"
+    assert not full.is_symlink()
+
+    programs.run(run, timeout=600, environment=environment)
+    assert file.read_text() != "old"

@@ -28,6 +28,7 @@ from tests.integration.conftest import (
     take_policy,
 )
 from tests.integration.logprobs import assert_equal_but_for_ties
+from tests.policies import rules
 
 pytestmark = [
     pytest.mark.engine,
@@ -37,16 +38,9 @@ pytestmark = [
 DRAFTED = 3
 TOKENS = 24
 PROMPTS = ["one one one one one", "The three laws of motion", "def fibonacci(n: int) -> int:"]
-BY_PHASE = """
-schema: flexquant.policy/v1
-rules:
-  - when: {{phase: decode}}
-    use: {use}
-  - use: w8a8
-"""
 POLICIES = {
-    "w4a16": BY_PHASE.format(use="w4a16"),
-    "w8a8+w4a16[1]": BY_PHASE.format(use="{default: w4a16, layers: {0: w8a8}}"),
+    plan: rules(f"- {{when: {{phase: decode}}, use: {use}}}", "- use: w8a8")
+    for plan, use in {"w4a16": "w4a16", "w8a8+w4a16[1]": "{default: w4a16, layers: {0: w8a8}}"}.items()
 }
 """Policies, keyed by the plan of their decode passes. No rule names a batch size, which counts drafts too."""
 
@@ -56,11 +50,8 @@ def make_head(folder: Path, architecture: str, **more: Any) -> Path:
     torch.manual_seed(0)
     config = base_config(num_layers=1, **more)
     hidden, rows = config.hidden_size, config.num_attention_heads * config.head_dim
-    kv, mlp, is_eagle3 = (
-        config.num_key_value_heads * config.head_dim,
-        config.intermediate_size,
-        "3" in architecture,
-    )
+    kv, mlp = config.num_key_value_heads * config.head_dim, config.intermediate_size
+    is_eagle3 = "3" in architecture
     layer, read = ("midlayer", 2 * hidden) if is_eagle3 else ("layers.0", hidden)
     shapes = {
         "fc.weight": (hidden, 2 * hidden),
@@ -182,9 +173,7 @@ def test_a_plan_that_a_later_policy_needs_drafts_too(drafts, merged, without):
 @pytest.mark.parametrize(
     "method",
     [
-        "ngram",
-        pytest.param("draft_model", marks=pytest.mark.full),
-        pytest.param("eagle", marks=pytest.mark.full),
+        *(pytest.param(method, marks=pytest.mark.full) for method in ("ngram", "draft_model", "eagle")),
         "eagle3",
     ],
 )

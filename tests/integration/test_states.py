@@ -22,10 +22,9 @@ from flexquant.cli import main
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.vllm_api import MambaBase
 from tests import programs
-from tests.integration.conftest import answers, check_variants, engine, generate
+from tests.integration.conftest import answers, change, check_variants, engine, generate
 from tests.integration.logprobs import distance
 from tests.integration.test_architectures import LAYERED, OPTIONS, PROMPTS, SAMPLING, check_plans
-from tests.integration.test_policy_change import change
 from tests.policies import rules
 from tests.states import FAMILIES, make_variants, merge_twins
 
@@ -61,7 +60,7 @@ def test_pure_plans_equal_stock_vllm_and_layered_plans_run(kind, made):
 def caches(llm: Any) -> tuple[list[list[str]], int, int]:
     """Return the layers of each group of the KV cache, its number of blocks, and its bytes."""
 
-    def look(worker: Any) -> tuple[list[list[str]], int, int]:
+    def look(worker: Any) -> Any:
         config = worker.model_runner.kv_cache_config
         layers = worker.vllm_config.compilation_config.static_forward_context.values()
         held = [layer.kv_cache for layer in layers if hasattr(layer, "kv_cache")]
@@ -86,18 +85,18 @@ def caches(llm: Any) -> tuple[list[list[str]], int, int]:
 )
 def test_a_variant_goes_on_from_the_state_that_another_wrote(kind, options, rounds, made):
     """Prompts come in chunks; in a second round most of them is in the prefix cache, states included."""
-    options = OPTIONS | {"disable_log_stats": False} | options
-    asked = [PROMPTS + LONG] * rounds
-    with engine(made(kind) / "w8a8", **options) as llm:
-        stock = [answers(llm, prompts, **MANY) for prompts in asked], caches(llm), hits(llm)
-    with engine(made(kind) / "twins", **options) as llm:
-        found = [answers(llm, prompts, **MANY) for prompts in asked], caches(llm), hits(llm)
-    assert found == stock
+    asked, found = [PROMPTS + LONG] * rounds, []
+    for checkpoint in ("w8a8", "twins"):
+        with engine(made(kind) / checkpoint, **OPTIONS | {"disable_log_stats": False} | options) as llm:
+            given = [answers(llm, prompts, **MANY) for prompts in asked]
+            found.append((given, caches(llm), metric(llm, "prefix_cache_hits")))
+    stock, twins = found
+    assert twins == stock
     assert (stock[2] > 0) == (rounds > 1)
 
 
-def hits(llm: Any) -> int:
-    (found,) = (m.value for m in llm.llm_engine.get_metrics() if m.name == "vllm:prefix_cache_hits")
+def metric(llm: Any, name: str) -> int:
+    (found,) = (m.value for m in llm.llm_engine.get_metrics() if m.name == f"vllm:{name}")
     return found
 
 
@@ -228,10 +227,7 @@ def test_a_policy_change_on_the_way_and_preemption_leave_no_trace(made):
                     break
                 if steps == change_at:
                     assert "refused" not in change(llm, "other", OPPOSITE)
-            (preemptions,) = (
-                m.value for m in llm.llm_engine.get_metrics() if m.name == "vllm:num_preemptions"
-            )
-        return tokens, preemptions
+            return tokens, metric(llm, "num_preemptions")
 
     undisturbed = serve("w8a8", None)
     assert undisturbed[1] > 0

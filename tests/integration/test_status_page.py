@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.live_server import KEY, Live
+from tests.integration.live_server import KEY, Live, complete
 
 DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium")
 pytestmark = [
@@ -69,9 +69,7 @@ def text(browser: Any, selector: str) -> str:
 
 
 def ask(live: Live, number: int, tokens: int = 24) -> None:
-    live.client().completions.create(
-        model="tiny", prompt=list(range(10, 30 + number)), max_tokens=tokens, extra_body={"ignore_eos": True}
-    )
+    complete(live.client(), list(range(10, 30 + number)), tokens)
 
 
 @pytest.fixture(scope="module")

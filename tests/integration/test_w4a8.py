@@ -6,13 +6,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file
 from torch import nn
-from vllm import SamplingParams
 from vllm.platforms import current_platform
 
 from flexquant.errors import FlexQuantError
@@ -25,22 +23,14 @@ from tests.integration.conftest import (
     answers,
     bytes_of_int4_group,
     engine,
-    every_plan_of,
     generate,
     records_of,
-    take_policy,
 )
+from tests.integration.logprobs import distance
 from tests.integration.test_serving_errors import flexquant, refusal
 
 pytestmark = pytest.mark.engine
 
-TEXT = (
-    "Free software is a matter of liberty, not price. Anyone who has a copy of such a program may run it, "
-    "study how it works, change it, and pass it on to others, with or without changes. For that, its source "
-    "code has to be available. Most distributions of Linux consist of thousands of such programs, which "
-    "people all over the world maintain, many of them in their spare time."
-)
-PROMPTS = ["What is the capital of France?", "Once upon a time, in a village by the sea,"]
 SHORT = ["short"]
 INTERMEDIATE = 1024
 DOWN = "model.layers.0.mlp.down_proj"
@@ -134,28 +124,14 @@ def test_all_else_is_shared_with_the_source(single_copy):
     assert single_copy.own_modules == linears
 
 
-def text_logprobs(llm) -> np.ndarray:
-    """Return the log-probability in nats of every token of TEXT but the first."""
-    (output,) = llm.generate([TEXT], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    steps = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-    return np.array([step[token].logprob for token, step in steps])
-
-
 @pytest.mark.full
-def test_three_variants_from_two(real_symmetric, tmp_path):
-    """On the real model, other activations change W4A16, but not much more than other weights do."""
-    policies = ["w8a8", "w4a16", "w4a8", "phase", "phase-batch-w4a8"]
-    found, logprobs = {}, {}
-    merge_checkpoints(real_symmetric, tmp_path / "merged")
-    with engine(tmp_path / "merged", every_plan_of(policies)) as llm:
-        for policy in policies:
-            take_policy(llm, policy)
-            logprobs[policy], found[policy] = text_logprobs(llm), answers(llm, PROMPTS)
-    w8a8, w4a8 = (np.abs(logprobs[name] - logprobs["w4a16"]).mean() for name in ("w8a8", "w4a8"))
-    print(f"Mean distance from w4a16 in nats a token: w4a8 {w4a8:.4f}, w8a8 {w8a8:.4f}")
-    assert 0 < w4a8 < w8a8
-    assert found["w4a8"] != found["w4a16"]
-    assert found["phase-batch-w4a8"] == found["phase"]
+def test_three_variants_from_two(tiny_merged):
+    """Other activations change W4A16, but not much more than other weights do."""
+    policies, prompts = ["w8a8", "w4a16", "w4a8", "phase", "phase-batch-w4a8"], ["a prompt", "another prompt"]
+    served = generate(tiny_merged() / "merged", policies, prompts, sampling={"ignore_eos": True})
+    w8a8, w4a16, w4a8, phase, in_batches = (found.answers[0] for found in served)
+    assert 0 < distance(w4a8, w4a16) < distance(w8a8, w4a16)
+    assert in_batches == phase
 
 
 def refused(folder, work, source: str, activations: str) -> str:

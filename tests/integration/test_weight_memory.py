@@ -11,7 +11,7 @@ import pytest
 from vllm.platforms import current_platform
 
 from tests import programs
-from tests.integration.conftest import answers, bytes_of_int4_group, engine
+from tests.integration.conftest import bytes_of_int4_group, generate
 
 pytestmark = pytest.mark.engine
 
@@ -73,13 +73,10 @@ def test_counted_is_what_the_process_holds(large_layers, scheme, bits):
     assert counted == pytest.approx(grown, rel=0.1, abs=2 * MIB)
 
 
-def test_variants_and_what_they_share(tiny_merged, tmp_path):
+def test_variants_and_what_they_share(merged):
     """Each of 4 layers has 147456 weights, 1024 output channels, 2304 groups of 64 and two norms of 128."""
-    trace = tmp_path / "routes.jsonl"
-    with engine(tiny_merged() / "merged", "phase", max_model_len=256, flexquant={"trace": str(trace)}) as llm:
-        answers(llm, ["hello"], max_tokens=2)
-    header = json.loads(trace.read_text().splitlines()[0])
-    sizes = header["weight_bytes"]
+    (served,) = generate(merged, ["phase"], ["hello"], sampling={"max_tokens": 2}, max_model_len=256)
+    header, sizes = served.header, served.header["weight_bytes"]
     weights, channels, groups, norms = (4 * count for count in (147456, 1024, 2304, 256))
     assert weights + 2 * channels < sizes["w8a8"] - 2 * norms <= weights + 12 * channels
     assert 0 <= sizes["w4a16"] - 2 * norms - weights / 2 - groups * bytes_of_int4_group() < 1024
