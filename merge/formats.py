@@ -14,14 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flexquant.checkpoint.folder import (
-    check_folder,
-    confined_file,
-    find_model,
-    quantization_section,
-    read_json,
-    read_tensors,
-)
+from flexquant.checkpoint.folder import find_model, read_config, read_tensors
 from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, is_sparse
 from flexquant.checkpoint.model_config import ConfigGroup, JsonObject
 from flexquant.checkpoint.module_names import EMBEDDINGS
@@ -44,9 +37,8 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
     file, for an unusable folder, another format, and settings that compressed-tensors cannot hold.
     """
     folder = find_model(folder)
-    check_folder(folder)
-    config = read_json(confined_file(folder, "config.json"))
-    section, tensors = _read(folder, quantization_section(folder, config), read_tensors(folder))
+    config, stored = read_config(folder)
+    section, tensors = _read(folder, stored, read_tensors(folder))
     if stray := [name for name in tensors if name.endswith(PACKED_PARTS)]:
         raise FlexQuantError(
             f"{folder} has {stray[0]}, a part of an AWQ or GPTQ linear, without the weights or the settings "

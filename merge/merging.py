@@ -12,19 +12,11 @@ from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, make_provenance
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, served_architecture
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
-from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
+from flexquant.checkpoint.output import prepare_output
 from flexquant.checkpoint.safetensors_io import load_tensor
 from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.weight_bytes import CheckpointReport, report_checkpoint
-from flexquant.checkpoint.writer import (
-    DEFAULT_SHARD_SIZE,
-    Progress,
-    copy_files,
-    needed_bytes,
-    plan_shards,
-    write_json,
-    writing_shards,
-)
+from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE, Progress, write_json, writing_checkpoint
 from flexquant.errors import FlexQuantError
 from flexquant.merge.card import make_card
 from flexquant.merge.formats import open_source
@@ -83,25 +75,26 @@ def merge_checkpoints(
         generation_from=generation_from,
         processor_from=processor_from,
     )
-    shards = plan_shards(list(plan.groups.values()), max_shard_size)
-    check_free_space(output, needed_bytes(shards, plan.sidecars.files.values()))
-    with staged_folder(output, overwrite=overwrite) as stage, writing_shards(stage, shards) as finish:
+    groups, files = list(plan.groups.values()), plan.sidecars.files
+    with writing_checkpoint(output, groups, files, overwrite=overwrite, max_shard_size=max_shard_size) as (
+        stage,
+        finish,
+    ):
         kv = check_kv_compatibility(plan.sources, kv_progress)
         if not kv.compatible and not allow_incompatible_kv:
             raise FlexQuantError(kv.message)
         merged = _merged_config(plan, kv, policy)
         digests = finish(progress)
-        copy_files(plan.sidecars.files, stage)
         base = plan.sidecars.complete(plan.sources[0].config)
         config = {key: value for key, value in base.items() if key not in ("_name_or_path", *SECTIONS)}
         config["architectures"] = [served_architecture(merged.base_architecture)]
         config["quantization_config"] = merged.to_json()
         write_json(stage / "config.json", config)
-        files = ["config.json", *plan.sidecars.files]
-        provenance = make_provenance(plan.sources, digests, stage, files, dtype, config_from)
+        hashed = ["config.json", *files]
+        provenance = make_provenance(plan.sources, digests, stage, hashed, dtype, config_from)
         write_json(stage / PROVENANCE_FILE, provenance)
         report = report_checkpoint(merged, plan.num_layers, plan.tensors)
-        card = make_card(report, plan.sources, provenance, plan.sidecars.files)
+        card = make_card(report, plan.sources, provenance, files)
         (stage / "README.md").write_text(card, encoding="utf-8")
     return report
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -220,11 +220,12 @@ def check_recorded_tensors(checkpoint: MergedCheckpoint, progress: Progress | No
             f"{checkpoint.folder} has no tensor hashes in {PROVENANCE_FILE}; compare with the sources: "
             "flexquant verify --against NAME=FOLDER"
         )
-    check_same_names(set(recorded), set(checkpoint.tensors), PROVENANCE_FILE, str(checkpoint.folder))
-    matches = match_each(checkpoint.tensors, lambda key, ref: _hash(ref) == recorded[key], progress)
-    places = {key: f"{key} in {ref.file.name}" for key, ref in checkpoint.tensors.items()}
-    report_differences(checkpoint, matches, places, f"their recorded SHA-256 in {PROVENANCE_FILE}")
-    return len(matches)
+    tensors = checkpoint.tensors
+    check_same_names(recorded.keys(), tensors.keys(), PROVENANCE_FILE, checkpoint.folder)
+    measure = f"their recorded SHA-256 in {PROVENANCE_FILE}"
+    return compare_tensors(
+        checkpoint, tensors, lambda key, ref: _hash(ref) == recorded[key], measure, progress
+    )
 
 
 def match_each(
@@ -239,7 +240,9 @@ def match_each(
         pool.shutdown(cancel_futures=True)
 
 
-def check_same_names(expected: set[str], found: set[str], expected_in: str, found_in: str) -> None:
+def check_same_names(
+    expected: Set[str], found: Set[str], expected_in: str | Path, found_in: str | Path
+) -> None:
     """Raise FlexQuantError unless both places have the same tensor names."""
     for names, has, lacks in (
         (expected - found, expected_in, found_in),
@@ -252,16 +255,25 @@ def check_same_names(expected: set[str], found: set[str], expected_in: str, foun
             )
 
 
-def report_differences(
-    checkpoint: MergedCheckpoint, matches: Mapping[str, bool], places: Mapping[str, str], measure: str
-) -> None:
-    """Raise FlexQuantError for tensors that do not match; ``places`` maps each to its name and shard."""
-    differing = [places[name] for name, same in matches.items() if not same]
+def compare_tensors(
+    checkpoint: MergedCheckpoint,
+    tensors: Mapping[str, TensorRef],
+    same: Callable[[str, TensorRef], bool],
+    measure: str,
+    progress: Progress | None,
+) -> int:
+    """Return the number of ``tensors``; raise FlexQuantError, which names those that are not ``same``.
+
+    ``measure`` is what the message says that they differ from.
+    """
+    matches = match_each(tensors, same, progress)
+    differing = [f"{name} in {tensors[name].file.name}" for name, is_same in matches.items() if not is_same]
     if differing:
         raise FlexQuantError(
             f"{len(differing)} of {len(matches)} tensors in {checkpoint.folder} differ from {measure} "
             f"({_listed(sorted(differing))}); fetch or merge the checkpoint again"
         )
+    return len(matches)
 
 
 def _unknown_files(checkpoint: MergedCheckpoint) -> list[str]:

@@ -13,7 +13,7 @@ from flexquant.checkpoint.built_model import check_heads, find_model_class
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import LAYER
-from flexquant.checkpoint.safetensors_io import DTYPES, TensorRef, computed, load_tensor, read_chunks
+from flexquant.checkpoint.safetensors_io import DTYPES, ComputedTensor, TensorRef, load_tensor, read_chunks
 from flexquant.checkpoint.schemes import PACKED_SUFFIX, QUANTISATION_PARAMETER
 from flexquant.errors import FlexQuantError
 
@@ -132,4 +132,4 @@ def _cast(ref: TensorRef, dtype: str) -> TensorRef:
             )
         return cast
 
-    return computed(ref.name, ref, dtype, ref.shape, compute)
+    return ComputedTensor(ref.name, dtype, ref.shape, ref.file, 0, compute)
