@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flexquant.checkpoint.built_model import ModelClass, find_model_class, written_or_default
 from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_checkpoint import match_each
-from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES, check_variant_name
+from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import (
     EMBEDDINGS,
@@ -23,13 +23,12 @@ from flexquant.checkpoint.module_names import (
 )
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.checkpoint.schemes import logical_shapes
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import EMBEDDING_WEIGHTS, Source
 from flexquant.merge.same_model import cache_scheme, model_differences, with_names
 from flexquant.merge.sidecar_plan import SidecarPlan, choice, plan_sidecars
 
 LM_HEAD = "lm_head"
-EMBEDDING_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDINGS)
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,6 @@ def plan_merge(
         raise FlexQuantError("nothing to merge: name at least one variant as NAME=FOLDER")
     names = [s.name for s in sources]
     for i, name in enumerate(names):
-        check_variant_name(name)
         if name in names[:i]:
             raise FlexQuantError(f"variant name '{name}' is given twice; give every variant its own name")
     first = sources[0]

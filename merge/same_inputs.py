@@ -29,8 +29,8 @@ from flexquant.checkpoint.folder import (
     read_json,
 )
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError, explained
+from flexquant.merge.formats import Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -17,8 +17,8 @@ from flexquant.checkpoint.model_config import (
     text_config,
 )
 from flexquant.checkpoint.schemes import LinearSchemes
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError, explained
+from flexquant.merge.formats import Source
 from flexquant.merge.sidecar_plan import named
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from flexquant.checkpoint.folder import (
     recipe_name,
 )
 from flexquant.checkpoint.model_config import JsonObject, reads_more_than_text, text_config
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError, explained
+from flexquant.merge.formats import Source
 from flexquant.merge.same_inputs import (
     TOKENIZER_CONFIG,
     has_chat_template,

@@ -22,10 +22,9 @@ from flexquant.checkpoint.merged_checkpoint import (
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
 from flexquant.checkpoint.output import prepare_output
 from flexquant.checkpoint.safetensors_io import same_bytes, total_bytes
-from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE, Progress, write_json, writing_checkpoint
 from flexquant.errors import FlexQuantError
-from flexquant.merge.formats import open_source
+from flexquant.merge.formats import Source, open_source
 from flexquant.merge.merge_plan import check_parameters
 from flexquant.merge.same_model import model_differences, with_names
 

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-import flexquant
 from flexquant.checkpoint.folder import (
     INDEX_FILE,
     confined_file,
@@ -31,13 +28,11 @@ from flexquant.checkpoint.folder import (
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, read_model_config
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
-from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import MAX_THREADS, Progress, results_of
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
 
 PROVENANCE_FILE = "flexquant_provenance.json"
-SCHEMA = "flexquant.provenance/v1"
 MAX_NAMED = 5
 UNRECORDED = (PROVENANCE_FILE, INDEX_FILE, "README.md")
 """Files that the merge writes without recording a hash; users may edit the card."""
@@ -77,41 +72,6 @@ def read_provenance(folder: Path) -> Provenance:
         return Provenance.model_validate(read_json(file))
     except ValidationError as e:
         raise FlexQuantError(f"{file} has {wrong_key(e)}; fetch or merge the checkpoint again") from e
-
-
-def make_provenance(
-    sources: Sequence[Source],
-    tensor_digests: Mapping[str, str],
-    folder: Path,
-    files: Iterable[str],
-    dtype: str | None,
-    config_from: str | None,
-) -> JsonObject:
-    """Return the provenance document; ``files`` in ``folder`` are hashed here.
-
-    ``dtype`` is the one that what is in 16 bit was cast to; None: nothing was. ``config_from`` is the source
-    whose config was chosen; None: all had the same.
-    """
-    return {
-        "schema": SCHEMA,
-        "versions": {
-            "flexquant": flexquant.__version__,
-            "python": platform.python_version(),
-            "torch": version("torch"),
-        },
-        "sources": {
-            s.name: {
-                "folder": folder_label(s.folder),
-                "config_sha256": hash_file(s.folder / "config.json"),
-                "transformers_version": s.config.get("transformers_version"),
-            }
-            for s in sources
-        },
-        **({"dtype": dtype} if dtype else {}),
-        **({"config_from": config_from} if config_from else {}),
-        "files": {name: hash_file(folder / name) for name in sorted(files)},
-        "tensors": dict(tensor_digests),
-    }
 
 
 def folder_label(folder: Path) -> str:

@@ -53,6 +53,8 @@ DTYPES: dict[str, tuple[int, str | None, int]] = {
     "F64": (64, "float64", 0x7FF << 52),
     "C64": (64, "complex64", 0),
 }
+CASTS = {"bfloat16": "BF16", "float16": "F16"}
+"""Name of a dtype of 16 bit in torch -> in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)

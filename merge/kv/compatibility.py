@@ -2,18 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Decide whether variants can share one KV cache, and whether one plan can mix their layers.
 
-A variant reads cache entries that another variant wrote, so every layer must compute the same K and V up to
-quantisation noise. GPTQ, rounding to nearest and SmoothQuant's fold of a norm into q, k and v keep K and V.
-Scaling K or V themselves (AWQ's v -> o smoothing) or rotating them (SpinQuant's R2 and R3) does not: each
-such model is right on its own cache, and silently wrong on the other's.
-
-`layer_comparison` compares the layers in transformers' own code, `outside_layers` what is around them. Cache
-scales and run-time rotations have to be equal. What is quantised may differ by noise, within the bounds of
-`agreement`.
-
-Linear attention, state spaces and short convolutions carry a state from token to token. What a layer writes
-into transformers' cache is compared like K and V, after more tokens; a state that transformers does not keep
-there is refused. BOUNDS.md says why the length does not matter, and how all bounds were found.
+A variant reads cache entries that another variant wrote, so every layer must compute the same K and V, or the
+same state, up to quantisation noise. Rounding and folds of a norm (SmoothQuant) keep K and V; scaling them
+(AWQ's v -> o smoothing) or rotating them (SpinQuant's R2 and R3) does not: each such model is right on its
+own cache, and silently wrong on the other's.
 
 These forbid a shared cache: a difference in a row that reaches the cache, in a parameter, in a 16-bit matrix,
 or in a module outside of the layers; another matrix that differs by more than quantisation ever explains; and
@@ -35,9 +27,9 @@ import torch
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import decoder_layer
 from flexquant.checkpoint.safetensors_io import load_tensor
-from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import Source
 from flexquant.merge.kv.layer_comparison import LayerComparison, RowsCached
 from flexquant.merge.kv.outside_layers import ResidualBasis, compare_bases, logits_difference
 from flexquant.merge.kv.skeleton import Skeleton

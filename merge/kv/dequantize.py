@@ -25,8 +25,8 @@ from flexquant.checkpoint.schemes import (
     shape_problem,
     stored_shape,
 )
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import Source
 from flexquant.merge.kv.agreement import ScaledRows, row_numbers
 
 E4M3_MANTISSA, E4M3_MIN_EXPONENT = 3, -6

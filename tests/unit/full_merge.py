@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
+from flexquant.merge.formats import Source
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 
 

@@ -15,10 +15,9 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, ComputedTensor, read_chunks
-from flexquant.checkpoint.source import Source, with_dtype
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints
-from flexquant.merge.formats import open_source
+from flexquant.merge.formats import Source, open_source, with_dtype
 from flexquant.merge.merge_plan import plan_merge
 from flexquant.merge.packed_formats import PackedFormat, read_settings
 from tests.checkpoints import make_checkpoint

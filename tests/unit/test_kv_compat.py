@@ -13,9 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
-from flexquant.merge.formats import open_source
+from flexquant.merge.formats import Source, open_source
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from tests.architectures.models import random_model, small_config, split
 from tests.checkpoints import StateDict, make_checkpoint, write_checkpoint

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
-from flexquant.merge.formats import open_source
+from flexquant.merge.formats import Source, open_source
 from flexquant.merge.kv.agreement import BLOCK_ROWS, row_numbers, sample_rows
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from tests.checkpoints import StateDict, base_config, make_checkpoint, random_state_dict
