@@ -44,10 +44,6 @@ class MergePlan:
     """Names of the sources whose lm_head differs from their embedding."""
 
     @property
-    def base_architecture(self) -> str:
-        return self.sources[0].architecture
-
-    @property
     def shared_modules(self) -> tuple[str, ...]:
         """The modules, among those that `_holder` allows, whose tensors are all shared.
 

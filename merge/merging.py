@@ -140,7 +140,7 @@ def _merged_config(plan: MergePlan, kv: KVReport, policy: str | None) -> MergedC
     if policy is not None:
         build_route_table(load_policy(policy), names, plan.num_layers, ANY_NUMBER_OF_TOKENS, kv.mixable)
     return MergedConfig(
-        base_architecture=plan.base_architecture,
+        base_architecture=plan.sources[0].architecture,
         variants={
             s.name: StoredVariant(
                 f"{s.name}.", s.quantization_config, s.name in plan.own_heads, _has_negative_scales(s)

@@ -64,7 +64,7 @@ def generation_settings(source: Source) -> JsonObject:
     A checkpoint without ``generation_config.json`` has those of its ``config.json``. Raises FlexQuantError if
     ENDS is neither a token id nor a list of them.
     """
-    path = settings_file(source.folder)
+    path = find_files(source.folder, (GENERATION_CONFIG,)).get(GENERATION_CONFIG)
     if path:
         stated = read_json(path)
     else:
@@ -83,11 +83,6 @@ def generation_settings(source: Source) -> JsonObject:
             "them; correct it, or fetch it again"
         )
     return settings | {ENDS: sorted(set(listed))}
-
-
-def settings_file(folder: Path) -> Path | None:
-    """Return a checkpoint's ``generation_config.json``; None if it has none."""
-    return confined_file(folder, GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else None
 
 
 @dataclass(frozen=True)
@@ -146,8 +141,7 @@ def plan_sidecars(
     for source in [processor] if processor_from else with_processor:
         for name in find_files(source.folder, PROCESSOR):
             files.setdefault(name, confined_file(source.folder, name))
-    if path := settings_file(generation.folder):
-        files[GENERATION_CONFIG] = path
+    files |= find_files(generation.folder, (GENERATION_CONFIG,))
     for source in sources:
         files = find_files(source.folder, NOTICES) | files
         for path in find_files(source.folder, (RECIPE,)).values():
@@ -188,7 +182,7 @@ def _choose_generation(sources: Sequence[Source], name: str | None) -> Source:
                 f"{settings[key]} against {theirs[key]}. One checkpoint has one set of defaults: "
                 f"{choice(first, other, '--generation-from')}"
             )
-    return next((source for source in sources if settings_file(source.folder)), first)
+    return next((source for source in sources if find_files(source.folder, (GENERATION_CONFIG,))), first)
 
 
 def choice(a: Source, b: Source, option: str) -> str:

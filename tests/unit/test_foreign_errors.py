@@ -5,14 +5,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, ComputedTensor, read_chunks
 from flexquant.errors import FlexQuantError
@@ -22,6 +20,7 @@ from flexquant.merge.merge_plan import plan_merge
 from flexquant.merge.packed_formats import PackedFormat, read_settings
 from tests.checkpoints import make_checkpoint
 from tests.foreign import awq_tensors, write_foreign
+from tests.publishers import edits
 
 UP = "model.layers.0.mlp.up_proj"
 State = dict[str, torch.Tensor]
@@ -32,16 +31,6 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 @pytest.fixture(scope="module")
 def w4a16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("source") / "w4a16", scheme="w4a16", num_layers=1)
-
-
-def edit_config(folder: Path, **values: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | values))
-
-
-def rewrite(folder: Path, change: Callable[[State], object]) -> None:
-    change(state := load_file(folder / "model.safetensors"))
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
@@ -76,7 +65,7 @@ def test_null_stands_for_the_default(method, w4a16, tmp_path):
 
 def test_a_section_that_is_no_object_is_refused(tmp_path):
     folder = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
-    edit_config(folder, quantization_config="awq")
+    edits.config(quantization_config="awq")(folder)
     with pytest.raises(FlexQuantError, match="quantization_config 'awq', expected an object"):
         open_source("bf16", folder)
 
@@ -85,21 +74,16 @@ def test_converting_says_what_it_was_wherever_the_settings_are(w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / "foreign", "gptq")
     section = json.loads((foreign / "config.json").read_text())["quantization_config"]
     (foreign / "quantize_config.json").write_text(json.dumps(section))
-    edit_config(foreign, quantization_config=None)
+    edits.config(quantization_config=None)(foreign)
     assert convert_checkpoint(foreign, tmp_path / "converted")["from"] == "gptq"
-
-
-def test_a_model_in_16_bit_has_nothing_to_convert(tmp_path):
-    folder = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
-    with pytest.raises(FlexQuantError, match="is not quantised.*merge it as it is"):
-        convert_checkpoint(folder, tmp_path / "converted")
-    assert not (tmp_path / "converted").exists()
 
 
 @pytest.mark.parametrize("part", ["weight", "weight_packed"])
 def test_a_linear_that_is_stored_twice_is_refused(part, w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / "foreign", "gptq")
-    rewrite(foreign, lambda state: state.update({f"{UP}.{part}": torch.zeros(256, 16, dtype=torch.int32)}))
+    edits.tensors(lambda state: state.update({f"{UP}.{part}": torch.zeros(256, 16, dtype=torch.int32)}))(
+        foreign
+    )
     with pytest.raises(FlexQuantError, match=rf"{UP}.{part} beside {UP}.qweight"):
         open_source("w4a16", foreign)
 
@@ -122,17 +106,17 @@ def quantise_in_blocks(state: State) -> None:
 )
 def test_block_fp8_needs_one_scale_of_each_linear(change, named, tmp_path):
     folder = make_checkpoint(tmp_path / "fp8", scheme=None, num_layers=1)
-    rewrite(folder, quantise_in_blocks)
-    edit_config(folder, quantization_config=FP8)
+    edits.tensors(quantise_in_blocks)(folder)
+    edits.config(quantization_config=FP8)(folder)
     open_source("fp8", folder)
-    rewrite(folder, change)
+    edits.tensors(change)(folder)
     with pytest.raises(FlexQuantError, match=named):
         open_source("fp8", folder)
 
 
 def test_a_single_variant_without_its_quantisation_config_is_refused(tmp_path):
     folder = make_checkpoint(tmp_path / "w8a8", num_layers=1)
-    edit_config(folder, quantization_config=None)
+    edits.config(quantization_config=None)(folder)
     with pytest.raises(FlexQuantError, match="is stored as I8, but no config group quantises it"):
         merge_checkpoints({"w8a8": folder}, tmp_path / "merged")
 
@@ -144,7 +128,7 @@ def test_another_dtype_than_those_of_16_bit_is_refused(w4a16):
 
 def test_every_dtype_that_a_config_states_is_the_one_that_was_asked_for(tmp_path):
     folder = make_checkpoint(tmp_path / "w8a8", num_layers=1)
-    edit_config(folder, torch_dtype="bfloat16", dtype="bfloat16")
+    edits.config(torch_dtype="bfloat16", dtype="bfloat16")(folder)
     config = open_source("w8a8", folder, "float16").config
     assert (config["dtype"], config["torch_dtype"]) == ("float16", "float16")
 
