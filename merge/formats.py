@@ -178,10 +178,13 @@ def cast_tensors(tensors: Mapping[str, TensorRef], dtype: str) -> dict[str, Tens
     """
     if dtype not in CASTS:
         raise FlexQuantError(f"weights cannot be cast to the dtype {dtype!r}; take {' or '.join(CASTS)}")
-    return {
-        name: _cast(ref, CASTS[dtype]) if _follows_the_model(name, tensors) else ref
-        for name, ref in tensors.items()
-    }
+    found = dict(tensors)
+    for name, ref in tensors.items():
+        is_packed = f"{name.rpartition('.')[0]}.weight{PACKED_SUFFIX}" in tensors
+        follows_the_model = is_packed or not QUANTISATION_PARAMETER.search(name)
+        if follows_the_model and ref.dtype in CASTS.values() and ref.dtype != CASTS[dtype]:
+            found[name] = _cast(ref, CASTS[dtype])
+    return found
 
 
 def with_dtype(config: JsonObject, dtype: str) -> JsonObject:
@@ -193,17 +196,7 @@ def with_dtype(config: JsonObject, dtype: str) -> JsonObject:
     return config | dict.fromkeys(keys, dtype)
 
 
-def _follows_the_model(name: str, tensors: Mapping[str, TensorRef]) -> bool:
-    if tensors[name].dtype not in CASTS.values():
-        return False
-    is_packed = f"{name.rpartition('.')[0]}.weight{PACKED_SUFFIX}" in tensors
-    return is_packed or not QUANTISATION_PARAMETER.search(name)
-
-
 def _cast(ref: TensorRef, dtype: str) -> TensorRef:
-    if ref.dtype == dtype:
-        return ref
-
     def compute(rows: Sequence[range] | None) -> torch.Tensor:
         name = str(DTYPES[dtype][1])
         read = load_tensor(ref, rows)

@@ -73,17 +73,11 @@ def merge_checkpoints(
     opened = [open_source(name, folder, dtype) for name, folder in pairs]
     if config_from is not None:
         opened = with_config_of(config_from, opened)
-    plan = plan_merge(
-        opened,
-        tokenizer_from=tokenizer_from,
-        generation_from=generation_from,
-        processor_from=processor_from,
-    )
+    choices = {"tokenizer": tokenizer_from, "generation": generation_from, "processor": processor_from}
+    plan = plan_merge(opened, choices)
     groups, files = list(plan.groups.values()), plan.sidecars.files
-    with writing_checkpoint(output, groups, files, overwrite=overwrite, max_shard_size=max_shard_size) as (
-        stage,
-        finish,
-    ):
+    writing = writing_checkpoint(output, groups, files, overwrite=overwrite, max_shard_size=max_shard_size)
+    with writing as (stage, finish):
         kv = check_kv_compatibility(plan.sources, kv_progress)
         if not kv.compatible and not allow_incompatible_kv:
             raise FlexQuantError(kv.message)

@@ -54,10 +54,8 @@ def split_checkpoint(
     recorded = checkpoint.provenance.tensors
 
     config = checkpoint.source_config(variant)
-    with writing_checkpoint(output, [tensors], files, overwrite=overwrite, max_shard_size=max_shard_size) as (
-        stage,
-        finish,
-    ):
+    writing = writing_checkpoint(output, [tensors], files, overwrite=overwrite, max_shard_size=max_shard_size)
+    with writing as (stage, finish):
         write_json(stage / "config.json", config)
         for name, digest in finish(progress).items():
             if recorded.get(keys[name], digest) != digest:
@@ -95,9 +93,10 @@ def convert_checkpoint(
     files = find_files(folder, COPIED)
     config = {key: value for key, value in source.config.items() if key not in SECTIONS}
     config[SECTIONS[0]] = source.quantization_config
-    with writing_checkpoint(
+    writing = writing_checkpoint(
         output, [source.tensors], files, overwrite=overwrite, max_shard_size=DEFAULT_SHARD_SIZE
-    ) as (stage, finish):
+    )
+    with writing as (stage, finish):
         write_json(stage / "config.json", config)
         finish(progress)
     method = "16 bit" if stored is None else stored.get("quant_method")
