@@ -21,7 +21,7 @@ from flexquant.checkpoint.built_model import check_heads, find_model_class
 from flexquant.checkpoint.folder import find_model, read_config, read_tensors
 from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, is_sparse
 from flexquant.checkpoint.merged_config import check_variant_name
-from flexquant.checkpoint.model_config import ConfigGroup, JsonObject
+from flexquant.checkpoint.model_config import SECTIONS, ConfigGroup, JsonObject
 from flexquant.checkpoint.module_names import EMBEDDINGS, LAYER
 from flexquant.checkpoint.safetensors_io import (
     CASTS,
@@ -79,8 +79,8 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
     """
     check_variant_name(name)
     folder = find_model(folder)
-    config, stored = read_config(folder)
-    section, tensors = _read(folder, stored, read_tensors(folder))
+    config = read_config(folder)
+    section, tensors = _read(folder, config.get(SECTIONS[0]), read_tensors(folder))
     if stray := [name for name in tensors if name.endswith(PACKED_PARTS)]:
         raise FlexQuantError(
             f"{folder} has {stray[0]}, a part of an AWQ or GPTQ linear, without the weights or the settings "

@@ -83,7 +83,7 @@ def convert_checkpoint(
     for a checkpoint with nothing to convert, an output that may not be replaced and a full disk.
     """
     folder, output = find_model(folder), Path(output)
-    _, stored = read_config(folder)
+    stored = read_config(folder).get(SECTIONS[0])
     source = open_source("converted", folder, dtype)
     if dtype is None and (stored is None or stored == source.quantization_config):
         found = "is not quantised" if stored is None else "is in the format of compressed-tensors already"
@@ -93,10 +93,7 @@ def convert_checkpoint(
     files = find_files(folder, COPIED)
     config = {key: value for key, value in source.config.items() if key not in SECTIONS}
     config[SECTIONS[0]] = source.quantization_config
-    writing = writing_checkpoint(
-        output, [source.tensors], files, overwrite=overwrite, max_shard_size=DEFAULT_SHARD_SIZE
-    )
-    with writing as (stage, finish):
+    with writing_checkpoint(output, [source.tensors], files, overwrite=overwrite) as (stage, finish):
         write_json(stage / "config.json", config)
         finish(progress)
     method = "16 bit" if stored is None else stored.get("quant_method")

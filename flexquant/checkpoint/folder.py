@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.model_config import JsonObject, stored_section
+from flexquant.checkpoint.model_config import SECTIONS, JsonObject, with_section
 from flexquant.checkpoint.safetensors_io import TensorRef, read_header
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
@@ -192,17 +192,17 @@ def read_if_there(folder: Path, name: str) -> JsonObject | None:
     return read_json(confined_file(folder, name)) if (folder / name).exists() else None
 
 
-def read_config(folder: Path) -> tuple[JsonObject, JsonObject | None]:
-    """Return a checkpoint's ``config.json``, and how it is quantised, as :func:`stored_section` does."""
+def read_config(folder: Path) -> JsonObject:
+    """Return a checkpoint's ``config.json``, with how it is quantised wherever that is written."""
     check_folder(folder)
     config = read_json(confined_file(folder, "config.json"))
-    return config, stored_section(config, str(folder / "config.json"), partial(read_if_there, folder))
+    return with_section(config, str(folder / "config.json"), partial(read_if_there, folder))
 
 
 def read_16_bit_config(folder: Path) -> JsonObject:
     """Return the ``config.json`` of a model in 16 bit; raise FlexQuantError if it is missing or quantised."""
-    config, section = read_config(folder)
-    if section is not None:
+    config = read_config(folder)
+    if (section := config.get(SECTIONS[0])) is not None:
         method = section.get("quant_method")
         raise FlexQuantError(f"{folder} is quantised already ({method}); start from the 16-bit model")
     return config

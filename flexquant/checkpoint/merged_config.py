@@ -166,7 +166,7 @@ def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
     A published checkpoint is read by :func:`as_merged`. Raises :class:`FlexQuantError` for other folders.
     """
     try:
-        config = with_section(*read_config(folder))
+        config = read_config(folder)
     except FlexQuantError as e:
         raise FlexQuantError(f"{e}; give the folder that 'flexquant merge' wrote") from e
     if has_int4(config, str(folder)):
@@ -185,11 +185,6 @@ def read_merged_config(folder: Path) -> tuple[MergedConfig, int]:
     return merged, count_layers(config)
 
 
-def with_section(config: JsonObject, section: JsonObject | None) -> JsonObject:
-    """Return a ``config.json`` with the quantisation that :func:`stored_section` found, if any, in it."""
-    return config if section is None else {**config, "quantization_config": section}
-
-
 def has_int4(config: JsonObject, model: str) -> bool:
     """Whether a published checkpoint's ``config.json`` tells of INT4 weights with 16-bit activations.
 
@@ -206,7 +201,7 @@ def has_int4(config: JsonObject, model: str) -> bool:
 def is_published_int4(folder: Path | str) -> bool:
     """Whether a folder holds a published checkpoint of INT4 weights; not so if its config is unreadable."""
     try:
-        return has_int4(with_section(*read_config(Path(folder))), str(folder))
+        return has_int4(read_config(Path(folder)), str(folder))
     except FlexQuantError:
         return False
 

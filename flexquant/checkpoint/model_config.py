@@ -53,25 +53,23 @@ SWITCHES = {AWQ: {"zero_point": True}, GPTQ: {"sym": True, "desc_act": False}}
 """Method -> setting -> the value of one that is left out."""
 
 
-def stored_section(
-    config: JsonObject, place: str, read: Callable[[str], JsonObject | None]
-) -> JsonObject | None:
-    """Return how a checkpoint says that it is quantised; None for one in 16 bit.
+def with_section(config: JsonObject, place: str, read: Callable[[str], JsonObject | None]) -> JsonObject:
+    """Return a ``config.json`` whose ``quantization_config`` says how the checkpoint is quantised, if it is.
 
-    ``place`` is the path of its ``config.json``; ``read`` returns the content of a file beside it, or None if
-    there is no such file. Raises FlexQuantError, naming the file, for settings that are no JSON object.
+    ``place`` is its path; ``read`` returns the content of a file beside it, or None if there is no such file.
+    Raises FlexQuantError, naming the file, for settings that are no JSON object.
     """
     for key in SECTIONS:
         found = config.get(key)
         if isinstance(found, dict):
-            return found
+            return config | {SECTIONS[0]: found}
         if found is not None:
             raise FlexQuantError(f"{place} has {key} {found!r}, expected an object; get the checkpoint again")
     for file in SETTINGS_FILES:
         if isinstance(section := read(file), dict):
             own = "modelopt" if file == MODELOPT_FILE else "awq" if "zero_point" in section else "gptq"
-            return {"quant_method": own} | section
-    return None
+            return config | {SECTIONS[0]: {"quant_method": own} | section}
+    return config
 
 
 def text_config(config: JsonObject) -> JsonObject:

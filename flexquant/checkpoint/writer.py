@@ -89,7 +89,7 @@ def writing_checkpoint(
     files: Mapping[str, Path],
     *,
     overwrite: bool,
-    max_shard_size: int,
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
 ) -> Iterator[tuple[Path, Finish]]:
     """Begin to write tensors in other threads, and yield a temporary folder with ``files``, and Finish.
 
