@@ -187,11 +187,8 @@ def _resolved(config: PretrainedConfig, read: Keys | None) -> JsonObject:
         key: value for key, defaults in (read or {}).items() if len(defaults) == 1 for value in defaults
     }
     values |= {k: v for k, v in config.to_dict().items() if read is None or k in read or k in declared}
-    rope = values.get("rope_parameters")
-    repeated = (
-        set(rope) if isinstance(rope, dict) else set()
-    )  # Phi-3 states some of RoPE's keys beside it too
-    repeated |= set(PATTERNS) if "layer_types" in declared else set()
+    rope = values.get("rope_parameters")  # beside it, Phi-3 states some of its keys once more
+    repeated = {*(rope if isinstance(rope, dict) else ()), *(PATTERNS if "layer_types" in declared else ())}
     values = {key: value for key, value in values.items() if key not in repeated}
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if isinstance(heads, int) and isinstance(width, int) and not values.get("kv_lora_rank"):
