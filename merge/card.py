@@ -14,11 +14,11 @@ from flexquant.checkpoint.measured_loss import loss_table, read_losses, too_much
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, folder_label
 from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.weight_bytes import CheckpointReport, describe_kv, describe_mixing, format_bytes
 from flexquant.documents.texts import SELF
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import Source
 
 TEXT = """\
 ---

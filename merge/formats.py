@@ -12,28 +12,62 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from flexquant.checkpoint.folder import (
-    check_folder,
-    confined_file,
-    find_model,
-    quantization_section,
-    read_json,
-    read_tensors,
-)
+import torch
+
+from flexquant.checkpoint.built_model import check_heads, find_model_class
+from flexquant.checkpoint.folder import find_model, read_config, read_tensors
 from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, is_sparse
-from flexquant.checkpoint.model_config import ConfigGroup, JsonObject
-from flexquant.checkpoint.module_names import EMBEDDINGS
-from flexquant.checkpoint.safetensors_io import TensorRef
-from flexquant.checkpoint.source import Source, cast_tensors, with_dtype
+from flexquant.checkpoint.merged_config import check_variant_name
+from flexquant.checkpoint.model_config import SECTIONS, ConfigGroup, JsonObject
+from flexquant.checkpoint.module_names import EMBEDDINGS, LAYER
+from flexquant.checkpoint.safetensors_io import (
+    CASTS,
+    DTYPES,
+    ComputedTensor,
+    TensorRef,
+    load_tensor,
+    read_chunks,
+)
+from flexquant.checkpoint.schemes import PACKED_SUFFIX, QUANTISATION_PARAMETER
 from flexquant.errors import FlexQuantError
 from flexquant.merge.eight_bit_formats import BLOCK_FP8, QUARK, from_fp8, from_quark, is_fp8
 from flexquant.merge.packed_formats import PACKED_METHODS, PACKED_PARTS, from_packed_format
 
+FREQUENCIES = (
+    "rotary_emb.inv_freq",
+    "rotary_pos_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+)
+DTYPE_KEYS = ("dtype", "torch_dtype")
 EMBEDDING_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDINGS)
 CACHE_SCALE = re.compile(r"\.([kv])_proj\.output_(scale|zero_point)$")
 """Matches the older names of the cache's scales."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that becomes the variant ``name`` of the merged one."""
+
+    name: str
+    folder: Path
+    config: JsonObject
+    """The whole ``config.json``."""
+    quantization_config: JsonObject
+    tensors: dict[str, TensorRef]
+    """Original key -> reference into the checkpoint's own shards."""
+
+    @property
+    def owner(self) -> str:
+        """What messages call it."""
+        return f"variant '{self.name}'"
+
+    @property
+    def architecture(self) -> str:
+        return self.config["architectures"][0]
 
 
 def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Source:
@@ -43,10 +77,10 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
     INT8, and 16 bit. ``dtype``, a key of CASTS, casts what is in 16 bit. Raises FlexQuantError, naming the
     file, for an unusable folder, another format, and settings that compressed-tensors cannot hold.
     """
+    check_variant_name(name)
     folder = find_model(folder)
-    check_folder(folder)
-    config = read_json(confined_file(folder, "config.json"))
-    section, tensors = _read(folder, quantization_section(folder, config), read_tensors(folder))
+    config = read_config(folder)
+    section, tensors = _read(folder, config.get(SECTIONS[0]), read_tensors(folder))
     if stray := [name for name in tensors if name.endswith(PACKED_PARTS)]:
         raise FlexQuantError(
             f"{folder} has {stray[0]}, a part of an AWQ or GPTQ linear, without the weights or the settings "
@@ -54,7 +88,12 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
         )
     if dtype is not None:
         tensors, config = cast_tensors(tensors, dtype), with_dtype(config, dtype)
-    return Source.make(name, folder, config, section, tensors)
+    place = str(folder / "config.json")
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not isinstance((architectures or [None])[0], str):
+        raise FlexQuantError(f"{place} names no architectures; a causal language model is needed")
+    check_heads(config, place)
+    return Source(name, folder, config, section, _read_when_served(tensors, config, place))
 
 
 def _read(
@@ -113,3 +152,60 @@ def _without_relics(
     if not section.get("kv_cache_scheme"):
         return section, dict(tensors)
     return section, {CACHE_SCALE.sub(r".\1_\2", name): ref for name, ref in tensors.items()}
+
+
+def _read_when_served(tensors: dict[str, TensorRef], config: JsonObject, place: str) -> dict[str, TensorRef]:
+    """Leave out what vLLM skips: RoPE's frequencies, and zero biases where the model has no bias."""
+    kept = {name: ref for name, ref in tensors.items() if not name.endswith(FREQUENCIES)}
+    biases = [name for name in kept if name.endswith(".bias") and LAYER.search(name)]
+    if not biases or (model := find_model_class(config, place)) is None:
+        return kept
+    for name in biases:
+        own = model.name_of(name)
+        of_model = own in model.shapes or f"{own.removesuffix('bias')}weight" not in model.shapes
+        if not of_model and not any(bytes(chunk).strip(b"\0") for chunk in read_chunks(kept[name])):
+            del kept[name]
+    return kept
+
+
+def cast_tensors(tensors: Mapping[str, TensorRef], dtype: str) -> dict[str, TensorRef]:
+    """Return the tensors with those in 16 bit in ``dtype``, a key of CASTS; they are cast when they are read.
+
+    Scales are cast where vLLM keeps them in the model's dtype: those of packed weights. What is in 32 bit
+    stays: vLLM keeps some of it so, such as a router's correction bias, and casts the rest when it loads it.
+    Raises FlexQuantError for another ``dtype`` and, when a tensor is read, for a number that ``dtype`` cannot
+    hold.
+    """
+    if dtype not in CASTS:
+        raise FlexQuantError(f"weights cannot be cast to the dtype {dtype!r}; take {' or '.join(CASTS)}")
+    found = dict(tensors)
+    for name, ref in tensors.items():
+        is_packed = f"{name.rpartition('.')[0]}.weight{PACKED_SUFFIX}" in tensors
+        follows_the_model = is_packed or not QUANTISATION_PARAMETER.search(name)
+        if follows_the_model and ref.dtype in CASTS.values() and ref.dtype != CASTS[dtype]:
+            found[name] = _cast(ref, CASTS[dtype])
+    return found
+
+
+def with_dtype(config: JsonObject, dtype: str) -> JsonObject:
+    """Return a config, nested language model included, that states ``dtype`` wherever it states one."""
+    keys = [key for key in DTYPE_KEYS if key in config] or DTYPE_KEYS[:1]
+    nested = config.get("text_config")
+    if isinstance(nested, dict) and any(key in nested for key in DTYPE_KEYS):
+        config = config | {"text_config": with_dtype(nested, dtype)}
+    return config | dict.fromkeys(keys, dtype)
+
+
+def _cast(ref: TensorRef, dtype: str) -> TensorRef:
+    def compute(rows: Sequence[range] | None) -> torch.Tensor:
+        name = str(DTYPES[dtype][1])
+        read = load_tensor(ref, rows)
+        cast: torch.Tensor = read.to(getattr(torch, name))
+        if not bool((cast.isfinite() == read.isfinite()).all()):
+            raise FlexQuantError(
+                f"tensor '{ref.name}' in {ref.file} holds numbers that {name} cannot hold; cast the other "
+                "variants instead"
+            )
+        return cast
+
+    return ComputedTensor(ref.name, dtype, ref.shape, ref.file, 0, compute)

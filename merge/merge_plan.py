@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flexquant.checkpoint.built_model import ModelClass, find_model_class, written_or_default
 from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_checkpoint import match_each
-from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES, check_variant_name
+from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import (
     EMBEDDINGS,
@@ -23,13 +23,12 @@ from flexquant.checkpoint.module_names import (
 )
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.checkpoint.schemes import logical_shapes
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import EMBEDDING_WEIGHTS, Source
 from flexquant.merge.same_model import cache_scheme, model_differences, with_names
-from flexquant.merge.sidecar_plan import SidecarPlan, choice, plan_sidecars
+from flexquant.merge.sidecar_plan import NO_CHOICE, SidecarPlan, choice, plan_sidecars
 
 LM_HEAD = "lm_head"
-EMBEDDING_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDINGS)
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,6 @@ class MergePlan:
     sidecars: SidecarPlan
     own_heads: frozenset[str]
     """Names of the sources whose lm_head differs from their embedding."""
-
-    @property
-    def base_architecture(self) -> str:
-        return self.sources[0].architecture
 
     @property
     def shared_modules(self) -> tuple[str, ...]:
@@ -69,26 +64,17 @@ class MergePlan:
         return {key: ref for group in self.groups.values() for key, ref in group.items()}
 
 
-def plan_merge(
-    sources: Sequence[Source],
-    *,
-    tokenizer_from: str | None = None,
-    generation_from: str | None = None,
-    processor_from: str | None = None,
-) -> MergePlan:
+def plan_merge(sources: Sequence[Source], choices: Mapping[str, str | None] = NO_CHOICE) -> MergePlan:
     """Compare the sources and return the plan; read headers, small files, and tensors that may be equal.
 
-    The choices name the source of what else has to be equal in all.
-
-    Raises FlexQuantError, naming the file, key, layer or tensor, if the sources differ in something that a
-    merged model can have only once, if one lacks a parameter of its class, and if a shape does not fit the
-    model or the quantisation scheme.
+    ``choices`` are those of :func:`plan_sidecars`. Raises FlexQuantError, naming the file, key, layer or
+    tensor, if the sources differ in something that a merged model can have only once, if one lacks a
+    parameter of its class, and if a shape does not fit the model or the quantisation scheme.
     """
     if not sources:
         raise FlexQuantError("nothing to merge: name at least one variant as NAME=FOLDER")
     names = [s.name for s in sources]
     for i, name in enumerate(names):
-        check_variant_name(name)
         if name in names[:i]:
             raise FlexQuantError(f"variant name '{name}' is given twice; give every variant its own name")
     first = sources[0]
@@ -108,7 +94,7 @@ def plan_merge(
         if source is not first:
             _check_same_shapes(first, source, model, is_tied)
         check_parameters(source)
-    sidecars = plan_sidecars(sources, tokenizer_from, generation_from, processor_from)
+    sidecars = plan_sidecars(sources, choices)
     shared = _find_shared(sources)
     if len(sources) > 1:
         for name, module in _find_towers(sources).items():

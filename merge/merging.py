@@ -4,30 +4,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import platform
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import flexquant
 from flexquant.checkpoint.folder import find_model
-from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, make_provenance
+from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, folder_label
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, served_architecture
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
-from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
+from flexquant.checkpoint.output import prepare_output
 from flexquant.checkpoint.safetensors_io import load_tensor
-from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.weight_bytes import CheckpointReport, report_checkpoint
-from flexquant.checkpoint.writer import (
-    DEFAULT_SHARD_SIZE,
-    Progress,
-    copy_files,
-    needed_bytes,
-    plan_shards,
-    write_json,
-    writing_shards,
-)
+from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE, Progress, write_json, writing_checkpoint
+from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
 from flexquant.merge.card import make_card
-from flexquant.merge.formats import open_source
+from flexquant.merge.formats import Source, open_source
 from flexquant.merge.merge_plan import MergePlan, plan_merge
 from flexquant.merge.same_model import with_config_of
 from flexquant.policy.routes import build_route_table
@@ -37,6 +32,7 @@ from flexquant.policy.schema import SCHEMA
 if TYPE_CHECKING:
     from flexquant.merge.kv.compatibility import KVReport
 
+PROVENANCE_SCHEMA = "flexquant.provenance/v1"
 ANY_NUMBER_OF_TOKENS = 1 << 20
 
 
@@ -77,33 +73,59 @@ def merge_checkpoints(
     opened = [open_source(name, folder, dtype) for name, folder in pairs]
     if config_from is not None:
         opened = with_config_of(config_from, opened)
-    plan = plan_merge(
-        opened,
-        tokenizer_from=tokenizer_from,
-        generation_from=generation_from,
-        processor_from=processor_from,
-    )
-    shards = plan_shards(list(plan.groups.values()), max_shard_size)
-    check_free_space(output, needed_bytes(shards, plan.sidecars.files.values()))
-    with staged_folder(output, overwrite=overwrite) as stage, writing_shards(stage, shards) as finish:
+    choices = {"tokenizer": tokenizer_from, "generation": generation_from, "processor": processor_from}
+    plan = plan_merge(opened, choices)
+    groups, files = list(plan.groups.values()), plan.sidecars.files
+    writing = writing_checkpoint(output, groups, files, overwrite=overwrite, max_shard_size=max_shard_size)
+    with writing as (stage, finish):
         kv = check_kv_compatibility(plan.sources, kv_progress)
         if not kv.compatible and not allow_incompatible_kv:
             raise FlexQuantError(kv.message)
         merged = _merged_config(plan, kv, policy)
         digests = finish(progress)
-        copy_files(plan.sidecars.files, stage)
         base = plan.sidecars.complete(plan.sources[0].config)
         config = {key: value for key, value in base.items() if key not in ("_name_or_path", *SECTIONS)}
         config["architectures"] = [served_architecture(merged.base_architecture)]
         config["quantization_config"] = merged.to_json()
         write_json(stage / "config.json", config)
-        files = ["config.json", *plan.sidecars.files]
-        provenance = make_provenance(plan.sources, digests, stage, files, dtype, config_from)
+        hashed = ["config.json", *files]
+        provenance = _provenance(plan.sources, digests, stage, hashed, dtype, config_from)
         write_json(stage / PROVENANCE_FILE, provenance)
         report = report_checkpoint(merged, plan.num_layers, plan.tensors)
-        card = make_card(report, plan.sources, provenance, plan.sidecars.files)
+        card = make_card(report, plan.sources, provenance, files)
         (stage / "README.md").write_text(card, encoding="utf-8")
     return report
+
+
+def _provenance(
+    sources: Sequence[Source],
+    tensor_digests: Mapping[str, str],
+    folder: Path,
+    files: Iterable[str],
+    dtype: str | None,
+    config_from: str | None,
+) -> JsonObject:
+    """Return the document of :class:`Provenance`; ``files`` in ``folder`` are hashed here."""
+    return {
+        "schema": PROVENANCE_SCHEMA,
+        "versions": {
+            "flexquant": flexquant.__version__,
+            "python": platform.python_version(),
+            "torch": version("torch"),
+        },
+        "sources": {
+            s.name: {
+                "folder": folder_label(s.folder),
+                "config_sha256": hash_file(s.folder / "config.json"),
+                "transformers_version": s.config.get("transformers_version"),
+            }
+            for s in sources
+        },
+        **({"dtype": dtype} if dtype else {}),
+        **({"config_from": config_from} if config_from else {}),
+        "files": {name: hash_file(folder / name) for name in sorted(files)},
+        "tensors": dict(tensor_digests),
+    }
 
 
 def _merged_config(plan: MergePlan, kv: KVReport, policy: str | None) -> MergedConfig:
@@ -112,7 +134,7 @@ def _merged_config(plan: MergePlan, kv: KVReport, policy: str | None) -> MergedC
     if policy is not None:
         build_route_table(load_policy(policy), names, plan.num_layers, ANY_NUMBER_OF_TOKENS, kv.mixable)
     return MergedConfig(
-        base_architecture=plan.base_architecture,
+        base_architecture=plan.sources[0].architecture,
         variants={
             s.name: StoredVariant(
                 f"{s.name}.", s.quantization_config, s.name in plan.own_heads, _has_negative_scales(s)

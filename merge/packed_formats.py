@@ -27,7 +27,7 @@ from compressed_tensors.entrypoints.convert import AutoAWQConverter
 from torch.nn.functional import pad
 
 from flexquant.checkpoint.model_config import AWQ, GPTQ, ConfigGroup, JsonObject, complete_settings
-from flexquant.checkpoint.safetensors_io import TensorRef, computed, load_tensor
+from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, load_tensor
 from flexquant.errors import FlexQuantError
 
 FLOATS = ("F16", "BF16", "F32")
@@ -123,29 +123,13 @@ class PackedFormat:
         }
 
 
-@dataclass(frozen=True)
-class PackedSettings:
-    """What the settings of a checkpoint say of its quantised linears, by name."""
-
-    base: PackedFormat
-    by_pattern: tuple[tuple[re.Pattern[str], PackedFormat], ...] = ()
-
-    def of(self, module: str) -> PackedFormat:
-        """Return the format of a linear: the first pattern that fits the start of its name decides."""
-        return next((form for pattern, form in self.by_pattern if pattern.match(module)), self.base)
-
-
-def read_settings(folder: Path, section: JsonObject) -> PackedSettings:
-    """Return what a ``quantization_config`` says of the linears.
+def read_settings(folder: Path, section: JsonObject) -> PackedFormat:
+    """Return what a ``quantization_config`` says of all linears, but for those that GPTQModel names.
 
     Raises FlexQuantError for settings that compressed-tensors cannot hold.
     """
-    method = section["quant_method"]
-    if method in AUTO_ROUND:
-        return PackedSettings(_read_auto_round(folder, section))
-    if method == AWQ:
-        return PackedSettings(_read_awq(folder, section))
-    return PackedSettings(_read_gptq(folder, section), tuple(_read_dynamic(folder, section)))
+    readers = {AWQ: _read_awq, GPTQ: _read_gptq}
+    return readers.get(section["quant_method"], _read_auto_round)(folder, section)
 
 
 def _read_dynamic(folder: Path, section: JsonObject) -> Iterator[tuple[re.Pattern[str], PackedFormat]]:
@@ -244,17 +228,20 @@ def _bits_and_size(folder: Path, settings: JsonObject, method: str) -> tuple[int
 def from_packed_format(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]) -> Read:
     """Read AWQ, GPTQ and AutoRound's exports in these; quantised values do not change.
 
-    Raises FlexQuantError for settings that compressed-tensors cannot hold,
-    and for tensors whose dtype, shape or content does not fit the settings.
+    Raises FlexQuantError for settings that compressed-tensors cannot hold, and for tensors whose dtype, shape
+    or content does not fit the settings.
     """
-    settings = read_settings(folder, section)
+    base = read_settings(folder, section)
+    by_pattern = list(_read_dynamic(folder, section)) if section["quant_method"] == GPTQ else []
     names = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
     if not names:
         raise FlexQuantError(
-            f"{folder} has no linear in the format of {settings.base.method} (no tensor is named "
+            f"{folder} has no linear in the format of {base.method} (no tensor is named "
             "'*.qweight'); take a checkpoint that is not packed for one kernel, such as marlin's"
         )
-    linears = {name: settings.of(name) for name in names}
+    linears = {
+        name: next((form for pattern, form in by_pattern if pattern.match(name)), base) for name in names
+    }
     found = {
         name: ref
         for name, ref in tensors.items()
@@ -299,7 +286,12 @@ def _linear(module: str, form: PackedFormat, tensors: Mapping[str, TensorRef]) -
             )
     scales, qzeros, g_idx = part["scales"], part["qzeros"], part["g_idx"]
     assert scales is not None
-    _check_order(module, form, g_idx, inputs)
+    in_order = torch.arange(inputs) // (form.group_size if form.group_size > 0 else inputs)
+    if form.reordered if g_idx is None else not torch.equal(load_tensor(g_idx).long(), in_order):
+        raise FlexQuantError(
+            f"{module} was quantised with its inputs in another order (desc_act), which the kernels for "
+            "compressed-tensors do not undo; take a checkpoint without desc_act"
+        )
     if form.symmetric and qzeros is not None and not form.is_symmetric(load_tensor(qzeros)):
         raise FlexQuantError(
             f"{module} has zero points beside {form.middle}, though its quantization_config says 'sym'; get "
@@ -308,8 +300,8 @@ def _linear(module: str, form: PackedFormat, tensors: Mapping[str, TensorRef]) -
     weight, words, size = f"{module}.weight", -(-inputs // values), torch.tensor([outputs, inputs])
     found = [
         _transformed(f"{weight}_packed", qweight, "I32", (outputs, words), form.pack_weight),
-        _transformed(f"{weight}_scale", scales, scales.dtype, (outputs, groups), _turned),
-        computed(f"{weight}_shape", qweight, "I64", (2,), lambda rows: _of_rows(size, rows)),
+        _transformed(f"{weight}_scale", scales, scales.dtype, (outputs, groups), torch.t),
+        ComputedTensor(f"{weight}_shape", "I64", (2,), qweight.file, 0, lambda rows: _of_rows(size, rows)),
     ]
     if not form.symmetric and qzeros is not None:
         shape = (-(-outputs // values), groups)
@@ -317,28 +309,8 @@ def _linear(module: str, form: PackedFormat, tensors: Mapping[str, TensorRef]) -
     return {ref.name: ref for ref in found}
 
 
-def _turned(scales: torch.Tensor) -> torch.Tensor:
-    return scales.T.contiguous()
-
-
-def _check_order(module: str, form: PackedFormat, g_idx: TensorRef | None, inputs: int) -> None:
-    """Raise FlexQuantError unless each group holds neighbouring inputs."""
-    in_order = torch.arange(inputs) // (form.group_size if form.group_size > 0 else inputs)
-    if form.reordered if g_idx is None else not torch.equal(load_tensor(g_idx).long(), in_order):
-        raise FlexQuantError(
-            f"{module} was quantised with its inputs in another order (desc_act), which the kernels for "
-            "compressed-tensors do not undo; take a checkpoint without desc_act"
-        )
-
-
-class _Last(threading.local):
-    """The tensor that a thread converted last: it is read a few rows at a time."""
-
-    key: object = None
-    tensor = torch.empty(0)
-
-
-_last = _Last()
+_last = threading.local()
+"""The tensor that a thread converted last, and its key: it is read a few rows at a time."""
 
 
 def _transformed(
@@ -351,11 +323,12 @@ def _transformed(
     key = object()
 
     def compute(rows: Sequence[range] | None) -> torch.Tensor:
-        if _last.key is not key:
+        if getattr(_last, "key", None) is not key:
             _last.key, _last.tensor = key, convert(load_tensor(stored))
-        return _of_rows(_last.tensor, rows)
+        tensor: torch.Tensor = _last.tensor
+        return _of_rows(tensor, rows)
 
-    return computed(name, stored, dtype, shape, compute)
+    return ComputedTensor(name, dtype, shape, stored.file, 0, compute)
 
 
 def _of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:

@@ -25,11 +25,12 @@ from flexquant.checkpoint.folder import (
     TOKENIZER,
     confined_file,
     find_files,
+    read_if_there,
     read_json,
 )
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError, explained
+from flexquant.merge.formats import Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -161,7 +162,7 @@ def has_same_file(name: str, a: Source, b: Source) -> bool:
 
 def stored_json(source: Source, name: str) -> JsonObject:
     """Return the JSON object in a file of a checkpoint; empty if there is no such file."""
-    return read_json(confined_file(source.folder, name)) if (source.folder / name).exists() else {}
+    return read_if_there(source.folder, name) or {}
 
 
 def has_chat_template(source: Source) -> bool:

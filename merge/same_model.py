@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.built_model import find_model_class, known_config
 from flexquant.checkpoint.model_config import (
-    ABSENT,
     JsonObject,
-    config_differences,
     count_layers,
     text_config,
 )
 from flexquant.checkpoint.schemes import LinearSchemes
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError, explained
+from flexquant.merge.formats import Source
 from flexquant.merge.sidecar_plan import named
 
 if TYPE_CHECKING:
@@ -144,10 +142,16 @@ def cache_scheme(source: Source) -> JsonObject | None:
     return read.model_dump(mode="json", exclude=unread, exclude_none=True)
 
 
-def _differences(a: JsonObject, b: JsonObject) -> list[Difference]:
-    found = config_differences(a, b, IGNORED)
-    shown = [(key, None if x is ABSENT else x, None if y is ABSENT else y) for key, x, y in found]
-    return [(key, x, y) for key, x, y in shown if x is not None or y is not None]
+def _differences(a: JsonObject, b: JsonObject, path: str = "") -> list[Difference]:
+    """Compare nested objects key by key; what is absent counts as null."""
+    found: list[Difference] = []
+    for key in sorted((a.keys() | b.keys()) - IGNORED):
+        x, y = a.get(key), b.get(key)
+        if isinstance(x, dict) and isinstance(y, dict):
+            found += _differences(x, y, f"{path}{key}.")
+        elif x != y:
+            found.append((path + key, x, y))
+    return found
 
 
 def _stated_tie(config: JsonObject) -> object:
@@ -183,8 +187,9 @@ def _resolved(config: PretrainedConfig, read: Keys | None) -> JsonObject:
         key: value for key, defaults in (read or {}).items() if len(defaults) == 1 for value in defaults
     }
     values |= {k: v for k, v in config.to_dict().items() if read is None or k in read or k in declared}
-    if "layer_types" in declared:
-        values = {key: value for key, value in values.items() if key not in PATTERNS}
+    rope = values.get("rope_parameters")  # beside it, Phi-3 states some of its keys once more
+    repeated = {*(rope if isinstance(rope, dict) else ()), *(PATTERNS if "layer_types" in declared else ())}
+    values = {key: value for key, value in values.items() if key not in repeated}
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if isinstance(heads, int) and isinstance(width, int) and not values.get("kv_lora_rank"):
         values["head_dim"] = values.get("head_dim") or width // heads

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -22,8 +22,8 @@ from flexquant.checkpoint.folder import (
     recipe_name,
 )
 from flexquant.checkpoint.model_config import JsonObject, reads_more_than_text, text_config
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError, explained
+from flexquant.merge.formats import Source
 from flexquant.merge.same_inputs import (
     TOKENIZER_CONFIG,
     has_chat_template,
@@ -48,6 +48,7 @@ SAMPLING: dict[str, tuple[int, ...]] = {
 
 ``do_sample`` is none of them.
 """
+NO_CHOICE: Mapping[str, str | None] = {}
 ENDS = "eos_token_id"
 SETTINGS = (*SAMPLING, ENDS)
 AUTO_MAP = "auto_map"
@@ -64,7 +65,7 @@ def generation_settings(source: Source) -> JsonObject:
     A checkpoint without ``generation_config.json`` has those of its ``config.json``. Raises FlexQuantError if
     ENDS is neither a token id nor a list of them.
     """
-    path = settings_file(source.folder)
+    path = find_files(source.folder, (GENERATION_CONFIG,)).get(GENERATION_CONFIG)
     if path:
         stated = read_json(path)
     else:
@@ -85,11 +86,6 @@ def generation_settings(source: Source) -> JsonObject:
     return settings | {ENDS: sorted(set(listed))}
 
 
-def settings_file(folder: Path) -> Path | None:
-    """Return a checkpoint's ``generation_config.json``; None if it has none."""
-    return confined_file(folder, GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else None
-
-
 @dataclass(frozen=True)
 class SidecarPlan:
     """The files to copy, and the sources whose tokenizer and generation settings the merged model gets."""
@@ -107,27 +103,23 @@ class SidecarPlan:
         return kept if _remote_code(kept) else {key: v for key, v in kept.items() if key != AUTO_MAP}
 
 
-def plan_sidecars(
-    sources: Sequence[Source],
-    tokenizer_from: str | None = None,
-    generation_from: str | None = None,
-    processor_from: str | None = None,
-) -> SidecarPlan:
+def plan_sidecars(sources: Sequence[Source], choices: Mapping[str, str | None] = NO_CHOICE) -> SidecarPlan:
     """Return the files to copy; compare what the sources have, unless a choice names a source.
 
-    All files of the tokenizer, its code included, come from one source, the first that has a chat template if
-    any does; those of a processor come from any, or from its choice alone. Raises FlexQuantError, naming the
-    difference and the choices, if tokenizers, generation settings, remote code or (for a model that reads
-    images) processors differ, and for a choice that names no source.
+    ``choices`` may name the source of the ``tokenizer``, ``generation`` settings and ``processor``. All files
+    of the tokenizer, its code included, come from one source, the first that has a chat template if any does;
+    those of a processor come from any, or from its choice alone. Raises FlexQuantError, naming the difference
+    and the choices, if tokenizers, generation settings, remote code or (for a model that reads images)
+    processors differ, and for a choice that names no source.
     """
     with_template = next(filter(has_chat_template, sources), sources[0])
-    tokenizer = _choose(sources, with_template, "tokenizer", tokenizer_from, tokenizer_difference)
-    generation = _choose_generation(sources, generation_from)
+    tokenizer = _choose(sources, with_template, "tokenizer", choices, tokenizer_difference)
+    generation = _choose_generation(sources, choices.get("generation"))
     identical = {
         name for source in sources for name in _code_files(source.folder, _remote_code(source.config))
     }
     code = set(_code_files(tokenizer.folder, stored_json(tokenizer, TOKENIZER_CONFIG)))
-    if tokenizer_from is None:
+    if choices.get("tokenizer") is None:
         identical |= code
     first = sources[0]
     for name, other in product(sorted(identical), sources[1:]):
@@ -140,14 +132,14 @@ def plan_sidecars(
         name: confined_file(tokenizer.folder, name)
         for name in sorted({*identical, *code, *find_files(tokenizer.folder, TOKENIZER)})
     }
-    if processor_from or reads_more_than_text(sources[0].config):
-        processor = _choose(sources, sources[0], "processor", processor_from, processor_difference)
+    is_chosen = choices.get("processor") is not None
+    if is_chosen or reads_more_than_text(sources[0].config):
+        processor = _choose(sources, sources[0], "processor", choices, processor_difference)
     with_processor = sorted(sources, key=lambda source: -len(processor_parts(source)))
-    for source in [processor] if processor_from else with_processor:
+    for source in [processor] if is_chosen else with_processor:
         for name in find_files(source.folder, PROCESSOR):
             files.setdefault(name, confined_file(source.folder, name))
-    if path := settings_file(generation.folder):
-        files[GENERATION_CONFIG] = path
+    files |= find_files(generation.folder, (GENERATION_CONFIG,))
     for source in sources:
         files = find_files(source.folder, NOTICES) | files
         for path in find_files(source.folder, (RECIPE,)).values():
@@ -159,11 +151,11 @@ def _choose(
     sources: Sequence[Source],
     first: Source,
     part: str,
-    name: str | None,
+    choices: Mapping[str, str | None],
     difference: Callable[[Source, Source], str | None],
 ) -> Source:
-    """Return the source by this name or, if all do the same, ``first``."""
-    if name is not None:
+    """Return the source that is chosen for a part or, if all do the same, ``first``."""
+    if (name := choices.get(part)) is not None:
         return named(sources, name, f"--{part}-from")
     for other in (source for source in sources if source is not first):
         if found := difference(first, other):
@@ -188,7 +180,7 @@ def _choose_generation(sources: Sequence[Source], name: str | None) -> Source:
                 f"{settings[key]} against {theirs[key]}. One checkpoint has one set of defaults: "
                 f"{choice(first, other, '--generation-from')}"
             )
-    return next((source for source in sources if settings_file(source.folder)), first)
+    return next((source for source in sources if find_files(source.folder, (GENERATION_CONFIG,))), first)
 
 
 def choice(a: Source, b: Source, option: str) -> str:

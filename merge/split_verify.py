@@ -7,45 +7,24 @@ And verify a merged checkpoint, by its recorded hashes or bit by bit against its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flexquant.checkpoint.folder import (
-    COPIED,
-    RECIPE,
-    check_folder,
-    confined_file,
-    find_files,
-    find_model,
-    quantization_section,
-    read_json,
-    recipe_name,
-)
+from flexquant.checkpoint.folder import COPIED, RECIPE, find_files, find_model, read_config, recipe_name
 from flexquant.checkpoint.merged_checkpoint import (
     PROVENANCE_FILE,
     MergedCheckpoint,
     check_recorded_files,
     check_recorded_tensors,
     check_same_names,
-    match_each,
-    report_differences,
+    compare_tensors,
 )
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
-from flexquant.checkpoint.output import check_free_space, prepare_output, staged_folder
-from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes, total_bytes
-from flexquant.checkpoint.source import Source
-from flexquant.checkpoint.writer import (
-    DEFAULT_SHARD_SIZE,
-    Progress,
-    copy_files,
-    needed_bytes,
-    plan_shards,
-    write_json,
-    writing_shards,
-)
+from flexquant.checkpoint.output import prepare_output
+from flexquant.checkpoint.safetensors_io import same_bytes, total_bytes
+from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE, Progress, write_json, writing_checkpoint
 from flexquant.errors import FlexQuantError
-from flexquant.merge.formats import open_source
+from flexquant.merge.formats import Source, open_source
 from flexquant.merge.merge_plan import check_parameters
 from flexquant.merge.same_model import model_differences, with_names
 
@@ -75,8 +54,10 @@ def split_checkpoint(
     recorded = checkpoint.provenance.tensors
 
     config = checkpoint.source_config(variant)
-    with _written(output, tensors, config, files, overwrite, max_shard_size, progress) as digests:
-        for name, digest in digests.items():
+    writing = writing_checkpoint(output, [tensors], files, overwrite=overwrite, max_shard_size=max_shard_size)
+    with writing as (stage, finish):
+        write_json(stage / "config.json", config)
+        for name, digest in finish(progress).items():
             if recorded.get(keys[name], digest) != digest:
                 raise FlexQuantError(
                     f"tensor '{keys[name]}' in {folder} differs from its recorded SHA-256 in "
@@ -102,8 +83,7 @@ def convert_checkpoint(
     for a checkpoint with nothing to convert, an output that may not be replaced and a full disk.
     """
     folder, output = find_model(folder), Path(output)
-    check_folder(folder)
-    stored = quantization_section(folder, read_json(confined_file(folder, "config.json")))
+    stored = read_config(folder).get(SECTIONS[0])
     source = open_source("converted", folder, dtype)
     if dtype is None and (stored is None or stored == source.quantization_config):
         found = "is not quantised" if stored is None else "is in the format of compressed-tensors already"
@@ -113,8 +93,9 @@ def convert_checkpoint(
     files = find_files(folder, COPIED)
     config = {key: value for key, value in source.config.items() if key not in SECTIONS}
     config[SECTIONS[0]] = source.quantization_config
-    with _written(output, source.tensors, config, files, overwrite, DEFAULT_SHARD_SIZE, progress):
-        pass
+    with writing_checkpoint(output, [source.tensors], files, overwrite=overwrite) as (stage, finish):
+        write_json(stage / "config.json", config)
+        finish(progress)
     method = "16 bit" if stored is None else stored.get("quant_method")
     linears = sum(name.endswith(".weight_scale") for name in source.tensors)
     return {"output": str(output), "from": method, "linears": linears}
@@ -146,7 +127,7 @@ def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progre
     checkpoint.check_variant(source.name)
     stored = checkpoint.variant_tensors(source.name)
     source = with_names(source, stored.keys())
-    check_same_names(set(source.tensors), set(stored), str(source.folder), str(checkpoint.folder))
+    check_same_names(source.tensors.keys(), stored.keys(), source.folder, checkpoint.folder)
     merged_config = checkpoint.source_config(source.name)
     of_all = checkpoint.provenance.config_from in (None, source.name)
     differences = model_differences(source.config, merged_config) if of_all else []
@@ -157,26 +138,10 @@ def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progre
             f"the config of variant '{source.name}' in {checkpoint.folder} differs from {source.folder} in "
             f"'{differences[0][0]}'; merge it again"
         )
-    matches = match_each(source.tensors, lambda name, ref: same_bytes(ref, stored[name]), progress)
-    places = {name: f"{name} in {ref.file.name}" for name, ref in stored.items()}
-    report_differences(checkpoint, matches, places, str(source.folder))
-    return len(matches)
-
-
-@contextmanager
-def _written(
-    output: Path,
-    tensors: Mapping[str, TensorRef],
-    config: JsonObject,
-    files: Mapping[str, Path],
-    overwrite: bool,
-    max_shard_size: int,
-    progress: Progress | None,
-) -> Iterator[Mapping[str, str]]:
-    """Write a checkpoint and yield its tensors' SHA-256; it appears at ``output`` if the block passes."""
-    shards = plan_shards([tensors], max_shard_size)
-    check_free_space(output, needed_bytes(shards, files.values()))
-    with staged_folder(output, overwrite=overwrite) as stage, writing_shards(stage, shards) as finish:
-        copy_files(files, stage)
-        write_json(stage / "config.json", config)
-        yield finish(progress)
+    return compare_tensors(
+        checkpoint,
+        stored,
+        lambda name, ref: same_bytes(source.tensors[name], ref),
+        str(source.folder),
+        progress,
+    )

@@ -276,6 +276,6 @@ def flip_a_byte(folder: Path, key: str) -> str:
     """Change one bit in the last byte of a tensor; return the name of the tensor's file."""
     ref = read_tensors(folder)[key]
     data = bytearray(ref.file.read_bytes())
-    data[ref.end - 1] ^= 1
+    data[ref.begin + ref.nbytes - 1] ^= 1
     ref.file.write_bytes(data)
     return ref.file.name

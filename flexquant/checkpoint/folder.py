@@ -14,10 +14,11 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.model_config import JsonObject, stored_section
+from flexquant.checkpoint.model_config import SECTIONS, JsonObject, with_section
 from flexquant.checkpoint.safetensors_io import TensorRef, read_header
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
@@ -186,21 +187,22 @@ def read_json(path: Path) -> JsonObject:
     return content
 
 
-def quantization_section(folder: Path, config: JsonObject) -> JsonObject | None:
-    """Return how the checkpoint in a folder says that it is quantised, as :func:`stored_section` does."""
+def read_if_there(folder: Path, name: str) -> JsonObject | None:
+    """Return the JSON object in the file ``name`` of a folder; None if there is no such file."""
+    return read_json(confined_file(folder, name)) if (folder / name).exists() else None
 
-    def read(name: str) -> JsonObject | None:
-        return read_json(confined_file(folder, name)) if (folder / name).exists() else None
 
-    return stored_section(config, str(folder / "config.json"), read)
+def read_config(folder: Path) -> JsonObject:
+    """Return a checkpoint's ``config.json``, with how it is quantised wherever that is written."""
+    check_folder(folder)
+    config = read_json(confined_file(folder, "config.json"))
+    return with_section(config, str(folder / "config.json"), partial(read_if_there, folder))
 
 
 def read_16_bit_config(folder: Path) -> JsonObject:
     """Return the ``config.json`` of a model in 16 bit; raise FlexQuantError if it is missing or quantised."""
-    check_folder(folder)
-    config = read_json(confined_file(folder, "config.json"))
-    section = quantization_section(folder, config)
-    if section is not None:
+    config = read_config(folder)
+    if (section := config.get(SECTIONS[0])) is not None:
         method = section.get("quant_method")
         raise FlexQuantError(f"{folder} is quantised already ({method}); start from the 16-bit model")
     return config

@@ -24,7 +24,6 @@ from flexquant.checkpoint.schemes import (
     is_readable,
     shape_problem,
     unlike,
-    unpacked_shape,
 )
 from flexquant.errors import FlexQuantError
 
@@ -148,18 +147,11 @@ class _Linear:
             return f"has a weight of shape {list(self.weight.shape)}, expected a matrix; quantise it again"
         form = self.schemes.format_of(scheme)
         has_known_shapes = is_readable(scheme.weights, form)
-        if has_known_shapes and (problem := self._shapes(scheme.weights, self.weight)):
+        if has_known_shapes and (problem := shape_problem(scheme.weights, self.weight, self.parameters.get)):
             return f"{problem}; quantise it again"
         if not is_served(scheme, form, is_expert=self.is_expert):
             return f"has a scheme that vLLM does not load: {_described(scheme, form)}; quantise it again"
         return self._unknown(_parameters(scheme)) if has_known_shapes else ""
-
-    def _shapes(self, args: QuantizationArgs, weight: TensorRef) -> str:
-        rows, columns = weight.shape
-        if weight.name.endswith(PACKED_SUFFIX):
-            shape = self.parameters.get("weight_shape")
-            rows, columns = unpacked_shape(f"{self.module}.weight", weight, shape)
-        return shape_problem(args, (rows, columns), weight, self.parameters.get)
 
     def _unknown(self, expected: set[str]) -> str:
         """Return which parameter vLLM has no place for, or has none of."""

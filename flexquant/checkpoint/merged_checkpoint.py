@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-import flexquant
 from flexquant.checkpoint.folder import (
     INDEX_FILE,
     confined_file,
@@ -31,13 +28,11 @@ from flexquant.checkpoint.folder import (
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, read_model_config
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
-from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import MAX_THREADS, Progress, results_of
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
 
 PROVENANCE_FILE = "flexquant_provenance.json"
-SCHEMA = "flexquant.provenance/v1"
 MAX_NAMED = 5
 UNRECORDED = (PROVENANCE_FILE, INDEX_FILE, "README.md")
 """Files that the merge writes without recording a hash; users may edit the card."""
@@ -77,41 +72,6 @@ def read_provenance(folder: Path) -> Provenance:
         return Provenance.model_validate(read_json(file))
     except ValidationError as e:
         raise FlexQuantError(f"{file} has {wrong_key(e)}; fetch or merge the checkpoint again") from e
-
-
-def make_provenance(
-    sources: Sequence[Source],
-    tensor_digests: Mapping[str, str],
-    folder: Path,
-    files: Iterable[str],
-    dtype: str | None,
-    config_from: str | None,
-) -> JsonObject:
-    """Return the provenance document; ``files`` in ``folder`` are hashed here.
-
-    ``dtype`` is the one that what is in 16 bit was cast to; None: nothing was. ``config_from`` is the source
-    whose config was chosen; None: all had the same.
-    """
-    return {
-        "schema": SCHEMA,
-        "versions": {
-            "flexquant": flexquant.__version__,
-            "python": platform.python_version(),
-            "torch": version("torch"),
-        },
-        "sources": {
-            s.name: {
-                "folder": folder_label(s.folder),
-                "config_sha256": hash_file(s.folder / "config.json"),
-                "transformers_version": s.config.get("transformers_version"),
-            }
-            for s in sources
-        },
-        **({"dtype": dtype} if dtype else {}),
-        **({"config_from": config_from} if config_from else {}),
-        "files": {name: hash_file(folder / name) for name in sorted(files)},
-        "tensors": dict(tensor_digests),
-    }
 
 
 def folder_label(folder: Path) -> str:
@@ -220,11 +180,12 @@ def check_recorded_tensors(checkpoint: MergedCheckpoint, progress: Progress | No
             f"{checkpoint.folder} has no tensor hashes in {PROVENANCE_FILE}; compare with the sources: "
             "flexquant verify --against NAME=FOLDER"
         )
-    check_same_names(set(recorded), set(checkpoint.tensors), PROVENANCE_FILE, str(checkpoint.folder))
-    matches = match_each(checkpoint.tensors, lambda key, ref: _hash(ref) == recorded[key], progress)
-    places = {key: f"{key} in {ref.file.name}" for key, ref in checkpoint.tensors.items()}
-    report_differences(checkpoint, matches, places, f"their recorded SHA-256 in {PROVENANCE_FILE}")
-    return len(matches)
+    tensors = checkpoint.tensors
+    check_same_names(recorded.keys(), tensors.keys(), PROVENANCE_FILE, checkpoint.folder)
+    measure = f"their recorded SHA-256 in {PROVENANCE_FILE}"
+    return compare_tensors(
+        checkpoint, tensors, lambda key, ref: _hash(ref) == recorded[key], measure, progress
+    )
 
 
 def match_each(
@@ -239,7 +200,9 @@ def match_each(
         pool.shutdown(cancel_futures=True)
 
 
-def check_same_names(expected: set[str], found: set[str], expected_in: str, found_in: str) -> None:
+def check_same_names(
+    expected: Set[str], found: Set[str], expected_in: str | Path, found_in: str | Path
+) -> None:
     """Raise FlexQuantError unless both places have the same tensor names."""
     for names, has, lacks in (
         (expected - found, expected_in, found_in),
@@ -252,16 +215,25 @@ def check_same_names(expected: set[str], found: set[str], expected_in: str, foun
             )
 
 
-def report_differences(
-    checkpoint: MergedCheckpoint, matches: Mapping[str, bool], places: Mapping[str, str], measure: str
-) -> None:
-    """Raise FlexQuantError for tensors that do not match; ``places`` maps each to its name and shard."""
-    differing = [places[name] for name, same in matches.items() if not same]
+def compare_tensors(
+    checkpoint: MergedCheckpoint,
+    tensors: Mapping[str, TensorRef],
+    same: Callable[[str, TensorRef], bool],
+    measure: str,
+    progress: Progress | None,
+) -> int:
+    """Return the number of ``tensors``; raise FlexQuantError, which names those that are not ``same``.
+
+    ``measure`` is what the message says that they differ from.
+    """
+    matches = match_each(tensors, same, progress)
+    differing = [f"{name} in {tensors[name].file.name}" for name, is_same in matches.items() if not is_same]
     if differing:
         raise FlexQuantError(
             f"{len(differing)} of {len(matches)} tensors in {checkpoint.folder} differ from {measure} "
             f"({_listed(sorted(differing))}); fetch or merge the checkpoint again"
         )
+    return len(matches)
 
 
 def _unknown_files(checkpoint: MergedCheckpoint) -> list[str]:

@@ -18,13 +18,7 @@ import yaml
 from pydantic import Field, StrictBool, StrictStr, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from flexquant.checkpoint.folder import (
-    check_folder,
-    confined_file,
-    quantization_section,
-    read_json,
-    wrong_key,
-)
+from flexquant.checkpoint.folder import read_config, wrong_key
 from flexquant.checkpoint.model_config import (
     AWQ,
     GPTQ,
@@ -172,9 +166,7 @@ def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
     A published checkpoint is read by :func:`as_merged`. Raises :class:`FlexQuantError` for other folders.
     """
     try:
-        check_folder(folder)
-        config = read_json(confined_file(folder, CONFIG_FILE))
-        config = with_section(config, quantization_section(folder, config))
+        config = read_config(folder)
     except FlexQuantError as e:
         raise FlexQuantError(f"{e}; give the folder that 'flexquant merge' wrote") from e
     if has_int4(config, str(folder)):
@@ -193,11 +185,6 @@ def read_merged_config(folder: Path) -> tuple[MergedConfig, int]:
     return merged, count_layers(config)
 
 
-def with_section(config: JsonObject, section: JsonObject | None) -> JsonObject:
-    """Return a ``config.json`` with the quantisation that :func:`stored_section` found, if any, in it."""
-    return config if section is None else {**config, "quantization_config": section}
-
-
 def has_int4(config: JsonObject, model: str) -> bool:
     """Whether a published checkpoint's ``config.json`` tells of INT4 weights with 16-bit activations.
 
@@ -214,8 +201,7 @@ def has_int4(config: JsonObject, model: str) -> bool:
 def is_published_int4(folder: Path | str) -> bool:
     """Whether a folder holds a published checkpoint of INT4 weights; not so if its config is unreadable."""
     try:
-        config = read_json(Path(folder) / CONFIG_FILE)
-        return has_int4(with_section(config, quantization_section(Path(folder), config)), str(folder))
+        return has_int4(read_config(Path(folder)), str(folder))
     except FlexQuantError:
         return False
 

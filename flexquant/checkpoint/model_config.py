@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict
 
 from flexquant.errors import FlexQuantError
@@ -37,17 +37,8 @@ class ConfigGroup(TypedDict, total=False):
     format: str
 
 
-# Key in transformers 4 -> key in transformers 5.
-RENAMED = {"torch_dtype": "dtype", "sliding_window_pattern": "_sliding_window_pattern"}
-# Keys that transformers 5 nests in `rope_parameters`, and transformers 4 writes at the top level.
-ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-LOCAL_ROPE_BASE = "rope_local_base_freq"
-ABSENT = "(absent)"
-"""Stands for the value of a key that a config lacks."""
 MAX_LAYERS = 10_000
 """Largest number of layers that a config may state; it bounds the memory of routes."""
-EXTENDED_ROPES = ("llama3", "yarn", "longrope")
-"""Kinds of RoPE whose parameters hold the length that the model was trained with."""
 SECTIONS = ("quantization_config", "compression_config")
 """Keys of ``config.json`` for the quantisation; the second is llm-compressor's before 2025."""
 MODELOPT_FILE = "hf_quant_config.json"
@@ -62,25 +53,23 @@ SWITCHES = {AWQ: {"zero_point": True}, GPTQ: {"sym": True, "desc_act": False}}
 """Method -> setting -> the value of one that is left out."""
 
 
-def stored_section(
-    config: JsonObject, place: str, read: Callable[[str], JsonObject | None]
-) -> JsonObject | None:
-    """Return how a checkpoint says that it is quantised; None for one in 16 bit.
+def with_section(config: JsonObject, place: str, read: Callable[[str], JsonObject | None]) -> JsonObject:
+    """Return a ``config.json`` whose ``quantization_config`` says how the checkpoint is quantised, if it is.
 
-    ``place`` is the path of its ``config.json``; ``read`` returns the content of a file beside it, or None if
-    there is no such file. Raises FlexQuantError, naming the file, for settings that are no JSON object.
+    ``place`` is its path; ``read`` returns the content of a file beside it, or None if there is no such file.
+    Raises FlexQuantError, naming the file, for settings that are no JSON object.
     """
     for key in SECTIONS:
         found = config.get(key)
         if isinstance(found, dict):
-            return found
+            return config | {SECTIONS[0]: found}
         if found is not None:
             raise FlexQuantError(f"{place} has {key} {found!r}, expected an object; get the checkpoint again")
     for file in SETTINGS_FILES:
         if isinstance(section := read(file), dict):
             own = "modelopt" if file == MODELOPT_FILE else "awq" if "zero_point" in section else "gptq"
-            return {"quant_method": own} | section
-    return None
+            return config | {SECTIONS[0]: {"quant_method": own} | section}
+    return config
 
 
 def text_config(config: JsonObject) -> JsonObject:
@@ -104,69 +93,6 @@ def count_layers(config: JsonObject) -> int:
             f"the config has num_hidden_layers {layers!r}, expected a number from 1 to {MAX_LAYERS}"
         )
     return layers
-
-
-def config_differences(
-    a: JsonObject, b: JsonObject, ignored: Collection[str]
-) -> Iterator[tuple[str, object, object]]:
-    """Yield (dotted key, value in a, value in b) where two configs differ; ABSENT marks a missing key.
-
-    Keys are compared under the names that transformers 5 writes. The ``ignored`` ones are left out.
-    """
-    return _differences(_with_current_keys(a), _with_current_keys(b), ignored)
-
-
-def _differences(
-    a: JsonObject, b: JsonObject, ignored: Collection[str], path: str = ""
-) -> Iterator[tuple[str, object, object]]:
-    for key in sorted((a.keys() | b.keys()) - set(ignored)):
-        x, y = a.get(key, ABSENT), b.get(key, ABSENT)
-        if isinstance(x, dict) and isinstance(y, dict):
-            yield from _differences(x, y, ignored, f"{path}{key}.")
-        elif x != y:
-            yield path + key, x, y
-
-
-def _with_current_keys(config: JsonObject) -> JsonObject:
-    """Return a config, nested language model included, with the keys that transformers 5 writes."""
-    current = {RENAMED.get(key, key): value for key, value in config.items()}
-    if isinstance(nested := current.get("text_config"), dict):
-        current["text_config"] = _with_current_keys(nested)
-    if current.keys() & {"rope_parameters", "rope_scaling", "rope_theta"}:
-        current["rope_parameters"] = _take_rope(current)
-    return current
-
-
-def _take_rope(config: JsonObject) -> object:
-    """Remove the RoPE keys from a config, and return them as transformers 5 writes them.
-
-    The result is one set of parameters, or one for each kind of layer. Unknown forms are returned unchanged.
-    """
-    rope = config.pop("rope_parameters", None) or {}
-    rope = config.pop("rope_scaling", None) or rope
-    if not isinstance(rope, dict):
-        return rope
-    beside = {key: value for key in ROPE_KEYS if (value := config.pop(key, None)) is not None}
-    local_base = config.pop(LOCAL_ROPE_BASE, None)
-    length = config.get("max_position_embeddings")
-    if rope and all(isinstance(value, dict) for value in rope.values()):
-        return {kind: _one_rope(values, beside, length) for kind, values in rope.items()}
-    if local_base is None:
-        return _one_rope(rope, beside, length)
-    return {  # Gemma 3: only the layers with full attention are scaled
-        "full_attention": _one_rope(rope, beside, length),
-        "sliding_attention": _one_rope({}, {**beside, "rope_theta": local_base}, length),
-    }
-
-
-def _one_rope(rope: JsonObject, beside: JsonObject, length: int | None) -> JsonObject:
-    """Return the RoPE parameters of one kind of layer, completed by the keys ``beside`` them."""
-    one = {**beside, **rope}
-    kind = one.pop("type", None)
-    one.setdefault("rope_type", kind or "default")
-    if one["rope_type"] in EXTENDED_ROPES:
-        one.setdefault("original_max_position_embeddings", length)
-    return one
 
 
 def complete_settings(section: JsonObject, place: str, method: str = GPTQ) -> JsonObject:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
@@ -53,32 +53,24 @@ DTYPES: dict[str, tuple[int, str | None, int]] = {
     "F64": (64, "float64", 0x7FF << 52),
     "C64": (64, "complex64", 0),
 }
-
-
-class HeaderEntry(TypedDict):
-    """What the header of a safetensors file says of one tensor."""
-
-    dtype: str
-    """Key of DTYPES."""
-    shape: list[int]
-    data_offsets: list[int]
-    """First byte and the one behind the last, counted from the end of the header."""
+CASTS = {"bfloat16": "BF16", "float16": "F16"}
+"""Name of a dtype of 16 bit in torch -> in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """The place of a tensor's bytes: ``file[begin:end]``, offsets counted from the start of the file."""
+    """The place of a tensor's bytes: ``nbytes`` of ``file`` from ``begin`` on."""
 
     name: str
     dtype: str
+    """Key of DTYPES."""
     shape: tuple[int, ...]
     file: Path
     begin: int
-    end: int
 
     @property
     def nbytes(self) -> int:
-        return self.end - self.begin
+        return math.prod(self.shape) * DTYPES[self.dtype][0] // 8
 
     @property
     def alignment(self) -> int:
@@ -88,22 +80,10 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class ComputedTensor(TensorRef):
-    """A tensor that is computed from stored ones whenever it is read; ``file`` holds the first of them."""
+    """A tensor that is computed whenever it is read; ``file`` holds a stored one that it comes from."""
 
     compute: Callable[[Sequence[range] | None], torch.Tensor]
     """Return the whole tensor for None, or these rows of it, concatenated."""
-
-
-def computed(
-    name: str,
-    like: TensorRef,
-    dtype: str,
-    shape: tuple[int, ...],
-    compute: Callable[[Sequence[range] | None], torch.Tensor],
-) -> ComputedTensor:
-    """Return the reference to a tensor of this dtype and shape; messages name the file of ``like``."""
-    nbytes = math.prod(shape) * DTYPES[dtype][0] // 8
-    return ComputedTensor(name, dtype, shape, like.file, 0, nbytes, compute)
 
 
 def read_header(path: Path) -> dict[str, TensorRef]:
@@ -136,11 +116,11 @@ def read_header(path: Path) -> dict[str, TensorRef]:
     tensors = {name: _tensor_ref(path, name, entry, data_start) for name, entry in header.items()}
 
     position = data_start
-    for ref in sorted(tensors.values(), key=lambda r: (r.begin, r.end)):
+    for ref in sorted(tensors.values(), key=lambda r: (r.begin, r.nbytes)):
         if ref.begin != position:
             problem = "overlaps the tensor before it" if ref.begin < position else "leaves a gap before it"
             raise _corrupt(path, f"the data of tensor '{ref.name}' {problem}")
-        position = ref.end
+        position += ref.nbytes
     if position != file_bytes:
         state = "truncated" if file_bytes < position else "followed by foreign bytes"
         raise _corrupt(path, f"it is {state}: {file_bytes} bytes, but its header describes {position}")
@@ -287,7 +267,7 @@ def _tensor_ref(path: Path, name: str, entry: object, data_start: int) -> Tensor
     bits = math.prod(shape) * DTYPES[dtype][0]
     if bits % 8 or end - begin != bits // 8:
         raise _corrupt(path, f"tensor '{name}' ({dtype}, shape {shape}) has {end - begin} bytes of data")
-    return TensorRef(name, dtype, tuple(shape), path, data_start + begin, data_start + end)
+    return TensorRef(name, dtype, tuple(shape), path, data_start + begin)
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> JsonObject:

@@ -57,7 +57,7 @@ def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...
     for name, ref in tensors.items():
         if name.endswith(PACKED_SUFFIX):
             name = name.removesuffix(PACKED_SUFFIX)
-            shapes[name] = unpacked_shape(name, ref, tensors.get(f"{name}_shape"))
+            shapes[name] = unpacked_shape(ref, tensors.get(f"{name}_shape"))
         elif name.endswith(".qweight") and (scales := tensors.get(name.replace(".qweight", ".scales"))):
             outputs, values = scales.shape[-1], math.prod(ref.shape) * INT4_IN_WORD
             shapes[name.replace(".qweight", ".weight")] = (outputs, values // outputs)
@@ -66,8 +66,8 @@ def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...
     return shapes
 
 
-def unpacked_shape(name: str, packed: TensorRef, stored: TensorRef | None) -> tuple[int, ...]:
-    """Return the shape of the parameter ``name``, which ``packed`` holds; ``stored`` holds the shape.
+def unpacked_shape(packed: TensorRef, stored: TensorRef | None) -> tuple[int, ...]:
+    """Return the shape of the parameter that ``packed`` holds; ``stored`` holds the shape.
 
     Raises FlexQuantError if ``stored`` is missing, or does not fit the packed words.
     """
@@ -75,7 +75,8 @@ def unpacked_shape(name: str, packed: TensorRef, stored: TensorRef | None) -> tu
         return (*packed.shape[:-1], packed.shape[-1] * 2)
     if stored is None:
         raise FlexQuantError(
-            f"{packed.file} holds '{packed.name}' without '{name}_shape'; quantise the model again"
+            f"{packed.file} holds '{packed.name}' without '{packed.name.removesuffix(PACKED_SUFFIX)}_shape'; "
+            "quantise the model again"
         )
     shape = _read_integers(stored, len(packed.shape))
     fits = packed.shape and shape[:-1] == packed.shape[:-1]
@@ -222,18 +223,22 @@ def is_readable(args: QuantizationArgs, form: str) -> bool:
     return is_known and args.num_bits in READABLE_BITS[args.type]
 
 
-def shape_problem(
-    args: QuantizationArgs, shape: tuple[int, int], weight: TensorRef, part: Callable[[str], TensorRef | None]
-) -> str:
+def stored_shape(weight: TensorRef, part: Callable[[str], TensorRef | None]) -> tuple[int, ...]:
+    """Return (out_features, in_features) of a Linear's stored matrix; ``part`` as for `shape_problem`."""
+    if weight.name.endswith(PACKED_SUFFIX):
+        return unpacked_shape(weight, part("weight_shape"))
+    return weight.shape
+
+
+def shape_problem(args: QuantizationArgs, weight: TensorRef, part: Callable[[str], TensorRef | None]) -> str:
     """Return how a Linear's parameters do not fit its scheme; empty if they do.
 
-    ``args`` describe INT weights of 2, 4 or 8 bits, or FP8. ``shape`` is (out_features, in_features),
-    ``weight`` the stored weight. ``part`` returns another parameter of the Linear by the last part of its
-    name, e.g. ``weight_scale``.
+    ``args`` describe INT weights of 2, 4 or 8 bits, or FP8; ``weight`` is the stored matrix. ``part`` returns
+    another parameter of the Linear by the last part of its name, e.g. ``weight_scale``.
     """
+    rows, columns = shape = stored_shape(weight, part)
     if part("weight_g_idx") is not None:
         return f"has {IN_ANOTHER_ORDER}"
-    rows, columns = shape
     packed = weight.name.endswith(PACKED_SUFFIX)
     dtype = "I32" if packed else "I8" if args.type == "int" else "F8_E4M3"
     if weight.dtype != dtype:

@@ -22,13 +22,8 @@ from threading import Event
 from typing import TypeVar
 
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE, check_finite
-from flexquant.checkpoint.safetensors_io import (
-    METADATA_KEY,
-    HeaderEntry,
-    TensorRef,
-    read_finite,
-    total_bytes,
-)
+from flexquant.checkpoint.output import check_free_space, staged_folder
+from flexquant.checkpoint.safetensors_io import METADATA_KEY, TensorRef, read_finite, total_bytes
 
 Result = TypeVar("Result")
 
@@ -81,16 +76,36 @@ def plan_shards(groups: Sequence[Mapping[str, TensorRef]], max_shard_size: int) 
     ]
 
 
-@contextmanager
-def writing_shards(
-    folder: Path, shards: Sequence[Shard]
-) -> Iterator[Callable[[Progress | None], dict[str, str]]]:
-    """Begin to write the shards in other threads, and yield a function that waits for them.
+Finish = Callable[[Progress | None], dict[str, str]]
+"""Waits until all shards are written, writes their index if there are several, and returns the SHA-256 of
+every tensor by key. Raises OSError if writing failed, also before its call, and FlexQuantError if a source
+cannot be read."""
 
-    The function takes ``progress``, writes the index of several shards, and returns the SHA-256 of every
-    tensor by key. It raises OSError if writing failed, also before its call, and FlexQuantError if a source
-    cannot be read; files can then be incomplete. Leaving the block cancels what is not written by then.
+
+@contextmanager
+def writing_checkpoint(
+    output: Path,
+    groups: Sequence[Mapping[str, TensorRef]],
+    files: Mapping[str, Path],
+    *,
+    overwrite: bool,
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
+) -> Iterator[tuple[Path, Finish]]:
+    """Begin to write tensors in other threads, and yield a temporary folder with ``files``, and Finish.
+
+    The folder takes the place of ``output`` at the end of the block. ``groups`` become shards by
+    :func:`plan_shards`. Raises FlexQuantError as :func:`staged_folder` does, and for too small a disk.
     """
+    shards = plan_shards(groups, max_shard_size)
+    check_free_space(output, _needed_bytes(shards, files.values()))
+    with staged_folder(output, overwrite=overwrite) as stage, writing_shards(stage, shards) as finish:
+        copy_files(files, stage)
+        yield stage, finish
+
+
+@contextmanager
+def writing_shards(folder: Path, shards: Sequence[Shard]) -> Iterator[Finish]:
+    """Begin to write the shards in other threads; leaving the block cancels what is not written by then."""
     stopped = Event()
     pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
     copies: dict[str, Future[str]] = {}
@@ -107,7 +122,10 @@ def writing_shards(
             written = {key: ref for shard in shards for key, ref, _ in shard.tensors}
             digests = results_of(copies, written, progress)
             if len(shards) > 1:
-                _write_index(folder, shards)
+                weight_map = {key: shard.file for shard in shards for key, _, _ in shard.tensors}
+                size = {"total_size": total_bytes(written)}
+                index = {"metadata": size, "weight_map": dict(sorted(weight_map.items()))}
+                write_json(folder / INDEX_FILE, index)
             return dict(sorted(digests.items()))
 
         yield finish
@@ -130,7 +148,7 @@ def results_of(
     return results
 
 
-def needed_bytes(shards: Sequence[Shard], files: Iterable[Path]) -> int:
+def _needed_bytes(shards: Sequence[Shard], files: Iterable[Path]) -> int:
     """Return an upper bound on the disk space for shards, copied files and the documents beside them."""
     tensors = sum(len(shard.tensors) for shard in shards)
     documents = DOCUMENT_BYTES + DOCUMENT_BYTES_PER_TENSOR * tensors
@@ -153,11 +171,11 @@ def write_json(path: Path, content: object) -> None:
 def _lay_out(file: str, tensors: Mapping[str, TensorRef]) -> Shard:
     """Lay out a shard with the widest dtypes first, like the safetensors library, so that all are aligned."""
     placed: list[tuple[str, TensorRef, int]] = []
-    header: dict[str, HeaderEntry | dict[str, str]] = {METADATA_KEY: {"format": "pt"}}
+    header: dict[str, dict[str, object]] = {METADATA_KEY: {"format": "pt"}}
     position = 0
     for key, ref in sorted(tensors.items(), key=lambda item: (-item[1].alignment, item[0])):
         offsets = [position, position + ref.nbytes]
-        header[key] = HeaderEntry(dtype=ref.dtype, shape=list(ref.shape), data_offsets=offsets)
+        header[key] = {"dtype": ref.dtype, "shape": list(ref.shape), "data_offsets": offsets}
         placed.append((key, ref, position))
         position += ref.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -187,10 +205,3 @@ def _copy(ref: TensorRef, path: Path, offset: int, stopped: Event) -> str:
     finally:
         os.close(fd)
     return digest.hexdigest()
-
-
-def _write_index(folder: Path, shards: Sequence[Shard]) -> None:
-    weight_map = {key: shard.file for shard in shards for key, _, _ in shard.tensors}
-    total = sum(ref.nbytes for shard in shards for _, ref, _ in shard.tensors)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / INDEX_FILE, index)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import staged_file
-from flexquant.checkpoint.source import CASTS
+from flexquant.checkpoint.safetensors_io import CASTS
 from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings

@@ -114,12 +114,12 @@ class SingleVariantParser(HFConfigParser):
         code_revision: str | None = None,
         **options: Any,
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
-        from flexquant.checkpoint.merged_config import as_merged, why_not_served, with_section
-        from flexquant.checkpoint.model_config import stored_section
+        from flexquant.checkpoint.merged_config import as_merged, why_not_served
+        from flexquant.checkpoint.model_config import with_section
 
         found, config = super().parse(model, trust_remote_code, revision, code_revision, **options)
         settings = partial(get_hf_file_to_dict, model=model, revision=revision)
-        whole = with_section(found, stored_section(found, f"{model}/config.json", settings))
+        whole = with_section(found, f"{model}/config.json", settings)
         if problem := why_not_served(whole, str(model)):  # it may be a draft model, which has the same format
             logger.warning(problem)
             return found, config

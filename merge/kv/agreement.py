@@ -2,26 +2,19 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Judge whether two matrices differ by quantisation noise only.
 
-Matrices are read as chunks of rows with their scales beside them: scales and variances are one number for a
-row, a column or a group of neighbouring columns. Multiplied out, each would be as large as the weight; kept
-apart, they enter the sums as vectors in matrix-vector products. Four statistics, all computed from these
-sums, are compared with bounds; BOUNDS.md says how the bounds were found. They follow from the noise
-variance that `dequantize` predicts, so they are wider for INT4 than for INT8.
+Matrices are read as chunks of rows with their scales and variances beside them, which enter the sums as
+vectors in matrix-vector products. The bounds follow from the variance of rounding that `dequantize` predicts,
+so they are wider for INT4 than for INT8; BOUNDS.md says how they were found.
 
-Every row that writes the KV cache is compared. The other matrices and the token embeddings are most of a
-model, and the differences to be found in them (another basis, scales moved between two matrices, other
-weights) change every row. So their rows form blocks of 16, and one block of every k is compared: block number
-i if i mod k == ``turn`` mod k.
-
-    k     1 for up to 255 rows, and at most 16; so at least about 128 rows and a sixteenth of all are
-          compared. With 128 rows the gain of a column is known to 2 % for INT4, and the median over all
-          columns, which is compared, much better.
-    turn  depends on the layer's number, so that k consecutive layers together compare all rows.
+Every row that writes the KV cache is compared. What is to be found in the other matrices and the embeddings
+(another basis, scales moved between two matrices, other weights) changes every row. So their rows form blocks
+of 16, and of every k blocks one is compared, in k consecutive layers each. k is at most 16, and 1 for up to
+255 rows: with 128 rows the gain of a column is known to 2 % for INT4, and the median over all columns, which
+is compared, much better.
 
 A difference is always found if it changes every row or column, more than 16 (k - 1) consecutive rows, or the
 same rows in k consecutive layers; one in m rows anywhere with a probability of 1 - (1 - 1/k)^m, for k = 16 a
-sixteenth for one row and 95 % for 48. So the sample can miss that a few output channels of one matrix compute
-something else.
+sixteenth for one row and 95 % for 48.
 """
 
 from __future__ import annotations

@@ -2,18 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Decide whether variants can share one KV cache, and whether one plan can mix their layers.
 
-A variant reads cache entries that another variant wrote, so every layer must compute the same K and V up to
-quantisation noise. GPTQ, rounding to nearest and SmoothQuant's fold of a norm into q, k and v keep K and V.
-Scaling K or V themselves (AWQ's v -> o smoothing) or rotating them (SpinQuant's R2 and R3) does not: each
-such model is right on its own cache, and silently wrong on the other's.
-
-`layer_comparison` compares the layers in transformers' own code, `outside_layers` what is around them. Cache
-scales and run-time rotations have to be equal. What is quantised may differ by noise, within the bounds of
-`agreement`.
-
-Linear attention, state spaces and short convolutions carry a state from token to token. What a layer writes
-into transformers' cache is compared like K and V, after more tokens; a state that transformers does not keep
-there is refused. BOUNDS.md says why the length does not matter, and how all bounds were found.
+A variant reads cache entries that another variant wrote, so every layer must compute the same K and V, or the
+same state, up to quantisation noise. Rounding and folds of a norm (SmoothQuant) keep K and V; scaling them
+(AWQ's v -> o smoothing) or rotating them (SpinQuant's R2 and R3) does not: each such model is right on its
+own cache, and silently wrong on the other's.
 
 These forbid a shared cache: a difference in a row that reaches the cache, in a parameter, in a 16-bit matrix,
 or in a module outside of the layers; another matrix that differs by more than quantisation ever explains; and
@@ -29,15 +21,16 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import torch
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import decoder_layer
 from flexquant.checkpoint.safetensors_io import load_tensor
-from flexquant.checkpoint.source import Source
 from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import Source
 from flexquant.merge.kv.layer_comparison import LayerComparison, RowsCached
 from flexquant.merge.kv.outside_layers import ResidualBasis, compare_bases, logits_difference
 from flexquant.merge.kv.skeleton import Skeleton
@@ -138,6 +131,17 @@ def scale_difference(variant: Source, reference: Source) -> str:
     return ""
 
 
+class Closest(TypedDict):
+    """The comparison of a projection's matrices that came closest to its bound."""
+
+    variant: str
+    layer: int
+    relative_error: float
+    allowed: float
+    nearest_bound: str
+    share_of_bound: float
+
+
 @dataclass
 class KVReport:
     """Result of the comparison. The first source is the reference for all others."""
@@ -150,8 +154,8 @@ class KVReport:
     """Groups of variants whose layers can be mixed; a variant that was not compared is alone in its group."""
     rescaled: list[str] = field(default_factory=list)
     """Variants with a linear that is scaled or rotated against the first variant's: no LoRA fits both."""
-    worst: dict[str, JsonObject] = field(default_factory=dict)
-    """Projection -> the comparison that came closest to its bound: variant, layer, error and bound."""
+    worst: dict[str, Closest] = field(default_factory=dict)
+    """By the name of the projection."""
 
     @property
     def compatible(self) -> bool:
@@ -179,15 +183,16 @@ class KVReport:
     def note(self, pair: Pair, layer: int, found: LayerComparison) -> None:
         """Add one layer's comparison; called in the order of the layers."""
         for projection, agreement in found.agreements:
-            entry = {
-                "variant": pair.variant.source.name,
-                "layer": layer,
-                "relative_error": round(agreement.error.measured, 5),
-                "allowed": round(agreement.error.allowed, 5),
-                "nearest_bound": str(agreement.worst),
-                "share_of_bound": round(agreement.worst.ratio, 4),
-            }
-            if entry["share_of_bound"] >= self.worst.get(projection, {}).get("share_of_bound", 0.0):
+            entry = Closest(
+                variant=pair.variant.source.name,
+                layer=layer,
+                relative_error=round(agreement.error.measured, 5),
+                allowed=round(agreement.error.allowed, 5),
+                nearest_bound=str(agreement.worst),
+                share_of_bound=round(agreement.worst.ratio, 4),
+            )
+            before = self.worst.get(projection, entry)
+            if entry["share_of_bound"] >= before["share_of_bound"]:
                 self.worst[projection] = entry
         difference = found.cache_difference or found.residual_difference
         if difference and not pair.residual_message:

@@ -23,20 +23,14 @@ from flexquant.checkpoint.schemes import (
     LinearSchemes,
     is_readable,
     shape_problem,
-    unpacked_shape,
+    stored_shape,
 )
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import Source
 from flexquant.merge.kv.agreement import ScaledRows, row_numbers
 
 E4M3_MANTISSA, E4M3_MIN_EXPONENT = 3, -6
 FLOAT32_EXPONENT = 0x7F800000
-
-
-class _Memory(threading.local):
-    """A thread's buffer, reused for every chunk: allocating memory takes longer than filling it."""
-
-    floats = torch.empty(0, dtype=torch.float32)
 
 
 class WeightReader:
@@ -44,16 +38,12 @@ class WeightReader:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._memory = _Memory()
+        self._memory = threading.local()  # one buffer a thread: allocating takes longer than filling
         self.schemes = LinearSchemes(source.quantization_config, source.owner, source.tensors)
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return (out_features, in_features)."""
-        stored = self.stored(module)
-        shape = stored.shape
-        if _is_packed(stored):
-            shape = unpacked_shape(f"{module}.weight", stored, self.ref(module, "weight_shape"))
-        out_features, in_features = shape
+        out_features, in_features = stored_shape(self.stored(module), partial(self.ref, module))
         return out_features, in_features
 
     def weight_args(self, module: str) -> QuantizationArgs:
@@ -71,26 +61,24 @@ class WeightReader:
                 f"has the scheme {form} ({args.num_bits}-bit {args.type}, {args.strategy}), "
                 "which cannot be compared; use INT4, INT8 or FP8 weights",
             )
-        if problem := shape_problem(args, self.shape(module), stored, partial(self.ref, module)):
+        if problem := shape_problem(args, stored, partial(self.ref, module)):
             raise self.error(module, f"{problem}; quantise it again")
         return args
 
     def open(self, module: str) -> StoredLinear:
-        """Read the scales and zero points of a Linear.
-
-        Raises FlexQuantError for an unsupported scheme, and for NaN or infinite numbers in any scale.
-        """
+        """Read the scales and zero points of a Linear; raise FlexQuantError as :class:`StoredLinear` does."""
         return StoredLinear(self, module)
 
     def is_quantised(self, module: str) -> bool:
         """Whether a Linear's weight is stored in fewer than 16 bits."""
-        return self.stored(module).dtype not in FLOAT_DTYPES
+        return not _is_float(self.stored(module))
 
     def as_floats(self, raw: torch.Tensor) -> torch.Tensor:
         """Return a matrix as float32, in a buffer that the thread's next call overwrites."""
-        if self._memory.floats.numel() < raw.numel():
-            self._memory.floats = torch.empty(raw.numel(), dtype=torch.float32)
-        return self._memory.floats[: raw.numel()].view(raw.shape).copy_(raw)
+        buffer: torch.Tensor | None = getattr(self._memory, "floats", None)
+        if buffer is None or buffer.numel() < raw.numel():
+            buffer = self._memory.floats = torch.empty(raw.numel(), dtype=torch.float32)
+        return buffer[: raw.numel()].view(raw.shape).copy_(raw)
 
     def stored(self, module: str) -> TensorRef:
         ref = self.ref(module, "weight_packed") or self.ref(module, "weight")
@@ -108,7 +96,10 @@ class WeightReader:
 
 
 class StoredLinear:
-    """One Linear: its scheme, scales and zero points are in memory, its weight stays on disk."""
+    """One Linear: its scheme, scales and zero points are in memory, its weight stays on disk.
+
+    Raises FlexQuantError for an unsupported scheme, and for NaN or infinite numbers in a scale.
+    """
 
     def __init__(self, reader: WeightReader, module: str) -> None:
         self._reader, self._module = reader, module

@@ -5,9 +5,8 @@
 QuaRot and SpinQuant rotate the whole stream: with the norms folded away, every vector x becomes x Q and
 the model computes the same logits. K and V do not change, but their matrices do. So every token's embedding
 is compared. If at least half of the tokens differ, the orthogonal Q that best maps one variant's embeddings
-to the other's (Procrustes) is computed from a sample of at least four times as many tokens as the hidden
-size. If Q maps the sample up to rounding, K and V can be compared in the reference's basis. The sample's
-error is one number, so it does not show a single token that was trained further.
+to the other's (Procrustes) is computed from a sample of them. If Q maps it up to rounding, K and V can be
+compared in the reference's basis.
 
 A fold moves the final norm's weight into the lm_head's columns (QuaRot), so neither is compared by itself.
 The norm runs in transformers' code for both variants; the factors between its outputs are multiplied out of

@@ -14,8 +14,8 @@ from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import EMBEDDINGS, HEAD, decoder_layer, decoder_roots
 from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor, same_bytes
 from flexquant.checkpoint.schemes import FLOAT_DTYPES, QUANTISATION_PARAMETER
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import Source
 from flexquant.merge.kv.agreement import BLOCK_ROWS, ScaledMatrix, ScaledRows, row_numbers, sample_rows
 from flexquant.merge.kv.dequantize import WeightReader
 from flexquant.merge.kv.skeleton import Skeleton, is_experts, is_state, shape_of

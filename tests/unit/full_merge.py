@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from flexquant.merge.formats import open_source
+from flexquant.merge.formats import Source, open_source
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from tests.architectures.models import random_model, small_config, split
 from tests.checkpoints import StateDict

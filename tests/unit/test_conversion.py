@@ -83,6 +83,7 @@ def test_what_a_merge_reads_as_it_is_needs_no_conversion(scheme: Any, found: str
     folder = make_checkpoint(tmp_path / "made", scheme=scheme, num_layers=1)
     with pytest.raises(FlexQuantError, match=f"{found}; merge it as it is"):
         convert_checkpoint(folder, tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
 
 
 def test_without_g_idx_inputs_are_in_order(w4a16: Path, tmp_path: Path) -> None:

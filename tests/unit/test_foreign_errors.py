@@ -11,11 +11,10 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
-from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, TensorRef, computed, read_chunks
-from flexquant.checkpoint.source import Source, with_dtype
+from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, ComputedTensor, read_chunks
 from flexquant.errors import FlexQuantError
 from flexquant.merge import convert_checkpoint, merge_checkpoints
-from flexquant.merge.formats import open_source
+from flexquant.merge.formats import Source, open_source, with_dtype
 from flexquant.merge.merge_plan import plan_merge
 from flexquant.merge.packed_formats import PackedFormat, read_settings
 from tests.checkpoints import make_checkpoint
@@ -155,19 +154,19 @@ def test_a_nested_dtype_that_differs_is_told_with_the_way_on():
 def test_one_group_for_all_inputs_has_no_order(size, reordered):
     """vLLM serves desc_act where it means nothing."""
     section = {"quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": True}
-    assert read_settings(Path("model"), section).base.reordered is reordered
+    assert read_settings(Path("model"), section).reordered is reordered
 
 
 def test_rows_that_are_longer_than_a_chunk_are_computed_once(tmp_path):
     data = torch.arange(4 * CHUNK_BYTES, dtype=torch.int32).view(4, -1, 128)
-    stored = TensorRef("x", "I32", tuple(data.shape), tmp_path / "x", 0, data.nbytes)
     asked: list[Any] = []
 
     def compute(rows: Any) -> torch.Tensor:
         asked.append(rows)
         return torch.cat([data[part.start : part.stop] for part in rows])
 
-    chunks = [bytes(chunk) for chunk in read_chunks(computed("x", stored, "I32", data.shape, compute))]
+    tensor = ComputedTensor("x", "I32", tuple(data.shape), tmp_path / "x", 0, compute)
+    chunks = [bytes(chunk) for chunk in read_chunks(tensor)]
     assert b"".join(chunks) == data.numpy().tobytes()
     assert {len(chunk) for chunk in chunks} == {CHUNK_BYTES}
     assert len(asked) == 4

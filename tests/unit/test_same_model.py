@@ -214,16 +214,6 @@ def test_a_model_that_transformers_does_not_know_has_its_keys_compared_as_they_a
     ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "has_length"), [("llama3", True), ("yarn", True), ("longrope", True), ("linear", False)]
-)
-def test_the_length_that_a_model_was_trained_with_may_be_left_out(kind, has_length):
-    config = {"model_type": "of nobody", "max_position_embeddings": 4096}
-    stated = {"rope_type": kind, "original_max_position_embeddings": 4096}
-    old, new = ({"rope_scaling": {"type": kind}}, {"rope_parameters": stated})
-    assert (model_differences(config | old, config | new) == []) is has_length
-
-
 def test_the_tie_may_be_stated_at_either_level():
     """Without a tie at its top, Mistral 3 has one; the tensors tell whose head it is."""
     config = config_of("mistral3")

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from flexquant.checkpoint.source import Source
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from flexquant.merge.formats import open_source
+from flexquant.merge.formats import Source, open_source
 from flexquant.merge.merge_plan import plan_merge
 from flexquant.merge.same_inputs import processor_difference
 from tests.vision import KINDS, make_vision_checkpoint

@@ -222,6 +222,7 @@ def ends_of_config(ends: object) -> Edit:
         (settings(eos_token_id=[7, 501], pad_token_id=1), both(ends_of_config([501, 7]))),
         (settings(eos_token_id=501, top_p=None, use_cache=False), settings(eos_token_id=501, top_p=None)),
         (ends_of_config(501), ends_of_config([501])),
+        (settings(eos_token_id=[]), settings()),
         (
             settings(eos_token_id=501, temperature=1.0, top_p=1.0, repetition_penalty=1.0),
             settings(eos_token_id=501, top_k=-1, min_p=0.0),

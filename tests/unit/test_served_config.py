@@ -88,7 +88,7 @@ def test_settings_are_read_alike_by_all(
     assert weights | expected == weights
     parsed = LinearSchemes(served, "here", ()).of("model.layers.0.mlp.up_proj")
     assert parsed is not None and parsed.weights is not None
-    form = read_settings(tmp_path, section).base
+    form = read_settings(tmp_path, section)
     for bits, size, symmetric in (
         (parsed.weights.num_bits, parsed.weights.group_size or -1, parsed.weights.symmetric),
         (form.bits, form.group_size, form.symmetric),

@@ -130,9 +130,7 @@ def test_experts_have_settings_of_their_own(tmp_path: Path) -> None:
     ("dynamic", "message"),
     [
         ({"+:.*down": {"bits": 3}}, "3 bits"),
-        ({"+:.*down": {"bits": True}}, "bits True"),
         ({"+:.*down": {"group_size": 0}}, "group_size 0"),
-        ({"+:.*down": {"sym": "yes"}}, "sym 'yes'"),
         ({"+:.*down": {"desc_act": True}}, None),
         ({"-:.*lm_head": None}, None),
         ({"+:.*down": 8}, "'dynamic'.* 8, expected"),
