@@ -13,7 +13,6 @@ from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject, count_layers
 from flexquant.checkpoint.weight_bytes import (
     BytesByRange,
-    bytes_in_use,
     describe_bytes,
     format_bytes,
     format_report,
@@ -127,9 +126,7 @@ def inspect(args: argparse.Namespace) -> JsonObject:
         routes = build_route_table(
             policy, merged.variants, layers, sys.maxsize, mixable=merged.mixable_groups
         )
-        sources = {name: derivation.source for name, derivation in routes.derived.items()}
-        held = {name: numbers for name, numbers in routes.layers.items() if routes.has_weights(name)}
-        loaded = bytes_in_use(merged, checkpoint.tensors, held, sources)
+        loaded = routes.stored_bytes(checkpoint, routes.plans)
         said = describe_bytes(loaded)
     except FlexQuantError as e:
         said = f"unknown, since the policy cannot be served: {e}"

@@ -16,14 +16,22 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import add_counts, add_rows, add_subject, parse_counts, parse_names, tell
-from flexquant.errors import FlexQuantError, UsageError
+from flexquant.cli._arguments import (
+    add_counts,
+    add_rows,
+    add_subject,
+    parse_counts,
+    parse_names,
+    save_plot,
+    tell,
+)
+from flexquant.errors import UsageError
 from flexquant.evaluation.inputs import Settings
 
 
@@ -52,8 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--questions", metavar="FILE", help="questions to answer, one a line (default: 24 built-in ones)"
     )
     questions.add_argument("--no-questions", action="store_true", help="do not compare answers")
-    add("--output", metavar="DIR", help="folder for quality.json, quality.md and quality.png")
-    add("--plot", metavar="FILE", help="another place for the plot, .png or .svg")
+    add("--output", type=Path, metavar="DIR", help="folder for quality.json, quality.md and quality.png")
 
 
 def run(args: argparse.Namespace) -> JsonObject:
@@ -65,8 +72,8 @@ def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.evaluation.evaluating import evaluate
     from flexquant.evaluation.inputs import read_questions
     from flexquant.evaluation.report import (
+        draw_quality,
         format_quality_table,
-        save_quality_plot,
         writable_folder,
         write_results,
     )
@@ -74,11 +81,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     questions: list[str] | None = [] if args.no_questions else None
     if args.questions:
         questions = read_questions(args.questions)
-    with ExitStack() as outputs:
-        if args.output:
-            outputs.enter_context(writable_folder(args.output, "--output"))
-        if args.plot:
-            outputs.enter_context(writable_folder(Path(args.plot).parent, "--plot"))
+    with writable_folder(args.output, "--output") if args.output else nullcontext():
         document = evaluate(
             args.folder,
             args.text,
@@ -89,13 +92,7 @@ def run(args: argparse.Namespace) -> JsonObject:
             progress=tell,
         )
     print(format_quality_table(document))
-    plots = [Path(args.plot)] if args.plot else []
     if args.output:
         write_results(document, args.output)
-        plots.append(Path(args.output, "quality.png"))
-    if plots:
-        try:
-            save_quality_plot(document, plots)
-        except FlexQuantError as e:  # a missing plot must not discard numbers that took minutes or hours
-            print(f"flexquant eval: no plot: {e}", file=sys.stderr)
+        save_plot(args.output / "quality.png", partial(draw_quality, document))
     return document

@@ -10,13 +10,14 @@ sequences.
 
 examples:
   flexquant search out --text text.txt --reference model --policy tuned.yaml --output results --max-kl 0.05
-  flexquant search out --text text.txt --policy tuned.yaml --output results --layers 8 --compare
+  flexquant search out --text text.txt --policy tuned.yaml --output results --layers 8
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import (
@@ -51,11 +52,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "sequences in the decode pass whose time counts; passes with --batch-size sequences are scored"
     )
     add_counts(parser, {"--sequences": (1, sequences)})
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="also measure baselines that raise as many layers: the first, the last, both ends, random ones",
-    )
 
 
 def run(args: argparse.Namespace) -> JsonObject:
@@ -63,9 +59,9 @@ def run(args: argparse.Namespace) -> JsonObject:
     from flexquant.checkpoint.output import write_text
     from flexquant.evaluation.report import writable_folder
     from flexquant.layers.report import (
+        draw_search,
         format_search_table,
         policy_text,
-        save_search_plot,
         searched_policy_document,
     )
     from flexquant.layers.searching import Budget, Search
@@ -78,7 +74,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     if measured is None:
         raise UsageError(f"{args.folder} stores no measured times; give a tuned policy as --policy")
     times, base = measured
-    search = Search(study, times, budget, args.sequences, args.compare)
+    search = Search(study, times, budget, args.sequences)
     with writable_folder(args.output, "--output") as folder:
         found = search.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
     document = searched_policy_document(base, found, dict(study.variants), budget, args.sequences)
@@ -87,5 +83,5 @@ def run(args: argparse.Namespace) -> JsonObject:
     for name, text in (("searched.yaml", policy_text(document, found)), ("searched.md", table + "\n")):
         write_text(folder / name, text)
     print(f"chosen: {describe_layers(found.chosen.layers)}; wrote {folder / 'searched.yaml'}")
-    save_plot(folder / "searched.png", lambda file: save_search_plot(found, file))
+    save_plot(folder / "searched.png", partial(draw_search, found))
     return document

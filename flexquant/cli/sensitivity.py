@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.cli._arguments import add_study, save_plot, study_of, tell
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.checkpoint.output import write_text
     from flexquant.evaluation.report import writable_folder
-    from flexquant.layers.report import format_sensitivity_table, save_sensitivity_plot
+    from flexquant.layers.report import draw_sensitivity, format_sensitivity_table
 
     study = study_of(args)
     with writable_folder(args.output, "--output") as folder:
@@ -37,5 +38,5 @@ def run(args: argparse.Namespace) -> JsonObject:
     table = format_sensitivity_table(document)
     print(table)
     write_text(folder / "sensitivity.md", table + "\n")
-    save_plot(folder / "sensitivity.png", lambda file: save_sensitivity_plot(document, file))
+    save_plot(folder / "sensitivity.png", partial(draw_sensitivity, document))
     return {**document}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,6 +24,9 @@ from flexquant.layers.sensitivity import StudyDocument
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
 from flexquant.policy.rules import Policy, add_derivations, parse_policy
 from flexquant.policy.schema import SCHEMA
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RESAMPLES = 10_000
 
@@ -94,9 +97,9 @@ def _effects(document: StudyDocument) -> list[tuple[str, list[Estimate]]]:
     return [(title, [effect(document, layer, v) for layer in layers]) for title, effect, v in asked]
 
 
-def save_sensitivity_plot(document: StudyDocument, file: Path) -> None:
-    """Draw each layer's cost and gain as a PNG; raise FlexQuantError without matplotlib."""
-    figure, canvas = new_figure(9, 4.5)
+def draw_sensitivity(document: StudyDocument) -> Figure:
+    """Draw each layer's cost and gain; raise FlexQuantError without matplotlib."""
+    figure = new_figure(9, 4.5)
     axes = figure.subplots()
     effects = _effects(document)
     for number, (title, found) in enumerate(effects):
@@ -112,26 +115,21 @@ def save_sensitivity_plot(document: StudyDocument, file: Path) -> None:
     axes.set_title(f"{document['checkpoint']}: each layer alone in another precision")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2)
-    canvas.print_figure(file, format="png")
+    return figure
 
 
 def format_search_table(found: SearchResult) -> str:
-    """Return a Markdown table, the fastest plan first.
+    """Return a Markdown table of plans, the fastest first.
 
-    The table has the variants alone, the chosen plan, the baselines of ``--compare``, and the plans to which
-    no other is both faster and better.
+    It has the variants alone, the chosen plan, and the plans to which no other is both faster and better.
     """
-    plans = {plan.layers: plan for plan in [*found.searched, *found.others.values()]}
-    notes: dict[Layers, list[str]] = {layers: [] for layers in plans}
-    notes[found.chosen.layers].append("**chosen**")
-    for name, plan in found.others.items():
-        notes[plan.layers].append(f"chosen by no measurement: {name}")
-    for plan in front(list(plans.values())):
-        notes[plan.layers].append("no other is faster and better")
+    best = front(found.searched)
     rows = ["| plan | decode pass, ms | KL divergence, nats a token | |", "| --- | --- | --- | --- |"]
-    for plan in sorted(plans.values(), key=lambda plan: (plan.seconds, plan.kl)):
-        if notes[plan.layers] or len(set(plan.layers)) == 1:
-            text, told = describe_layers(plan.layers), "; ".join(notes[plan.layers])
+    for plan in sorted(found.searched, key=lambda plan: (plan.seconds, plan.kl)):
+        notes = ["**chosen**"] if plan == found.chosen else []
+        notes += ["no other is faster and better"] if plan in best else []
+        if notes or len(set(plan.layers)) == 1:
+            text, told = describe_layers(plan.layers), "; ".join(notes)
             kl = estimate(found.document["kl"][text])
             rows.append(f"| {text} | {1000 * plan.seconds:.4g} | {kl} | {told} |")
     return "\n".join(rows)
@@ -178,22 +176,20 @@ def policy_text(document: JsonObject, found: SearchResult) -> str:
     return "".join(f"# {line}".rstrip() + "\n" for line in comments) + to_yaml(document, compact=True)
 
 
-def save_search_plot(found: SearchResult, file: Path) -> None:
-    """Draw KL divergence over decode time as a PNG; raise FlexQuantError without matplotlib."""
-    figure, canvas = new_figure(7, 4.5)
+def draw_search(found: SearchResult) -> Figure:
+    """Draw KL divergence over decode time; raise FlexQuantError without matplotlib."""
+    figure = new_figure(7, 4.5)
     axes = figure.subplots()
-    kinds = [
-        ("searched, and the variants alone", found.searched, "o"),
-        ("as many layers raised, chosen by no measurement", list(found.others.values()), "x"),
-        ("chosen", [found.chosen], "*"),
-    ]
-    for title, plans, marker in kinds:
-        if plans:
-            places = [1000 * plan.seconds for plan in plans], [plan.kl for plan in plans]
-            axes.plot(*places, marker, markersize=12 if marker == "*" else 6, label=title)
+    kinds = (
+        ("searched, and the variants alone", found.searched, "o", 6),
+        ("chosen", [found.chosen], "*", 12),
+    )
+    for title, plans, marker, size in kinds:
+        places = [1000 * plan.seconds for plan in plans], [plan.kl for plan in plans]
+        axes.plot(*places, marker, markersize=size, label=title)
     axes.set_xlabel("decode pass, ms")
     axes.set_ylabel("KL divergence, nats a token")
     axes.set_title(found.document["checkpoint"])
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2)
-    canvas.print_figure(file, format="png")
+    return figure

@@ -11,7 +11,6 @@ precision to the highest, each with one layer raised beyond the plan before, are
 from __future__ import annotations
 
 import math
-import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,6 @@ from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_l
 from flexquant.policy.rules import add_derivations, parse_policy
 from flexquant.tuning.policy_file import TuningResult
 
-RANDOM_PLANS = 3
 LAST = 3
 """Proposed plans to measure, those that raise most within the budget; raising more is not always better."""
 BESIDE = 2
@@ -116,8 +114,6 @@ class SearchResult:
     chosen: MeasuredPlan
     searched: list[MeasuredPlan]
     """The variants alone, the plans with one layer below the highest precision, and the proposed plans."""
-    others: dict[str, MeasuredPlan]
-    """Baselines for `--compare`, by name (`first`, `random 1`): they raise as many layers, elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +126,6 @@ class Search:
     budget: Budget
     sequences: int = 1
     """Sequences in the decode pass whose time counts."""
-    compare: bool = False
-    """Whether to measure baselines beside the chosen plan."""
 
     def __post_init__(self) -> None:
         self.budget.check_layers(self.study.subject.num_layers)
@@ -154,7 +148,7 @@ class Search:
             if self.budget.max_kl is not None:
                 fastest = min(map(measured, pure), key=lambda plan: plan.seconds)
                 if fastest.kl <= self.budget.max_kl:
-                    return SearchResult(document, fastest, [*map(measured, pure)], {})
+                    return SearchResult(document, fastest, [*map(measured, pure)])
             alone = [*pure, *self.study.leaving(self.study.highest)]
             self.study.measure_layers(document, measure, alone, progress)
             chain = greedy_chain(
@@ -170,10 +164,7 @@ class Search:
                 proposed += filter(self._allowed, [*beside(chain, proposed[-1], BESIDE)] if proposed else [])
             plans = [measured(plan) for plan in dict.fromkeys((*alone, *proposed))]
             chosen = self.budget.choose([plan for plan in plans if self._allowed(plan.layers)])
-            others = (
-                {name: measured(plan) for name, plan in self._others(chosen.layers)} if self.compare else {}
-            )
-        return SearchResult(document, chosen, plans, others)
+        return SearchResult(document, chosen, plans)
 
     def _allowed(self, plan: Layers) -> bool:
         fastest = min(self._seconds(all_in(variant, len(plan))) for variant in self.study.variants)
@@ -193,23 +184,6 @@ class Search:
         most = self.budget.max_kl
         first = bisect_left(chain[:-1], True, key=lambda plan: fmean(measure(plan)) <= most)
         return chain[max(0, first - 1) : first + 2]
-
-    def _others(self, layers: Layers) -> list[tuple[str, Layers]]:
-        """Return baselines, (name, plan): they raise as many layers as ``layers``, at other places."""
-        number, (highest, *_, lowest) = len(layers), self.study.variants
-        count = self._raised(layers)
-        places: dict[str, Sequence[int]] = {
-            "first": range(count),
-            "last": range(number - count, number),
-            "first and last": [*range((count + 1) // 2), *range(number - count // 2, number)],
-        }
-        drawn = random.Random(self.study.settings.seed)
-        for index in range(1, RANDOM_PLANS + 1):
-            places[f"random {index}"] = drawn.sample(range(number), count)
-        return [
-            (name, tuple(highest if layer in chosen else lowest for layer in range(number)))
-            for name, chosen in places.items()
-        ]
 
 
 def greedy_chain(

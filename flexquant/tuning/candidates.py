@@ -14,9 +14,9 @@ from operator import or_
 from pathlib import Path
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
-from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.checkpoint.merged_config import SHARED, MergedConfig
 from flexquant.checkpoint.model_config import JsonObject, count_layers
-from flexquant.checkpoint.weight_bytes import bytes_in_use, report_checkpoint
+from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import SCHEMA as EVALUATION_SCHEMA
 from flexquant.policy.routes import build_route_table
@@ -119,10 +119,8 @@ class Memory:
             routes = build_route_table(
                 policy, merged.variants, number, sys.maxsize, mixable=merged.mixable_groups
             )
-            layers = {v: layers for v, layers in routes.layers.items() if routes.has_weights(v)}
-            sources = {v: routes.source(v) for v in routes.derived}
-            found = bytes_in_use(merged, checkpoint.tensors, layers, sources)
-            own[name] = {v: sum(found[v].values()) for v in layers}
+            found = routes.stored_bytes(checkpoint, routes.plans)
+            own[name] = {v: sum(sizes.values()) for v, sizes in found.items() if v != SHARED}
         return cls(
             UTILISATION * devices * current_platform.get_device_total_memory(),
             report_checkpoint(merged, number, checkpoint.tensors).shared_bytes,

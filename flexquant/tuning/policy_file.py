@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Write the files of a tuning run: the policy as commented YAML, with what it is based on, and a plot."""
+"""The results of a tuning run: the policy as commented YAML, with what it is based on, and a plot."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.output import staged_file
 from flexquant.checkpoint.weight_bytes import format_bytes
-from flexquant.documents.results import MatplotlibMissing, new_figure
+from flexquant.documents.results import new_figure
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import UsageError
 from flexquant.evaluation.comparison import EQUAL, FEWEST_ROUNDS, percent
@@ -27,6 +26,9 @@ from flexquant.tuning.measure import Measurement
 from flexquant.tuning.objectives import BOUNDS, Goal
 from flexquant.tuning.samples import MEASURED_PHASES, Samples
 from flexquant.tuning.size_thresholds import Decision, undecided
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -120,21 +122,11 @@ def tuned_policy_document(
     return document
 
 
-def write_files(output: TuningFiles, tuned: TuningResult, title: str) -> list[Path]:
-    """Write the policy and, if matplotlib is installed, the plot with ``title``; return their paths.
-
-    In the policy's file, comments with the notes and a table of the times come first. Both files appear once
-    both are complete.
-    """
+def policy_text(tuned: TuningResult) -> str:
+    """Return the policy as YAML, below comments with the notes and a table of the times."""
     comments = [*tuned.notes, "", *format_times(tuned.times, tuned.decision.variant)]
     text = "\n".join(f"# {line}".rstrip() for line in comments)
-    files = [output.policy]
-    with staged_file(output.policy) as policy:
-        policy.write_text(f"{text}\n{to_yaml(tuned.document, compact=True)}", encoding="utf-8")
-        with suppress(MatplotlibMissing), staged_file(output.plot) as plot:
-            _save_plot(tuned.times, tuned.decision, title, plot)
-            files.append(output.plot)
-    return files
+    return f"{text}\n{to_yaml(tuned.document, compact=True)}"
 
 
 def describe_decision(decision: Decision) -> str:
@@ -161,19 +153,16 @@ def _rules(decision: Decision, uses: Mapping[str, str | JsonObject]) -> list[Jso
     return rules
 
 
-def _save_plot(times: PassTimes, decision: Decision, title: str, file: Path) -> None:
-    """Draw decode and prefill side by side, with logarithmic axes, into the PNG ``file``.
-
-    Raises MatplotlibMissing without matplotlib.
-    """
-    figure, canvas = new_figure(10, 4.5)
-    panels = (("decode", times.decode), ("prefill", times.prefill))
+def draw_times(tuned: TuningResult, title: str) -> Figure:
+    """Draw decode beside prefill, with logarithmic axes; raise FlexQuantError without matplotlib."""
+    figure = new_figure(10, 4.5)
+    panels = (("decode", tuned.times.decode), ("prefill", tuned.times.prefill))
     for axes, (phase, curves) in zip(figure.subplots(1, 2), panels, strict=True):
         for marker, (variant, curve) in zip("osD^vPX", curves.items(), strict=False):
             medians = [1e3 * time.median for time in curve.values()]
             errors = [[1e3 * abs(time.median - time[end]) for time in curve.values()] for end in (1, 2)]
             axes.errorbar(list(curve), medians, yerr=errors, marker=marker, capsize=3, label=variant)
-        for r in decision.ranges[phase]:
+        for r in tuned.decision.ranges[phase]:
             if r.last is not None:
                 axes.axvline(r.last + 0.5, color="gray", linestyle="--")
                 axes.annotate(f"{r.last}", (r.last, 0.97), xycoords=axes.get_xaxis_transform(), ha="right")
@@ -185,7 +174,7 @@ def _save_plot(times: PassTimes, decision: Decision, title: str, file: Path) -> 
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)
-    canvas.print_figure(file, format="png")
+    return figure
 
 
 def origin_notes(origin: JsonObject, goal: Goal) -> list[str]:

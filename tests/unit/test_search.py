@@ -182,7 +182,7 @@ def test_the_plan_takes_the_decode_passes_of_the_rule_for_so_many_sequences(
     rules: list[dict[str, Any]], sequences: int, expected: list[dict[str, Any]]
 ) -> None:
     base = parse_policy({"schema": SCHEMA, "rules": rules}, "the policy")
-    found = SearchResult({}, MeasuredPlan((LOW, HIGH, HIGH), 0.1, 0.02), [], {})
+    found = SearchResult({}, MeasuredPlan((LOW, HIGH, HIGH), 0.1, 0.02), [])
     document = searched_policy_document(base, found, {HIGH: base, LOW: base}, Budget(layers=2), sequences)
     assert document["rules"] == expected
 
@@ -228,9 +228,8 @@ def file(study: Study, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def search(study: Study, file: Path) -> Callable[..., SearchResult]:
-    def run(budget: Budget, **options: bool) -> SearchResult:
-        made = Search(study, TIMES, budget, **options)
-        return made.run(file, overwrite=False, progress=lambda message: None)
+    def run(budget: Budget) -> SearchResult:
+        return Search(study, TIMES, budget).run(file, overwrite=False, progress=lambda message: None)
 
     return run
 
@@ -256,18 +255,6 @@ def test_plans_beside_the_one_that_keeps_to_the_loss_are_measured_too(
 ) -> None:
     searched = {found.layers for found in search(Budget(max_kl=0.04)).searched}
     assert {plan("LHLL"), plan("LHHL"), plan("LHHH")} <= searched
-
-
-def test_what_the_chosen_plan_is_compared_with_raises_as_many_layers(
-    search: Callable[..., SearchResult],
-) -> None:
-    found = search(Budget(layers=3), compare=True)
-    assert {name: found.others[name].layers for name in ("first", "last", "first and last")} == {
-        "first": plan("HHHL"),
-        "last": plan("LHHH"),
-        "first and last": plan("HHLH"),
-    }
-    assert all(other.layers.count("w8a8") == 3 for other in found.others.values())
 
 
 def test_prompts_keep_the_most_precise_variant_where_a_tuned_policy_loses_too_much(

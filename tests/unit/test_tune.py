@@ -23,7 +23,6 @@ from flexquant.tuning.candidates import FROM_INT4, Memory, eight_bit, find_varia
 from flexquant.tuning.measure import Measurement, measure_rounds
 from flexquant.tuning.objectives import Goal, decide, parse_slo
 from flexquant.tuning.policy_file import (
-    TuningFiles,
     TuningResult,
     batch_notes,
     bound_notes,
@@ -31,9 +30,9 @@ from flexquant.tuning.policy_file import (
     describe_decision,
     kernel_notes,
     origin_notes,
+    policy_text,
     tuned_policy_document,
     unused_notes,
-    write_files,
 )
 from flexquant.tuning.samples import CPU, GPU, QUICK_CPU, QUICK_GPU, Samples
 from flexquant.tuning.size_thresholds import check_decidable, undecided
@@ -347,8 +346,7 @@ def test_the_policy_says_what_was_decided(tmp_path):
     times = samples.pass_times(16, {"model": "m", "date": "2026-11-21"})
     document = tuned_policy_document(decision, find_policies(VARIANTS, VARIANTS), times, "latency")
     tuned = TuningResult(document, decision, times, ["Tuned here."])
-    files = write_files(TuningFiles(tmp_path / "tuned.yaml"), tuned, "m")
-    assert files[0] == tmp_path / "tuned.yaml"
+    (tmp_path / "tuned.yaml").write_text(text := policy_text(tuned))
     policy = load_policy(str(tmp_path / "tuned.yaml"))
     table = build_route_table(policy, VARIANTS, num_layers=2, max_tokens=256, max_decode_tokens=64)
     for size in range(1, 65):
@@ -357,7 +355,6 @@ def test_the_policy_says_what_was_decided(tmp_path):
         for phase in ("prefill", "mixed"):
             assert table.lookup(phase, size).name == decision.variant("prefill", size)
     assert policy.measured.decode["w8a8"][8].median == pytest.approx(times.decode["w8a8"][8].median, rel=1e-3)
-    text = (tmp_path / "tuned.yaml").read_text()
     assert text.startswith("# Tuned here.\n#\n# decode, ms")
     assert "8 sequences" in text
 
