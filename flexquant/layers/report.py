@@ -53,18 +53,6 @@ def estimate(rows: ArrayLike) -> Estimate:
     return Estimate(float(values.mean()), float(low), float(high))
 
 
-def costs(document: StudyDocument, layer: int, variant: str) -> Estimate:
-    """Return the increase of KL divergence if only this layer leaves the highest precision."""
-    base = all_in(document["variants"][0], document["layers"])
-    return estimate(_kl(document, with_layer(base, layer, variant)) - _kl(document, base))
-
-
-def wins(document: StudyDocument, layer: int, variant: str) -> Estimate:
-    """Return the decrease of KL divergence if only this layer leaves the lowest precision."""
-    base = all_in(document["variants"][-1], document["layers"])
-    return estimate(_kl(document, base) - _kl(document, with_layer(base, layer, variant)))
-
-
 def _kl(document: StudyDocument, layers: Layers) -> np.ndarray:
     return np.array(document["kl"][describe_layers(layers)])
 
@@ -74,38 +62,46 @@ def format_sensitivity_table(document: StudyDocument) -> str:
     variants, number = document["variants"], document["layers"]
     of = document["reference"] or f"{variants[0]} itself"
     alone = ", ".join(f"{v} {estimate(_kl(document, all_in(v, number)))}" for v in variants)
-    effects = _effects(document)
-    ranking = sorted(range(number), key=lambda layer: effects[-1][1][layer].mean, reverse=True)
+    columns = effects(document)
+    ranking = sorted(range(number), key=lambda layer: columns[-1][1][layer].mean, reverse=True)
     return "\n".join(
         [
             f"KL divergence to {of}, nats a token, with all layers in one variant: {alone}.",
             "",
-            f"| layer | {' | '.join(title for title, _ in effects)} |",
-            "| --- |" + " --- |" * len(effects),
-            *(f"| {layer} | {' | '.join(str(found[layer]) for _, found in effects)} |" for layer in ranking),
+            f"| layer | {' | '.join(title for title, _ in columns)} |",
+            "| --- |" + " --- |" * len(columns),
+            *(f"| {layer} | {' | '.join(str(found[layer]) for _, found in columns)} |" for layer in ranking),
         ]
     )
 
 
-def _effects(document: StudyDocument) -> list[tuple[str, list[Estimate]]]:
-    """Return columns, (title, estimate of each layer); the last is the gain in the highest precision."""
+def effects(document: StudyDocument) -> list[tuple[str, list[Estimate]]]:
+    """Return columns, (title, estimate of each layer).
+
+    A layer costs the increase of KL divergence if it alone leaves the highest precision, and wins the
+    decrease if it alone leaves the lowest. The last column is what layers win in the highest precision.
+    """
     highest, *lower = document["variants"]
     *higher, lowest = document["variants"]
-    asked = [(f"costs in {v}, all others in {highest}", costs, v) for v in lower]
-    asked += [(f"wins in {v}, all others in {lowest}", wins, v) for v in reversed(higher)]
-    layers = range(document["layers"])
-    return [(title, [effect(document, layer, v) for layer in layers]) for title, effect, v in asked]
+    asked = [("costs", v, highest, 1) for v in lower] + [("wins", v, lowest, -1) for v in reversed(higher)]
+    columns = []
+    for verb, variant, others, sign in asked:
+        whole = all_in(others, document["layers"])
+        changed = (with_layer(whole, layer, variant) for layer in range(len(whole)))
+        found = [estimate(sign * (_kl(document, plan) - _kl(document, whole))) for plan in changed]
+        columns.append((f"{verb} in {variant}, all others in {others}", found))
+    return columns
 
 
 def draw_sensitivity(document: StudyDocument) -> Figure:
     """Draw each layer's cost and gain; raise FlexQuantError without matplotlib."""
     figure = new_figure(9, 4.5)
     axes = figure.subplots()
-    effects = _effects(document)
-    for number, (title, found) in enumerate(effects):
+    columns = effects(document)
+    for number, (title, found) in enumerate(columns):
         means = np.array([e.mean for e in found])
         apart = np.array([[e.mean - e.low for e in found], [e.high - e.mean for e in found]])
-        places = np.arange(len(found)) + 0.3 * (number / max(1, len(effects) - 1) - 0.5)
+        places = np.arange(len(found)) + 0.3 * (number / max(1, len(columns) - 1) - 0.5)
         axes.errorbar(
             places, means, yerr=np.where(np.isfinite(apart), apart, 0), fmt="o", capsize=2, label=title
         )

@@ -17,19 +17,11 @@ from statistics import fmean
 
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.tuning.samples import Samples
-from flexquant.tuning.size_thresholds import (
-    MARGIN,
-    Decision,
-    choose_by_size,
-    cost_of_speed,
-    crossing_by_speed,
-)
+from flexquant.tuning.size_thresholds import MARGIN, Decision, choose_by_size
 
 OBJECTIVES = ("balanced", "latency", "throughput")
 WORTH_LOADING = 0.05
 """Objective balanced: a variant is loaded if some size would be slower by this share without it."""
-UNMET = 10.0
-"""Cost of missing a bound; it exceeds the cost of any precision."""
 DURATION = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*(ms|s)")
 BOUNDS = {"prefill": "ttft", "decode": "tpot"}
 """Phase -> name of the bound on its passes."""
@@ -111,7 +103,7 @@ def _best_of(samples: Samples, variants: Sequence[str], goal: Goal, requests: Re
         variants = _most_throughput(samples, variants, requests)
     elif goal.objective == "balanced":
         variants = _worth_loading(samples, variants)
-    return _fastest(samples, variants)
+    return choose_by_size(samples, variants)
 
 
 def _meet(samples: Samples, variants: Sequence[str], slo: Mapping[str, float]) -> Decision:
@@ -133,31 +125,12 @@ def _meet(samples: Samples, variants: Sequence[str], slo: Mapping[str, float]) -
             )
     if unmet:
         raise FlexQuantError(". ".join(unmet))
-    speed, faster = cost_of_speed(samples, variants), crossing_by_speed(samples)
-
-    def cost(phase: str, variant: str, size: int) -> float:
-        if phase not in slo:
-            return speed(phase, variant, size)
-        if samples.time(variant, phase, size).median > slo[phase]:
-            return UNMET + speed(phase, variant, size)
-        # Each step down in precision costs more than a change of variant between sizes.
-        return MARGIN * 2 * variants.index(variant)
-
-    def crossing(phase: str, a: str, b: str, size: int) -> float:
-        if phase not in slo:
-            return faster(phase, a, b, size)
-        return math.log(samples.time(a, phase, size).median / slo[phase])
-
-    return choose_by_size(samples, variants, cost, crossing)
-
-
-def _fastest(samples: Samples, variants: Sequence[str]) -> Decision:
-    return choose_by_size(samples, variants, cost_of_speed(samples, variants), crossing_by_speed(samples))
+    return choose_by_size(samples, variants, slo)
 
 
 def _worth_loading(samples: Samples, variants: Sequence[str]) -> list[str]:
     """Drop variants one at a time, the least missed first, while dropping costs less than WORTH_LOADING."""
-    kept = list(_fastest(samples, variants).variants)
+    kept = list(choose_by_size(samples, variants).variants)
     kept.sort(key=variants.index)
     while len(kept) > 1:
         losses = {v: _loss_without(samples, kept, v) for v in kept}

@@ -205,18 +205,19 @@ def crossover_notes(samples: Samples, variants: Sequence[str], decision: Decisio
     """Say where a variant takes over from another, and which sizes are undecided."""
     notes = []
     for phase, ranges in decision.ranges.items():
+        sizes = samples.sizes(phase)
         for r, following in pairwise(ranges):
             assert r.between is not None
             low, high = r.between
-            text = f"takes over between the measured {low} and {high}"
-            if equal := _equal(samples, r.variant, following.variant, phase):
-                text += f"; {', '.join(equal)}"
-            notes.append(
-                f"{phase}: {r.variant} up to {r.last} {UNITS[phase]}, then {following.variant} ({text})."
-            )
+            told = [f"takes over between the measured {low} and {high}"]
+            compared = ((n, samples.compare(r.variant, following.variant, phase, n)) for n in sizes)
+            if equal := [f"{c.words()} at {size}" for size, c in compared if c.verdict == EQUAL]:
+                told.append(", ".join(equal))
+            change = f"{r.variant} up to {r.last} {UNITS[phase]}, then {following.variant}"
+            notes.append(f"{phase}: {change} ({'; '.join(told)}).")
         if doubtful := undecided(samples, variants, phase):
-            sizes = ", ".join(f"{size} (up to {percent(share)} apart)" for size, share in doubtful.items())
-            notes.append(f"{phase}: undecided at these {UNITS[phase]}: {sizes}.")
+            listed = ", ".join(f"{size} (up to {percent(share)} apart)" for size, share in doubtful.items())
+            notes.append(f"{phase}: undecided at these {UNITS[phase]}: {listed}.")
     return notes
 
 
@@ -243,12 +244,6 @@ def batch_notes(samples: Samples, goal: Goal, requests: Callable[[], int]) -> li
         f"Throughput is that of {largest} sequences, the most that were measured; {fitting} requests of "
         f"{goal.request_tokens} tokens fit into memory: --max-batch looks further."
     ]
-
-
-def _equal(samples: Samples, a: str, b: str, phase: str) -> list[str]:
-    """Return phrases for the sizes at which two variants cannot be told apart, with the bound on it."""
-    found = {size: samples.compare(a, b, phase, size) for size in samples.sizes(phase)}
-    return [f"{c.words()} at {size}" for size, c in found.items() if c.verdict == EQUAL]
 
 
 def unused_notes(saved: Mapping[str, int]) -> list[str]:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,12 +26,8 @@ DOUBTFUL = 0.15
 """A size is undecided if a variant there can be as fast as the fastest, or slower by more than this share."""
 MOST_DOUBTFUL = 1 / 3
 """Largest share of undecided sizes; with more, the machine counts as too noisy."""
-
-
-ChoiceCost = Callable[[str, str, int], float]
-"""(phase, variant, size) -> cost of choosing the variant there, as the logarithm of a ratio of times."""
-Crossing = Callable[[str, str, str, int], float]
-"""(phase, a, b, size) -> negative where ``a`` should be kept, positive where ``b`` should take over."""
+UNMET = 10.0
+"""Cost of missing a bound; it exceeds the cost of any precision."""
 
 
 @dataclass(frozen=True)
@@ -59,46 +55,53 @@ class Decision:
         return next(r.variant for r in self.ranges[phase] if r.last is None or size <= r.last)
 
 
-def cost_of_speed(samples: Samples, variants: Sequence[str]) -> ChoiceCost:
-    """Return the cost of choosing a slower one of ``variants``, which begin with the most precise.
-
-    Among the variants that tie with the fastest, by MARGIN and CLOSE, the most precise costs nothing and the
-    others cost MARGIN.
-    """
-
-    def cost(phase: str, variant: str, size: int) -> float:
-        found = samples.to_fastest(variants, phase, size)
-        as_fast = [v for v, c in found.items() if c.low <= 1 + MARGIN and c.ratio <= 1 + CLOSE]
-        if variant == as_fast[0]:
-            return 0.0
-        return MARGIN if variant in as_fast else max(MARGIN, math.log(found[variant].ratio))
-
-    return cost
-
-
-def crossing_by_speed(samples: Samples) -> Crossing:
-    """Return the crossing by speed: the logarithm of the time of ``a`` over the time of ``b``."""
-    return lambda phase, a, b, size: math.log(samples.compare(a, b, phase, size).ratio)
-
-
 def choose_by_size(
-    samples: Samples, variants: Sequence[str], cost: ChoiceCost, crossing: Crossing
+    samples: Samples, variants: Sequence[str], slo: Mapping[str, float] | None = None
 ) -> Decision:
     """Choose a variant for every measured size, at the least total cost, and the ends of the ranges.
 
-    ``variants`` begin with the most precise, which is preferred at equal cost.
+    ``variants`` begin with the most precise, which is preferred at equal cost. ``slo`` maps phases to upper
+    bounds on their passes, in seconds.
     """
     ranges: dict[str, tuple[Range, ...]] = {}
     for phase in MEASURED_PHASES:
-        sizes = samples.sizes(phase)
-        path = _cheapest_path(phase, sizes, variants, cost)
+        sizes, bound = samples.sizes(phase), (slo or {}).get(phase)
+        path = _cheapest_path(variants, [_costs(samples, variants, phase, size, bound) for size in sizes])
         found: list[Range] = []
         for (a, variant), (b, following) in pairwise(zip(sizes, path, strict=True)):
             if variant != following:
-                last = _zero(a, b, *(crossing(phase, variant, following, size) for size in (a, b)))
-                found.append(Range(last, variant, (a, b)))
+                ends = (_behind(samples, variant, following, phase, size, bound) for size in (a, b))
+                found.append(Range(_zero(a, b, *ends), variant, (a, b)))
         ranges[phase] = (*found, Range(None, path[-1], None))
     return Decision(ranges)
+
+
+def _costs(
+    samples: Samples, variants: Sequence[str], phase: str, size: int, bound: float | None
+) -> dict[str, float]:
+    """Return variant -> cost of choosing it for passes of one size, as the logarithm of a ratio of times.
+
+    Among the variants that tie with the fastest, by MARGIN and CLOSE, the most precise costs nothing and the
+    others cost MARGIN. With a bound, the more precise of those that keep it costs less.
+    """
+    found = samples.to_fastest(variants, phase, size)
+    as_fast = [v for v, c in found.items() if c.low <= 1 + MARGIN and c.ratio <= 1 + CLOSE]
+    costs = {v: MARGIN if v in as_fast else max(MARGIN, math.log(c.ratio)) for v, c in found.items()}
+    costs[as_fast[0]] = 0.0
+    if bound is None:
+        return costs
+    # Each step down in precision costs more than a change of variant between sizes.
+    return {
+        v: 2 * MARGIN * step if samples.time(v, phase, size).median <= bound else UNMET + costs[v]
+        for step, v in enumerate(variants)
+    }
+
+
+def _behind(samples: Samples, a: str, b: str, phase: str, size: int, bound: float | None) -> float:
+    """Return the logarithm of the time of ``a`` over that of ``b``, or over the bound if there is one."""
+    if bound is None:
+        return math.log(samples.compare(a, b, phase, size).ratio)
+    return math.log(samples.time(a, phase, size).median / bound)
 
 
 def wide(samples: Samples, variants: Sequence[str], width: float) -> list[tuple[str, int]]:
@@ -141,18 +144,17 @@ def check_decidable(samples: Samples, variants: Sequence[str]) -> None:
     )
 
 
-def _cheapest_path(phase: str, sizes: Sequence[int], variants: Sequence[str], cost: ChoiceCost) -> list[str]:
+def _cheapest_path(variants: Sequence[str], costs: Sequence[Mapping[str, float]]) -> list[str]:
     """Return the variants of all sizes with the least total cost; a change costs MARGIN (Viterbi)."""
     totals = dict.fromkeys(variants, 0.0)
     steps: list[dict[str, str]] = []
-    for size in sizes:
+    for cost in costs:
         before = {
             v: min(variants, key=lambda u: (totals[u] + MARGIN * (u != v), u != v, variants.index(u)))
             for v in variants
         }
         totals = {
-            v: totals[before[v]] + MARGIN * (before[v] != v and bool(steps)) + cost(phase, v, size)
-            for v in variants
+            v: totals[before[v]] + MARGIN * (before[v] != v and bool(steps)) + cost[v] for v in variants
         }
         steps.append(before)
     path = [min(variants, key=lambda v: (totals[v], variants.index(v)))]

@@ -20,11 +20,10 @@ from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings, Subject
 from flexquant.layers.report import (
     Estimate,
-    costs,
+    effects,
     estimate,
     format_sensitivity_table,
     searched_policy_document,
-    wins,
 )
 from flexquant.layers.searching import (
     Budget,
@@ -312,11 +311,10 @@ DOCUMENT = {
 
 
 def test_differences_are_taken_row_by_row() -> None:
-    first, second = (costs(DOCUMENT, layer, LOW) for layer in (0, 1))
+    (_, (first, second)), (_, won) = effects(DOCUMENT)
     assert first.mean == pytest.approx(0.15) and second.mean == 0
     assert first.low == pytest.approx(0.1) and first.high == pytest.approx(0.2)
-    won = [wins(DOCUMENT, layer, HIGH).mean for layer in (0, 1)]
-    assert won == pytest.approx([1.3, 1.15])
+    assert [found.mean for found in won] == pytest.approx([1.3, 1.15])
 
 
 def test_the_layer_that_wins_most_comes_first() -> None:
