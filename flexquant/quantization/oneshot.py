@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from compressed_tensors.utils import patch_attr
@@ -60,19 +60,22 @@ def load_whole(source: SourceModel) -> PreTrainedModel:
     return _load(source, device_map="auto" if torch.cuda.is_available() else None)
 
 
-def _load(source: SourceModel, **options: Any) -> PreTrainedModel:
+def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel:
     """Return the model in its dtype on a GPU, or in float32 on a CPU, which multiplies 16-bit floats slowly.
 
     Raises FlexQuantError for parameters that transformers would fill at random.
     """
-    options["dtype"] = source.dtype if torch.cuda.is_available() else torch.float32
-    with nothing_fetched():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.folder, config=source.config, trust_remote_code=False, output_loading_info=True, **options
-        )
     model: PreTrainedModel
     found: Mapping[str, set[str]]
-    model, found = loaded
+    with nothing_fetched():
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            config=source.config,
+            trust_remote_code=False,
+            output_loading_info=True,
+            dtype=source.dtype if torch.cuda.is_available() else torch.float32,
+            device_map=device_map,
+        )
     if missing := sorted(found["missing_keys"]):
         raise FlexQuantError(
             f"{source.folder} lacks {len(missing)} of the parameters of a {type(model).__name__}, the first "
