@@ -202,7 +202,7 @@ def study_of(args: argparse.Namespace, settings: Settings | None = None) -> Stud
     settings = settings or Settings(
         (args.batch_size,), args.samples, args.prompt_tokens, args.tokens, args.seed
     )
-    subject = Subject.open(args.folder)
+    subject = Subject(args.folder)
     variants = find_variants(subject.checkpoint.merged, args.variants)
     return Study(subject, variants, args.text, args.reference, settings)
 

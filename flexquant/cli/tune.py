@@ -176,7 +176,7 @@ def tune(args: argparse.Namespace) -> JsonObject:
         read_rows(args.text, study.subject.tokenizer, STUDY_DEFAULTS)  # a short text is refused now
 
     measured = _measure(args, variants, output)
-    decision = decide(measured.samples, measured.names, goal, measured.requests_of(goal))
+    decision = decide(measured.samples, measured.names, goal, partial(measured.requests, goal))
     tuned = tuned_policy(measured, decision, goal, remarks)
     if study is not None:
         from flexquant.layers.searching import limit_loss
@@ -206,7 +206,8 @@ def fit(args: argparse.Namespace) -> JsonObject:
     found = fit_checkpoint(args.folder, args.variants, args.sensitivity, devices=devices, **limit)
     tell(found.remark)
     measured = _measure(args, found.candidates, output)
-    decision = decide(measured.samples, measured.names, goal, measured.requests_of(goal), found.together)
+    requests = partial(measured.requests, goal)
+    decision = decide(measured.samples, measured.names, goal, requests, found.together)
     return _write(measured, found.report(tuned_policy(measured, decision, goal)), output)
 
 

@@ -74,7 +74,7 @@ def evaluate(
     """
     settings = settings or Settings()
     prepare_environment()
-    subject = Subject.open(checkpoint)
+    subject = Subject(checkpoint)
     subject.check_length(settings.row_tokens, "a prompt and its continuation")
     candidates = find_candidates(subject, policies)
     prompts: list[list[int]] = []

@@ -60,33 +60,19 @@ class Settings:
         return self.prompt_tokens + self.tokens
 
 
-@dataclass(frozen=True)
 class Subject:
     """A merged checkpoint, with the properties of its model that an evaluation needs."""
 
-    checkpoint: MergedCheckpoint
-    num_layers: int
-    vocab_size: int
-    max_length: int | None
-    """Most tokens of a sequence: the config's ``max_position_embeddings``, or None if it has none."""
-    tokenizer: PreTrainedTokenizerBase
-
-    @property
-    def folder(self) -> Path:
-        return self.checkpoint.folder
-
-    @classmethod
-    def open(cls, folder: str | Path) -> Subject:
+    def __init__(self, folder: str | Path) -> None:
         """Read headers, config and tokenizer; raise FlexQuantError for anything but a merged checkpoint."""
-        checkpoint = MergedCheckpoint.open(folder, published=True)
-        config = text_config(checkpoint.config)
-        return cls(
-            checkpoint,
-            count_layers(checkpoint.config),
-            config["vocab_size"],
-            config.get("max_position_embeddings"),
-            load_tokenizer(checkpoint.folder),
-        )
+        self.checkpoint = MergedCheckpoint.open(folder, published=True)
+        self.folder = self.checkpoint.folder
+        self.num_layers = count_layers(self.checkpoint.config)
+        config = text_config(self.checkpoint.config)
+        self.vocab_size: int = config["vocab_size"]
+        self.max_length: int | None = config.get("max_position_embeddings")
+        """Most tokens of a sequence; None if the model has no limit."""
+        self.tokenizer = load_tokenizer(self.folder)
 
     def check_length(self, tokens: int, what: str) -> None:
         """Raise FlexQuantError if a sequence of the model cannot have so many ``tokens``."""

@@ -168,12 +168,13 @@ def draw_quality(document: JsonObject) -> Figure:
     for marker, ((x, mean, error), names) in zip(cycle("osD^vPX"), points.items(), strict=False):
         label = ", ".join(f"{policy} at {', '.join(sizes)}" for policy, sizes in names.items())
         axes.errorbar(x, mean, yerr=error, fmt=marker, capsize=3, label=label)
-    if has_kl:
-        axes.set_yscale("log")
     axes.margins(x=0.1, y=0.2)
-    figure.legend(loc="outside lower center")
-    axes.set_xlabel("bytes read by a decode pass, per weight of the decoder layers (16-bit: 2.0)")
-    axes.set_ylabel("mean KL divergence to 16 bit, nats" if has_kl else "perplexity")
-    axes.set_title(f"{document['checkpoint']}: quality of decoding by policy")
     axes.grid(alpha=0.3)
+    axes.set(
+        xlabel="bytes read by a decode pass, per weight of the decoder layers (16-bit: 2.0)",
+        ylabel="mean KL divergence to 16 bit, nats" if has_kl else "perplexity",
+        yscale="log" if has_kl else "linear",
+        title=f"{document['checkpoint']}: quality of decoding by policy",
+    )
+    figure.legend(loc="outside lower center")
     return figure

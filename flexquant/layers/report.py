@@ -106,9 +106,8 @@ def draw_sensitivity(document: StudyDocument) -> Figure:
             places, means, yerr=np.where(np.isfinite(apart), apart, 0), fmt="o", capsize=2, label=title
         )
     axes.axhline(0, color="grey", linewidth=0.8)
-    axes.set_xlabel("decoder layer")
-    axes.set_ylabel("KL divergence, nats a token")
-    axes.set_title(f"{document['checkpoint']}: each layer alone in another precision")
+    title = f"{document['checkpoint']}: each layer alone in another precision"
+    axes.set(xlabel="decoder layer", ylabel="KL divergence, nats a token", title=title)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2)
     return figure
@@ -183,9 +182,8 @@ def draw_search(found: SearchResult) -> Figure:
     for title, plans, marker, size in kinds:
         places = [1000 * plan.seconds for plan in plans], [plan.kl for plan in plans]
         axes.plot(*places, marker, markersize=size, label=title)
-    axes.set_xlabel("decode pass, ms")
-    axes.set_ylabel("KL divergence, nats a token")
-    axes.set_title(found.document["checkpoint"])
+    name = found.document["checkpoint"]
+    axes.set(xlabel="decode pass, ms", ylabel="KL divergence, nats a token", title=name)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2)
     return figure

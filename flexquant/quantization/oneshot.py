@@ -32,6 +32,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, Wei
 
 from flexquant.checkpoint.built_model import nothing_fetched
 from flexquant.checkpoint.folder import COPIED, GENERATION_CONFIG, find_files
+from flexquant.checkpoint.module_names import LAYER
 from flexquant.checkpoint.writer import Progress, copy_files
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.loss import distill_scales
@@ -39,7 +40,7 @@ from flexquant.quantization.modifiers import SearchedSmoothQuant, build_modifier
 from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.report import Report
 from flexquant.quantization.resolve import ResolvedVariant, with_strengths
-from flexquant.quantization.source_model import SourceModel, decoder_layers
+from flexquant.quantization.source_model import SourceModel
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
@@ -241,7 +242,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
 @contextmanager
 def watched_layers(model: PreTrainedModel, progress: Progress | None) -> Iterator[None]:
     """Report the layer that the data reaches, and raise FlexQuantError if activations are not finite."""
-    names = decoder_layers([name for name, _ in model.named_modules()])
+    found = (LAYER.match(name) for name, _ in model.named_modules())
+    names = list(dict.fromkeys(match[0].removesuffix(".") for match in found if match))
 
     def check(number: int, module: torch.nn.Module, args: object, output: object) -> None:
         hidden = output[0] if isinstance(output, tuple) else output

@@ -97,7 +97,7 @@ def tuned_policy(
         *remarks,
         *crossover_notes(samples, names, decision),
         *bound_notes(samples, decision, goal.slo),
-        *batch_notes(samples, goal, lambda: measured.requests_of(goal)(decision.variants)),
+        *batch_notes(samples, goal, lambda: measured.requests(goal, decision.variants)),
         *unused_notes(measured.memory.saved(decision.variants)),
     ]
     document = tuned_policy_document(decision, measured.variants, times, str(goal))
@@ -167,10 +167,8 @@ def draw_times(tuned: TuningResult, title: str) -> Figure:
                 axes.axvline(r.last + 0.5, color="gray", linestyle="--")
                 axes.annotate(f"{r.last}", (r.last, 0.97), xycoords=axes.get_xaxis_transform(), ha="right")
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
         axes.xaxis.set_major_formatter(lambda size, _: f"{size:g}")
-        axes.set_xlabel(f"{UNITS[phase]} in a {phase} pass")
-        axes.set_ylabel("ms")
+        axes.set(yscale="log", xlabel=f"{UNITS[phase]} in a {phase} pass", ylabel="ms")
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)

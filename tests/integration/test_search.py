@@ -227,7 +227,7 @@ def test_the_fastest_plan_that_loses_no_more_is_chosen(
 
 @pytest.fixture(scope="module")
 def study(merged: Path, folder: Path) -> Study:
-    subject = Subject.open(merged)
+    subject = Subject(merged)
     variants = find_variants(subject.checkpoint.merged, None)
     settings = Settings((2,), SAMPLES, PROMPT, TOKENS)
     return Study(subject, variants, folder / "text.txt", str(folder / "16-bit"), settings)

@@ -49,7 +49,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def subject(folder) -> Subject:
-    return Subject.open(folder / "merged")
+    return Subject(folder / "merged")
 
 
 # token_scores
@@ -185,7 +185,7 @@ def test_a_variant_of_any_name_is_a_policy(folder, tmp_path):
     (tmp_path / "default.yaml").write_text(THRESHOLD.replace("w8a8", "eight").replace("w4a16", "phase"))
     sources = {"eight": folder / "w8a8", "phase": folder / "w4a16"}
     merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "default.yaml"))
-    candidates = find_candidates(Subject.open(tmp_path / "merged"), None)
+    candidates = find_candidates(Subject(tmp_path / "merged"), None)
     assert {name: policy.variants for name, policy in candidates.items()} == {
         "eight": ("eight",),
         "phase": ("phase",),
@@ -196,7 +196,7 @@ def test_a_variant_of_any_name_is_a_policy(folder, tmp_path):
 def test_a_stored_policy_is_the_default(folder, tmp_path):
     sources = {"w8a8": folder / "w8a8", "w4a16": folder / "w4a16"}
     merge_checkpoints(sources, tmp_path / "merged", policy="phase")
-    assert list(find_candidates(Subject.open(tmp_path / "merged"), None)) == ["w8a8", "w4a16", "stored"]
+    assert list(find_candidates(Subject(tmp_path / "merged"), None)) == ["w8a8", "w4a16", "stored"]
 
 
 def test_two_files_of_one_name_are_refused(subject, folder, tmp_path):
@@ -291,7 +291,7 @@ def test_a_question_ends_at_a_newline_alone(tmp_path):
 
 
 def test_questions_take_the_chat_template_if_there_is_one(folder):
-    tokenizer = Subject.open(folder / "merged").tokenizer
+    tokenizer = Subject(folder / "merged").tokenizer
     assert question_prompts(["Why?"], tokenizer) == [tokenizer("Why?")["input_ids"]]
     tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}|"
     (prompt,) = question_prompts(["Why?"], tokenizer)

@@ -208,7 +208,7 @@ def study(merged: Path, tmp_path: Path) -> Study:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     variants = find_variants(read_merged_config(merged)[0], None)
     settings = Settings(batch_sizes=(2,), samples=2, prompt_tokens=8, tokens=4)
-    return Study(Subject.open(merged), variants, tmp_path / "text.txt", None, settings)
+    return Study(Subject(merged), variants, tmp_path / "text.txt", None, settings)
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_results_of_another_study_are_not_gone_on_with(
             for name in study.variants
         }
         merge_checkpoints(sources, tmp_path / "merged")
-        study = replace(study, subject=Subject.open(tmp_path / "merged"))
+        study = replace(study, subject=Subject(tmp_path / "merged"))
     elif changed == "settings":
         study = replace(study, settings=replace(study.settings, seed=3))
     else:
