@@ -14,7 +14,7 @@ from flexquant.checkpoint.folder import find_model, read_16_bit_config
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import CONFIG_FILE
 from flexquant.checkpoint.model_config import SETTINGS_FILES, count_layers, text_config
-from flexquant.documents.texts import draw_rows, read_documents
+from flexquant.documents.texts import document_tokens, draw_rows, read_documents
 from flexquant.errors import FlexQuantError, UsageError, explained
 
 if TYPE_CHECKING:
@@ -140,11 +140,5 @@ def question_prompts(questions: list[str], tokenizer: PreTrainedTokenizerBase) -
     """Return the token ids of each question, in the chat template if the tokenizer has one."""
     if not tokenizer.chat_template:
         return [tokenizer(question)["input_ids"] for question in questions]
-    return [chat_prompt([{"role": "user", "content": question}], tokenizer) for question in questions]
-
-
-def chat_prompt(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of a conversation in the chat template, with the prompt for an answer."""
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    conversations = ([{"role": "user", "content": question}] for question in questions)
+    return [document_tokens(c, tokenizer, "the questions", to_answer=True) for c in conversations]

@@ -28,9 +28,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flexquant.checkpoint.measured_loss import Loss
 from flexquant.checkpoint.writer import Progress
-from flexquant.documents.texts import Corpus, document_tokens, plain_text, read_corpus, start_of_row
+from flexquant.documents.texts import Corpus, document_tokens, read_corpus, start_of_row
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.sampling import Language, is_known, known_languages
+from flexquant.quantization.sampling import Language, known_documents, known_languages
 
 TOKENS = 128
 """Tokens of each document; shorter documents are left out."""
@@ -92,14 +92,10 @@ def measuring_rows(
     """
     start = start_of_row(tokenizer)
     kinds: dict[str, list[list[int]]] = {}
-    for kind, documents in corpus.items():
-        if not is_known(kind, languages):
-            continue
-        for document in documents:
-            readable = document if tokenizer.chat_template else plain_text(document)
-            ids = document_tokens(readable, tokenizer, "the corpus")
-            if len(start) + len(ids) >= TOKENS:
-                kinds.setdefault(kind.partition("/")[0], []).append((start + ids)[:TOKENS])
+    for kind, document in known_documents(corpus, languages, tokenizer):
+        ids = document_tokens(document, tokenizer, "the corpus")
+        if len(start) + len(ids) >= TOKENS:
+            kinds.setdefault(kind.partition("/")[0], []).append((start + ids)[:TOKENS])
     return kinds
 
 
