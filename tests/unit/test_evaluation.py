@@ -104,10 +104,7 @@ def test_a_standard_error_is_over_the_rows():
     """Means of 1.5, 5 and 1 lie -1, 2.5 and -1.5 from theirs, whose squares are 9.5 in all."""
     found = standard_error(np.array([[1.0, 2.0], [3.0, 7.0], [0.0, 2.0]]))
     assert found == pytest.approx(math.sqrt(9.5 / 2 / 3), rel=1e-12)
-
-
-def test_one_row_has_no_standard_error():
-    assert standard_error(np.array([[1.0, 2.0]])) is None
+    assert standard_error(np.array([[1.0, 2.0]])) is None, "of one row there is none"
 
 
 # answers
@@ -118,11 +115,8 @@ def test_answers_by_hand():
     agreement = compare_answers(reference, [[1, 2, 9, 4], [5, 6], [8, 7]])
     assert (agreement.questions, agreement.identical) == (3, 1)
     assert agreement.matched == pytest.approx((2 / 4 + 1 + 0) / 3)
-
-
-def test_an_answer_that_goes_on_is_not_identical():
-    agreement = compare_answers([[1, 2]], [[1, 2, 3]])
-    assert (agreement.identical, agreement.matched) == (0, 1)
+    longer = compare_answers([[1, 2]], [[1, 2, 3]])
+    assert (longer.identical, longer.matched) == (0, 1), "an answer that goes on is not identical"
 
 
 def test_most_tokens_of_a_batch():

@@ -331,10 +331,7 @@ def test_the_interval_is_that_of_the_mean() -> None:
 def test_an_interval_by_hand() -> None:
     """Three rows drawn from 0, 0 and 3 are all 0 in 8 of 27 draws, and all 3 in one, which is 3.7 %."""
     assert estimate([0.0, 0.0, 3.0]) == Estimate(1.0, 0.0, 3.0)
-
-
-def test_one_row_has_no_interval() -> None:
-    assert (estimate([2.0]).low, estimate([2.0]).high) == (-math.inf, math.inf)
+    assert estimate([2.0]) == Estimate(2.0, -math.inf, math.inf), "one row tells none"
 
 
 @pytest.mark.parametrize(
