@@ -168,7 +168,7 @@ def policy_text(document: JsonObject, found: SearchResult) -> str:
         "",
         *table,
     ]
-    return "".join(f"# {line}".rstrip() + "\n" for line in comments) + to_yaml(document, compact=True)
+    return to_yaml(document, comments)
 
 
 def draw_search(found: SearchResult) -> Figure:

@@ -124,9 +124,8 @@ def tuned_policy_document(
 
 def policy_text(tuned: TuningResult) -> str:
     """Return the policy as YAML, below comments with the notes and a table of the times."""
-    comments = [*tuned.notes, "", *format_times(tuned.times, tuned.decision.variant)]
-    text = "\n".join(f"# {line}".rstrip() for line in comments)
-    return f"{text}\n{to_yaml(tuned.document, compact=True)}"
+    times = format_times(tuned.times, tuned.decision.variant)
+    return to_yaml(tuned.document, [*tuned.notes, "", *times])
 
 
 def describe_decision(decision: Decision) -> str:
