@@ -22,8 +22,7 @@ from flexquant.planning.config_numbers import Attention, language_config
 from flexquant.policy.rules import Policy
 from flexquant.tuning.candidates import Memory
 from flexquant.tuning.objectives import Goal
-from flexquant.tuning.samples import Grid, Samples
-from flexquant.tuning.size_thresholds import check_decidable, wide
+from flexquant.tuning.samples import Grid, Samples, check_decidable, wide
 
 Bar = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
 

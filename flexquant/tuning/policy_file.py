@@ -23,9 +23,8 @@ from flexquant.policy.rules import Policy, add_derivations, parse_policy
 from flexquant.policy.schema import SCHEMA
 from flexquant.serving.kernels import STAND_INS
 from flexquant.tuning.measure import Measurement
-from flexquant.tuning.objectives import BOUNDS, Goal
-from flexquant.tuning.samples import MEASURED_PHASES, Samples
-from flexquant.tuning.size_thresholds import Decision, undecided
+from flexquant.tuning.objectives import BOUNDS, Decision, Goal
+from flexquant.tuning.samples import MEASURED_PHASES, Samples, undecided
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

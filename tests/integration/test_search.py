@@ -21,9 +21,9 @@ from flexquant.layers.sensitivity import Study
 from flexquant.policy.plans import describe_layers, with_layer
 from flexquant.policy.rules import load_policy
 from flexquant.tuning.candidates import find_variants
+from flexquant.tuning.objectives import Decision, Range
 from flexquant.tuning.policy_file import TuningResult
 from flexquant.tuning.policy_file import tuned_policy_document as tuned_document
-from flexquant.tuning.size_thresholds import Decision, Range
 from tests.checkpoints import make_checkpoint
 from tests.conftest import STARTS
 from tests.pass_times import CROSSED, make_times

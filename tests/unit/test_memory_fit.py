@@ -21,8 +21,8 @@ from flexquant.policy.pass_times import PassTimes, Time
 from flexquant.policy.plans import all_in, describe_layers, with_layer
 from flexquant.policy.rules import Policy, find_policies
 from flexquant.tuning.candidates import FROM_INT4
+from flexquant.tuning.objectives import Decision, Range
 from flexquant.tuning.policy_file import TuningResult
-from flexquant.tuning.size_thresholds import Decision, Range
 
 LAYERS = 4
 MIB = 1 << 20

@@ -42,8 +42,8 @@ from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import parse_policy
 from flexquant.policy.schema import SCHEMA
 from flexquant.tuning.candidates import find_variants
+from flexquant.tuning.objectives import Decision, Range
 from flexquant.tuning.policy_file import TuningResult
-from flexquant.tuning.size_thresholds import Decision, Range
 from tests.checkpoints import make_checkpoint
 from tests.pass_times import CROSSED, make_times
 

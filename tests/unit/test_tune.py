@@ -33,8 +33,7 @@ from flexquant.tuning.policy_file import (
     tuned_policy_document,
     unused_notes,
 )
-from flexquant.tuning.samples import CPU, GPU, QUICK_CPU, QUICK_GPU, Samples
-from flexquant.tuning.size_thresholds import check_decidable, undecided
+from flexquant.tuning.samples import CPU, GPU, QUICK_CPU, QUICK_GPU, Samples, check_decidable, undecided
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 VARIANTS = ["w8a8", "w4a16"]
