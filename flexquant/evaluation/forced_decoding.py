@@ -67,18 +67,15 @@ class ForcedRow:
         # Store by position: a request that was preempted or prefilled in chunks reaches a position again.
         self._steps[position] = step
         if self._store_in is not None:
-            self._store(position, log_probs, self._store_in)
+            if self._stored is None:
+                shape = len(self._forced), log_probs.shape[0]
+                self._stored = np.lib.format.open_memmap(self._store_in, "w+", np.float32, shape)
+            self._stored[position] = log_probs.cpu().numpy()
         if position == len(self._forced) - 1:
             self._write_scores()
         logits.fill_(-torch.inf)
         logits[token] = 0
         return logits
-
-    def _store(self, position: int, log_probs: torch.Tensor, path: str) -> None:
-        if self._stored is None:
-            shape = len(self._forced), log_probs.shape[0]
-            self._stored = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
-        self._stored[position] = log_probs.cpu().numpy()
 
     def _write_scores(self) -> None:
         columns = {

@@ -242,8 +242,9 @@ def limit_loss(
     document = {**tuned.document, "rules": [limited(rule) for rule in tuned.document["rules"]]}
     document = add_derivations(document, plan.layers, study.variants)
     told = ", ".join(f"{variant} {loss:.3g}" for variant, loss in losses.items())
+    of = found.document["reference"] or f"{study.highest} itself"
     notes = [
-        f"KL divergence of decode to {study.reference_name} on {study.text.name}, nats a token: {told}.",
+        f"KL divergence of decode to {of} on {study.text.name}, nats a token: {told}.",
         f"At most {most:g} is allowed: the fastest plan, {describe_layers(plan.layers)}, "
         f"loses {plan.kl:.3g}.",
     ]

@@ -196,24 +196,16 @@ def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder:
     _convert_parameters(model, dtype)
     settings = model.generation_config
     model.generation_config = GenerationConfig()
-    with _errors_of_the_system(folder):
+    try:
         model.save_pretrained(folder, save_compressed=True)
+    except SafetensorError as e:  # it can stand for an error of the system, such as a full disk
+        if (found := OS_ERROR.search(str(e))) is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from e
     if settings is not None:
         settings.to_json_file(folder / GENERATION_CONFIG)
     active_session().reset()  # else it holds the model until the next one is loaded
     copy_files(find_files(source, COPIED), folder)
-
-
-@contextmanager
-def _errors_of_the_system(folder: Path) -> Iterator[None]:
-    """Turn a SafetensorError that stands for an OSError into that OSError."""
-    try:
-        yield
-    except SafetensorError as e:
-        if (found := OS_ERROR.search(str(e))) is None:
-            raise
-        number = int(found[1])
-        raise OSError(number, os.strerror(number), str(folder)) from e
 
 
 @contextmanager
