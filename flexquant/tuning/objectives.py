@@ -164,20 +164,19 @@ def _worth_loading(samples: Samples, variants: Sequence[str]) -> list[str]:
     kept = list(choose_by_size(samples, variants).variants)
     kept.sort(key=variants.index)
     while len(kept) > 1:
-        losses = {v: _loss_without(samples, kept, v) for v in kept}
+        # The logarithm of the slowdown without a variant, at the size that needs it most.
+        losses = {
+            v: max(
+                min(math.log(samples.compare(other, v, *one).ratio) for other in kept if other != v)
+                for one in samples.passes
+            )
+            for v in kept
+        }
         least = min(kept, key=lambda v: losses[v])
         if losses[least] >= math.log1p(WORTH_LOADING):
             break
         kept.remove(least)
     return kept
-
-
-def _loss_without(samples: Samples, variants: Sequence[str], left_out: str) -> float:
-    """Return the logarithm of the slowdown, at the worst size, without a variant."""
-    others = [v for v in variants if v != left_out]
-    return max(
-        min(math.log(samples.compare(v, left_out, *one).ratio) for v in others) for one in samples.passes
-    )
 
 
 def _most_throughput(samples: Samples, variants: Sequence[str], requests: Requests) -> list[str]:
