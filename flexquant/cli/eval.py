@@ -71,12 +71,7 @@ def run(args: argparse.Namespace) -> JsonObject:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.evaluation.evaluating import evaluate
     from flexquant.evaluation.inputs import read_questions
-    from flexquant.evaluation.report import (
-        draw_quality,
-        format_quality_table,
-        writable_folder,
-        write_results,
-    )
+    from flexquant.evaluation.report import draw_quality, format_quality_table, writable_folder, write_results
 
     questions: list[str] | None = [] if args.no_questions else None
     if args.questions:
