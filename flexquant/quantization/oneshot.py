@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from compressed_tensors.utils import patch_attr
@@ -66,10 +66,8 @@ def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel
 
     Raises FlexQuantError for parameters that transformers would fill at random.
     """
-    model: PreTrainedModel
-    found: Mapping[str, set[str]]
     with nothing_fetched():
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=source.config,
             trust_remote_code=False,
@@ -77,6 +75,9 @@ def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel
             dtype=source.dtype if torch.cuda.is_available() else torch.float32,
             device_map=device_map,
         )
+    model: PreTrainedModel
+    found: Mapping[str, set[str]]
+    model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise FlexQuantError(
             f"{source.folder} lacks {len(missing)} of the parameters of a {type(model).__name__}, the first "
