@@ -43,7 +43,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the document of results; raise FlexQuantError for what cannot be measured."""
     tokens = dict.fromkeys(KINDS, args.answer_tokens) | {"long": args.long_tokens}
     settings = Settings({kind: getattr(args, kind) for kind in KINDS}, tokens, args.batch_size, args.seed)
-    subject = Subject.open(args.model)
+    subject = Subject(args.model)
     answers = answer_all(
         subject, args.reference, args.policies, settings, lambda name: print(f"{name} ...", flush=True)
     )

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from flexquant.documents.texts import document_tokens
 from flexquant.errors import FlexQuantError
-from flexquant.evaluation.inputs import chat_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,10 +59,11 @@ def prompt_of(task: Task, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not tokenizer.chat_template:
         turns = [f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in task.examples]
         return list(tokenizer("".join(turns) + f"Question: {task.question}\nAnswer:")["input_ids"])
-    messages = []
+    messages: list[dict[str, str]] = []
     for question, answer in task.examples:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return chat_prompt([*messages, {"role": "user", "content": task.question}], tokenizer)
+    messages.append({"role": "user", "content": task.question})
+    return document_tokens(messages, tokenizer, f"the task {task.family}", to_answer=True)
 
 
 def text_of(answer: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:

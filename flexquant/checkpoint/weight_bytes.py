@@ -91,13 +91,6 @@ def report_checkpoint(
     )
 
 
-def bytes_by_layer(
-    merged: MergedConfig, tensors: Mapping[str, TensorRef]
-) -> dict[str, Mapping[int | None, int]]:
-    """Return variant or SHARED -> decoder layer, or None for outside of layers -> bytes stored for it."""
-    return {name: _by_layer(part) for name, part in _by_reader(merged, tensors).items()}
-
-
 def weights_in_layers(tensors: Mapping[str, TensorRef]) -> int:
     """Return how many weights the decoder layers of a variant have, by its ``tensors``' original keys."""
     shapes = logical_shapes(tensors)

@@ -21,6 +21,8 @@ from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from flexquant.layers.sensitivity import Study
 
 SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
@@ -205,7 +207,7 @@ def study_of(args: argparse.Namespace, settings: Settings | None = None) -> Stud
     settings = settings or Settings(
         (args.batch_size,), args.samples, args.prompt_tokens, args.tokens, args.seed
     )
-    subject = Subject.open(args.folder)
+    subject = Subject(args.folder)
     variants = find_variants(subject.checkpoint.merged, args.variants)
     return Study(subject, variants, args.text, args.reference, settings)
 
@@ -238,10 +240,11 @@ def tell(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def save_plot(file: Path, draw: Callable[[Path], None]) -> None:
-    """Draw a plot into ``file``; say on stderr why there is none, since a missing plot is no failure."""
+def save_plot(file: Path, draw: Callable[[], Figure]) -> None:
+    """Write a plot as a PNG; say on stderr why there is none, since a missing plot is no failure."""
     try:
+        figure = draw()
         with staged_file(file) as partial:
-            draw(partial)
-    except FlexQuantError as e:
+            figure.savefig(partial, format="png")
+    except (FlexQuantError, OSError) as e:
         print(f"no plot: {e}", file=sys.stderr)

@@ -14,7 +14,6 @@ from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject, count_layers
 from flexquant.checkpoint.weight_bytes import (
     BytesByRange,
-    bytes_in_use,
     describe_bytes,
     format_bytes,
     format_report,
@@ -127,8 +126,7 @@ def inspect(args: argparse.Namespace) -> JsonObject:
         routes = build_route_table(
             policy, merged.variants, layers, sys.maxsize, mixable=merged.mixable_groups
         )
-        sources = {name: derivation.source for name, derivation in routes.derived.items()}
-        loaded = bytes_in_use(merged, checkpoint.tensors, routes.stored_layers, sources)
+        loaded = routes.stored_bytes(checkpoint, routes.plans)
         said = describe_bytes(loaded)
     except FlexQuantError as e:
         said = f"unknown, since the policy cannot be served: {e}"

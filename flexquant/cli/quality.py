@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
@@ -25,7 +25,7 @@ from flexquant.cli._arguments import (
     study_of,
     tell,
 )
-from flexquant.errors import FlexQuantError, UsageError
+from flexquant.errors import UsageError
 from flexquant.evaluation.inputs import Settings
 
 
@@ -54,8 +54,7 @@ def configure_eval(parser: argparse.ArgumentParser) -> None:
         "--questions", metavar="FILE", help="questions to answer, one a line (default: 24 built-in ones)"
     )
     questions.add_argument("--no-questions", action="store_true", help="do not compare answers")
-    add("--output", metavar="DIR", help="folder for quality.json, quality.md and quality.png")
-    add("--plot", metavar="FILE", help="another place for the plot, .png or .svg")
+    add("--output", type=Path, metavar="DIR", help="folder for quality.json, quality.md and quality.png")
 
 
 def eval_policies(args: argparse.Namespace) -> JsonObject:
@@ -78,21 +77,12 @@ def eval_policies(args: argparse.Namespace) -> JsonObject:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.evaluation.evaluating import evaluate
     from flexquant.evaluation.inputs import read_questions
-    from flexquant.evaluation.report import (
-        format_quality_table,
-        save_quality_plot,
-        writable_folder,
-        write_results,
-    )
+    from flexquant.evaluation.report import draw_quality, format_quality_table, writable_folder, write_results
 
     questions: list[str] | None = [] if args.no_questions else None
     if args.questions:
         questions = read_questions(args.questions)
-    with ExitStack() as outputs:
-        if args.output:
-            outputs.enter_context(writable_folder(args.output, "--output"))
-        if args.plot:
-            outputs.enter_context(writable_folder(Path(args.plot).parent, "--plot"))
+    with writable_folder(args.output, "--output") if args.output else nullcontext():
         document = evaluate(
             args.folder,
             args.text,
@@ -103,15 +93,9 @@ def eval_policies(args: argparse.Namespace) -> JsonObject:
             progress=tell,
         )
     print(format_quality_table(document))
-    plots = [Path(args.plot)] if args.plot else []
     if args.output:
         write_results(document, args.output)
-        plots.append(Path(args.output, "quality.png"))
-    if plots:
-        try:
-            save_quality_plot(document, plots)
-        except FlexQuantError as e:  # a missing plot must not discard numbers that took minutes or hours
-            print(f"flexquant eval: no plot: {e}", file=sys.stderr)
+        save_plot(args.output / "quality.png", partial(draw_quality, document))
     return document
 
 
@@ -134,7 +118,7 @@ def sensitivity(args: argparse.Namespace) -> JsonObject:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.checkpoint.output import write_text
     from flexquant.evaluation.report import writable_folder
-    from flexquant.layers.report import format_sensitivity_table, save_sensitivity_plot
+    from flexquant.layers.report import draw_sensitivity, format_sensitivity_table
 
     study = study_of(args)
     with writable_folder(args.output, "--output") as folder:
@@ -142,7 +126,7 @@ def sensitivity(args: argparse.Namespace) -> JsonObject:
     table = format_sensitivity_table(document)
     print(table)
     write_text(folder / "sensitivity.md", table + "\n")
-    save_plot(folder / "sensitivity.png", lambda file: save_sensitivity_plot(document, file))
+    save_plot(folder / "sensitivity.png", partial(draw_sensitivity, document))
     return {**document}
 
 
@@ -166,11 +150,6 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
         "sequences in the decode pass whose time counts; passes with --batch-size sequences are scored"
     )
     add_counts(parser, {"--sequences": (1, sequences)})
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="also measure baselines that raise as many layers: the first, the last, both ends, random ones",
-    )
 
 
 def search(args: argparse.Namespace) -> JsonObject:
@@ -184,15 +163,15 @@ def search(args: argparse.Namespace) -> JsonObject:
 
     examples:
       flexquant search out --text text.txt --reference model --policy tuned.yaml --output out --max-kl 0.05
-      flexquant search out --text text.txt --policy tuned.yaml --output results --layers 8 --compare
+      flexquant search out --text text.txt --policy tuned.yaml --output results --layers 8
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.checkpoint.output import write_text
     from flexquant.evaluation.report import writable_folder
     from flexquant.layers.report import (
+        draw_search,
         format_search_table,
         policy_text,
-        save_search_plot,
         searched_policy_document,
     )
     from flexquant.layers.searching import Budget, Search
@@ -205,7 +184,7 @@ def search(args: argparse.Namespace) -> JsonObject:
     if measured is None:
         raise UsageError(f"{args.folder} stores no measured times; give a tuned policy as --policy")
     times, base = measured
-    searching = Search(study, times, budget, args.sequences, args.compare)
+    searching = Search(study, times, budget, args.sequences)
     with writable_folder(args.output, "--output") as folder:
         found = searching.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
     document = searched_policy_document(base, found, dict(study.variants), budget, args.sequences)
@@ -214,5 +193,5 @@ def search(args: argparse.Namespace) -> JsonObject:
     for name, text in (("searched.yaml", policy_text(document, found)), ("searched.md", table + "\n")):
         write_text(folder / name, text)
     print(f"chosen: {describe_layers(found.chosen.layers)}; wrote {folder / 'searched.yaml'}")
-    save_plot(folder / "searched.png", lambda file: save_search_plot(found, file))
+    save_plot(folder / "searched.png", partial(draw_search, found))
     return document

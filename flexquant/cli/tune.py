@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.output import write_text
 from flexquant.cli._arguments import (
     STUDY_DEFAULTS,
     add_counts,
@@ -22,6 +23,7 @@ from flexquant.cli._arguments import (
     parse_size,
     pick,
     progress_bar,
+    save_plot,
     study_of,
     tell,
 )
@@ -31,7 +33,7 @@ from flexquant.evaluation.workers import import_ahead
 from flexquant.policy.rules import Policy
 from flexquant.tuning.measure import Measurement
 from flexquant.tuning.objectives import OBJECTIVES, Goal, decide, parse_slo
-from flexquant.tuning.policy_file import TuningFiles, TuningResult, tuned_policy, write_files
+from flexquant.tuning.policy_file import TuningFiles, TuningResult, draw_times, policy_text, tuned_policy
 from flexquant.tuning.samples import CPU, GPU, QUICK_CPU, QUICK_GPU
 
 
@@ -168,7 +170,7 @@ def tune(args: argparse.Namespace) -> JsonObject:
         read_rows(args.text, study.subject.tokenizer, STUDY_DEFAULTS)  # a short text is refused now
 
     measured = _measure(args, variants, output)
-    decision = decide(measured.samples, measured.names, goal, measured.requests_of(goal))
+    decision = decide(measured.samples, measured.names, goal, partial(measured.requests, goal))
     tuned = tuned_policy(measured, decision, goal, remarks)
     if study is not None:
         from flexquant.layers.searching import limit_loss
@@ -198,7 +200,8 @@ def fit(args: argparse.Namespace) -> JsonObject:
     found = fit_checkpoint(args.folder, args.variants, args.sensitivity, devices=devices, **limit)
     tell(found.remark)
     measured = _measure(args, found.candidates, output)
-    decision = decide(measured.samples, measured.names, goal, measured.requests_of(goal), found.together)
+    requests = partial(measured.requests, goal)
+    decision = decide(measured.samples, measured.names, goal, requests, found.together)
     return _write(measured, found.report(tuned_policy(measured, decision, goal)), output)
 
 
@@ -230,10 +233,9 @@ def _measure(args: argparse.Namespace, variants: Mapping[str, Policy], output: T
 
 def _write(measured: Measurement, tuned: TuningResult, output: TuningFiles) -> JsonObject:
     """Write the files, then delete the samples: if writing fails, the command can be run again."""
-    files = write_files(output, tuned, f"{measured.run['model']}: time of a pass")
+    write_text(output.policy, policy_text(tuned))
     measured.discard_samples()
-    for line in (*tuned.notes, *(f"wrote {file}" for file in files)):
+    for line in (*tuned.notes, f"wrote {output.policy}"):
         print(line)
-    if len(files) == 1:
-        print("no plot: matplotlib is missing; pip install matplotlib", file=sys.stderr)
+    save_plot(output.plot, partial(draw_times, tuned, f"{measured.run['model']}: time of a pass"))
     return tuned.document

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
 
@@ -61,18 +60,10 @@ def table_lines(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> 
     return ["  ".join(row).rstrip() for row in align_cells(rows, numbers)]
 
 
-class MatplotlibMissing(FlexQuantError):
-    """There is no matplotlib to draw a figure with."""
-
-
-def new_figure(width: float, height: float) -> tuple[Figure, FigureCanvasAgg]:
-    """Return an empty figure, sizes in inches, and its canvas; raise MatplotlibMissing without matplotlib."""
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure, sizes in inches; raise FlexQuantError without matplotlib."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise MatplotlibMissing(
-            'plots need matplotlib; install it with: pip install "flexquant[eval]"'
-        ) from e
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, FigureCanvasAgg(figure)
+        raise FlexQuantError('plots need matplotlib; install it with: pip install "flexquant[eval]"') from e
+    return Figure(figsize=(width, height), layout="constrained")

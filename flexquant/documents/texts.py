@@ -114,12 +114,16 @@ def tokens_needed(tokenizer: PreTrainedTokenizerBase, *, samples: int, length: i
     return samples * (length - len(start_of_row(tokenizer)))
 
 
-def document_tokens(document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
-    """Return the token ids of one document; a conversation is rendered with the model's chat template.
+def document_tokens(
+    document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name: str, to_answer: bool = False
+) -> list[int]:
+    """Return the token ids of one document; the chat template renders a conversation.
 
-    Raises FlexQuantError, which calls the documents ``name``, for a conversation that cannot be rendered.
+    ``to_answer``: up to an answer. Raises FlexQuantError, which calls the documents ``name``, for a
+    conversation that cannot be rendered.
     """
-    ids: list[int] = tokenizer(as_text(document, tokenizer, name), add_special_tokens=False)["input_ids"]
+    text = _as_text(document, tokenizer, name, to_answer)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
@@ -129,10 +133,7 @@ def start_of_row(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids[:1] if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else []
 
 
-def as_text(
-    document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name: str, to_answer: bool = False
-) -> str:
-    """Return a document's text; the chat template renders a conversation, ``to_answer`` up to an answer."""
+def _as_text(document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name: str, to_answer: bool) -> str:
     if isinstance(document, str):
         return document
     if not tokenizer.chat_template:

@@ -118,13 +118,13 @@ class _DatesAsText(yaml.SafeLoader):
     }
 
 
-def to_yaml(data: Mapping[str, object], compact: bool = False) -> str:
+def to_yaml(data: Mapping[str, object], comments: Sequence[str] | None = None) -> str:
     """Return a document as YAML that :func:`from_yaml` reads back, with keys in the given order.
 
-    ``compact`` writes lists and mappings without nested ones on one line.
+    With ``comments``, lines that come first, lists and mappings without nested ones are on one line.
     """
-    style = None if compact else False
-    return yaml.dump(
+    style = False if comments is None else None
+    return "".join(f"# {line}".rstrip() + "\n" for line in comments or ()) + yaml.dump(
         data, Dumper=_PlainDumper, sort_keys=False, width=110, allow_unicode=True, default_flow_style=style
     )
 

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import yaml
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint, folder_label
-from flexquant.checkpoint.merged_config import SHARED
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space
-from flexquant.checkpoint.weight_bytes import bytes_by_layer, weights_in_layers
+from flexquant.checkpoint.weight_bytes import weights_in_layers
 from flexquant.documents.results import hash_file
 from flexquant.evaluation.engine import (
     describe_command,
@@ -75,7 +74,7 @@ def evaluate(
     """
     settings = settings or Settings()
     prepare_environment()
-    subject = Subject.open(checkpoint)
+    subject = Subject(checkpoint)
     subject.check_length(settings.row_tokens, "a prompt and its continuation")
     candidates = find_candidates(subject, policies)
     prompts: list[list[int]] = []
@@ -188,21 +187,20 @@ class _Evaluation:
 
     def results(self, policies: list[str]) -> list[JsonObject]:
         """Return one entry per batch size for the reference, then one per policy and batch size."""
-        weights = LayerBytes(self.subject.checkpoint)
         reference = [
             {
                 "policy": REFERENCE,
                 "batch_size": batch_size,
                 "quality": asdict(quality),
-                "bytes_per_weight": asdict(BytesPerWeight(2.0, 2.0)),
+                "bytes_per_weight": {"resident": 2.0, "decode": 2.0},
             }
             for (name, batch_size), quality in self.quality.items()
             if name == REFERENCE
         ]
         runs = sorted(self.runs, key=lambda run: policies.index(run.name))
-        return reference + [self._result(run, weights) for run in runs]
+        return reference + [self._result(run) for run in runs]
 
-    def _result(self, run: PolicyRun, weights: LayerBytes) -> JsonObject:
+    def _result(self, run: PolicyRun) -> JsonObject:
         source = run.same_as or (run.name, run.batch_size)
         result = {
             "policy": run.name,
@@ -211,7 +209,7 @@ class _Evaluation:
             "decode_plan": run.decode_plan.name,
             "same_as": {"policy": source[0], "batch_size": source[1]} if run.same_as else None,
             "quality": asdict(self.quality[source]),
-            "bytes_per_weight": asdict(weights.per_weight(run.routes, run.decode_plan)),
+            "bytes_per_weight": bytes_per_weight(self.subject.checkpoint, run.routes, run.decode_plan),
             "answers": None,
         }
         if run.same_as is None:
@@ -227,40 +225,17 @@ class _Evaluation:
         return result
 
 
-@dataclass(frozen=True)
-class BytesPerWeight:
-    """Stored bytes per weight of the decoder layers; 2.0 in the 16-bit model."""
+def bytes_per_weight(checkpoint: MergedCheckpoint, routes: RouteTable, decode: Plan) -> dict[str, float]:
+    """Return the stored bytes per weight of the decoder layers; 2.0 in the 16-bit model.
 
-    resident: float
-    """Bytes per weight in memory: the layers that plans take from variants, shared tensors counted once."""
-    decode: float
-    """Bytes per weight that a decode pass reads."""
-
-
-class LayerBytes:
-    """Stored bytes of a merged checkpoint's decoder layers; embedding and lm_head, which all share, are not.
-
-    A derived variant counts like its source, and both count if both are loaded, since their kernels need
-    different layouts.
+    ``resident`` counts the layers that the plans of ``routes`` take from variants, shared tensors once,
+    ``decode`` those that a pass by the plan ``decode`` reads.
     """
+    names = checkpoint.merged.variants
+    weights = max(weights_in_layers(checkpoint.variant_tensors(name)) for name in names)
 
-    def __init__(self, checkpoint: MergedCheckpoint) -> None:
-        variants = checkpoint.merged.variants
-        self.weights = max(weights_in_layers(checkpoint.variant_tensors(name)) for name in variants)
-        """Number of weights in the 16-bit model's decoder layers."""
-        self._own = bytes_by_layer(checkpoint.merged, checkpoint.tensors)
-        self._shared = self._own.pop(SHARED)
+    def per_weight(plans: Sequence[Plan]) -> float:
+        sizes = routes.stored_bytes(checkpoint, plans).values()
+        return sum(size for of_runs in sizes for run, size in of_runs.items() if run) / weights
 
-    def per_weight(self, routes: RouteTable, decode: Plan) -> BytesPerWeight:
-        """Return the bytes per weight of a policy with this route table and this plan of decode passes."""
-        sources = {name: name for name in self._own}
-        sources |= {name: derivation.source for name, derivation in routes.derived.items()}
-        held = {(name, number) for name, numbers in routes.stored_layers.items() for number in numbers}
-        shared = {(name if name in routes.derived else None, number) for name, number in held}
-        resident = sum(self._own[sources[name]][number] for name, number in held)
-        resident += sum(self._shared[number] for _, number in shared)
-        read = sum(
-            self._own[sources[name]][number] + self._shared[number]
-            for number, name in enumerate(decode.layers)
-        )
-        return BytesPerWeight(resident / self.weights, read / self.weights)
+    return {"resident": per_weight(routes.plans), "decode": per_weight([decode])}

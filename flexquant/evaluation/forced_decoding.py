@@ -18,7 +18,7 @@ import torch
 from vllm import SamplingParams
 
 from flexquant.checkpoint.output import staged_file
-from flexquant.evaluation.measure import EXTRA_ARGS_KEY, kl_divergence, log_probabilities, same_top_token
+from flexquant.evaluation.measure import EXTRA_ARGS_KEY, kl_divergence
 from flexquant.serving.vllm_api import AdapterLogitsProcessor
 
 
@@ -58,27 +58,24 @@ class ForcedRow:
         """Score ``logits`` [vocabulary] fp32 of the step after ``output_ids``; force the step's token."""
         position = len(output_ids)
         token = self._forced[position]
-        log_probs = log_probabilities(logits)
+        log_probs = logits.float().log_softmax(dim=-1)
         step = {"nll": -log_probs[token]}
         if self._reference is not None:
             reference = torch.from_numpy(np.array(self._reference[position])).to(log_probs.device)
             step["kl"] = kl_divergence(reference, log_probs)
-            step["same_top"] = same_top_token(reference, log_probs)
+            step["same_top"] = reference.argmax() == log_probs.argmax()
         # Store by position: a request that was preempted or prefilled in chunks reaches a position again.
         self._steps[position] = step
         if self._store_in is not None:
-            self._store(position, log_probs, self._store_in)
+            if self._stored is None:
+                shape = len(self._forced), log_probs.shape[0]
+                self._stored = np.lib.format.open_memmap(self._store_in, "w+", np.float32, shape)
+            self._stored[position] = log_probs.cpu().numpy()
         if position == len(self._forced) - 1:
             self._write_scores()
         logits.fill_(-torch.inf)
         logits[token] = 0
         return logits
-
-    def _store(self, position: int, log_probs: torch.Tensor, path: str) -> None:
-        if self._stored is None:
-            shape = len(self._forced), log_probs.shape[0]
-            self._stored = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
-        self._stored[position] = log_probs.cpu().numpy()
 
     def _write_scores(self) -> None:
         columns = {

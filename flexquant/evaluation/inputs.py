@@ -14,7 +14,7 @@ from flexquant.checkpoint.folder import find_model, read_16_bit_config
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import CONFIG_FILE
 from flexquant.checkpoint.model_config import SETTINGS_FILES, count_layers, text_config
-from flexquant.documents.texts import draw_rows, read_documents
+from flexquant.documents.texts import document_tokens, draw_rows, read_documents
 from flexquant.errors import FlexQuantError, UsageError, explained
 
 if TYPE_CHECKING:
@@ -60,33 +60,19 @@ class Settings:
         return self.prompt_tokens + self.tokens
 
 
-@dataclass(frozen=True)
 class Subject:
     """A merged checkpoint, with the properties of its model that an evaluation needs."""
 
-    checkpoint: MergedCheckpoint
-    num_layers: int
-    vocab_size: int
-    max_length: int | None
-    """Most tokens of a sequence: the config's ``max_position_embeddings``, or None if it has none."""
-    tokenizer: PreTrainedTokenizerBase
-
-    @property
-    def folder(self) -> Path:
-        return self.checkpoint.folder
-
-    @classmethod
-    def open(cls, folder: str | Path) -> Subject:
+    def __init__(self, folder: str | Path) -> None:
         """Read headers, config and tokenizer; raise FlexQuantError for anything but a merged checkpoint."""
-        checkpoint = MergedCheckpoint.open(folder, published=True)
-        config = text_config(checkpoint.config)
-        return cls(
-            checkpoint,
-            count_layers(checkpoint.config),
-            config["vocab_size"],
-            config.get("max_position_embeddings"),
-            load_tokenizer(checkpoint.folder),
-        )
+        self.checkpoint = MergedCheckpoint.open(folder, published=True)
+        self.folder = self.checkpoint.folder
+        self.num_layers = count_layers(self.checkpoint.config)
+        config = text_config(self.checkpoint.config)
+        self.vocab_size: int = config["vocab_size"]
+        self.max_length: int | None = config.get("max_position_embeddings")
+        """Most tokens of a sequence; None if the model has no limit."""
+        self.tokenizer = load_tokenizer(self.folder)
 
     def check_length(self, tokens: int, what: str) -> None:
         """Raise FlexQuantError if a sequence of the model cannot have so many ``tokens``."""
@@ -154,11 +140,5 @@ def question_prompts(questions: list[str], tokenizer: PreTrainedTokenizerBase) -
     """Return the token ids of each question, in the chat template if the tokenizer has one."""
     if not tokenizer.chat_template:
         return [tokenizer(question)["input_ids"] for question in questions]
-    return [chat_prompt([{"role": "user", "content": question}], tokenizer) for question in questions]
-
-
-def chat_prompt(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of a conversation in the chat template, with the prompt for an answer."""
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    conversations = ([{"role": "user", "content": question}] for question in questions)
+    return [document_tokens(c, tokenizer, "the questions", to_answer=True) for c in conversations]

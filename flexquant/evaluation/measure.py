@@ -43,11 +43,6 @@ class Scores:
     """Whether policy and reference agree on the likeliest token; None without a reference."""
 
 
-def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities, fp32 [vocabulary] in nats, of logits [vocabulary] of any dtype."""
-    return logits.float().log_softmax(dim=-1)
-
-
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return KL(reference || other) in nats, a scalar, of two log-probability vectors [vocabulary].
 
@@ -55,11 +50,6 @@ def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """
     terms = reference.exp() * (reference - other)
     return torch.where(reference == -torch.inf, 0.0, terms).sum()
-
-
-def same_top_token(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return whether both give the same token the highest probability, a scalar bool."""
-    return reference.argmax() == other.argmax()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Format the results of an evaluation as a Markdown table, as JSON and as a plot, and write them to files."""
+"""The results of an evaluation: a Markdown table and JSON, written to files, and a plot."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from itertools import cycle
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryFile, gettempdir
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.output import staged_file, write_text
+from flexquant.checkpoint.output import write_text
 from flexquant.documents.results import align_cells, new_figure
 from flexquant.errors import FlexQuantError
 from flexquant.policy.pass_times import device_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def _number(value: float | None, form: str) -> str:
@@ -145,51 +149,32 @@ def _notes(document: JsonObject) -> list[str]:
     return [line for note in notes for line in (note, "")][:-1]
 
 
-def save_quality_plot(document: JsonObject, files: list[Path]) -> None:
-    """Draw mean KL (log scale; perplexity without a reference) over decode bytes per weight into ``files``.
+def draw_quality(document: JsonObject) -> Figure:
+    """Draw mean KL (log scale; perplexity without a reference) over decode bytes per weight.
 
     Runs with equal numbers share one point, labelled with all their names. Raises FlexQuantError without
-    matplotlib, and for a file that cannot be written or whose suffix matplotlib does not know.
+    matplotlib.
     """
-    figure, canvas = new_figure(7, 5)
+    figure = new_figure(7, 5)
     axes = figure.subplots()
     has_kl = document["reference"] is not None
-    points = _points(document, has_kl).items()
-    for marker, ((x, y, error), label) in zip(cycle("osD^vPX"), points, strict=False):
-        axes.errorbar(x, y, yerr=error, fmt=marker, capsize=3, label=label)
-    if has_kl:
-        axes.set_yscale("log")
+    points: dict[tuple[float, float, float | None], dict[str, list[str]]] = {}
+    for result in document["results"]:
+        if "decode_plan" in result:
+            quality = result["quality"]
+            y = (quality["mean_kl"], quality["mean_kl_error"]) if has_kl else (quality["perplexity"], None)
+            names = points.setdefault((result["bytes_per_weight"]["decode"], *y), {})
+            names.setdefault(result["policy"], []).append(str(result["batch_size"]))
+    for marker, ((x, mean, error), names) in zip(cycle("osD^vPX"), points.items(), strict=False):
+        label = ", ".join(f"{policy} at {', '.join(sizes)}" for policy, sizes in names.items())
+        axes.errorbar(x, mean, yerr=error, fmt=marker, capsize=3, label=label)
     axes.margins(x=0.1, y=0.2)
-    figure.legend(loc="outside lower center")
-    axes.set_xlabel("bytes read by a decode pass, per weight of the decoder layers (16-bit: 2.0)")
-    axes.set_ylabel("mean KL divergence to 16 bit, nats" if has_kl else "perplexity")
-    axes.set_title(f"{document['checkpoint']}: quality of decoding by policy")
     axes.grid(alpha=0.3)
-    for file in files:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with staged_file(file) as partial:
-                canvas.print_figure(partial, format=file.suffix[1:])
-        except OSError as e:
-            raise FlexQuantError(f"cannot write the plot {file} ({e.strerror}); name another file") from e
-        except ValueError as e:
-            raise FlexQuantError(f"cannot write the plot {file} ({e}); end its name in .png or .svg") from e
-
-
-def _points(document: JsonObject, has_kl: bool) -> dict[tuple[float, float, float | None], str]:
-    """Return the plot's points: (bytes per weight, quality, error of the quality) -> names of the runs."""
-    names: dict[tuple[float, float, float | None], dict[str, list[int]]] = {}
-    results = [r for r in document["results"] if "decode_plan" in r]
-    for result in results:
-        quality = result["quality"]
-        y, error = (quality["mean_kl"], quality["mean_kl_error"]) if has_kl else (quality["perplexity"], None)
-        point = result["bytes_per_weight"]["decode"], y, error
-        names.setdefault(point, {}).setdefault(result["policy"], []).append(result["batch_size"])
-    sizes = {r["policy"]: sum(o["policy"] == r["policy"] for o in results) for r in results}
-    return {
-        point: ", ".join(
-            policy if len(batch_sizes) == sizes[policy] else f"{policy} at {', '.join(map(str, batch_sizes))}"
-            for policy, batch_sizes in policies.items()
-        )
-        for point, policies in names.items()
-    }
+    axes.set(
+        xlabel="bytes read by a decode pass, per weight of the decoder layers (16-bit: 2.0)",
+        ylabel="mean KL divergence to 16 bit, nats" if has_kl else "perplexity",
+        yscale="log" if has_kl else "linear",
+        title=f"{document['checkpoint']}: quality of decoding by policy",
+    )
+    figure.legend(loc="outside lower center")
+    return figure

@@ -67,7 +67,7 @@ def fit_checkpoint(
     if memory is None:
         assert kv_tokens is not None
         memory = loaded.most_beside(kv_tokens)
-    return Fit.of(variants, memory, loaded, num_layers, losses, high=high, mixable=merged.mixable_groups)
+    return Fit(variants, memory, loaded, num_layers, losses, high=high, mixable=merged.mixable_groups)
 
 
 class PlanLosses:
@@ -142,23 +142,11 @@ class Choice:
         return [Plan.from_layers(plan).name for plan in self.plans]
 
 
-@dataclass(frozen=True)
 class Fit:
     """The choices, and which of them fit into the memory."""
 
-    memory: int
-    """Bytes a rank for weights, and for the memory that INT8 weights are computed into."""
-    loaded: LoadedBytes
-    choices: Sequence[Choice]
-    """At equal speed the first is preferred."""
-    candidates: dict[str, Policy]
-    """What is measured: the variants alone, and the plan with as many layers of W8A8 as fit."""
-    remark: str
-    losses: PlanLosses | None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         variants: Mapping[str, Policy],
         memory: int,
         loaded: LoadedBytes,
@@ -167,13 +155,15 @@ class Fit:
         *,
         high: str | None,
         mixable: Sequence[Collection[str]],
-    ) -> Fit:
+    ) -> None:
         """Find the most layers that fit; raise FlexQuantError if not even one copy does.
 
         ``variants`` are those of :func:`flexquant.tuning.candidates.find_variants`, SOURCE and FROM_INT4
-        among them, and ``high`` the one that :func:`flexquant.tuning.candidates.eight_bit` finds. ``mixable``
-        are groups of variants whose layers one plan can mix.
+        among them, and ``high`` the one that :func:`flexquant.tuning.candidates.eight_bit` finds. ``memory``
+        is bytes a rank for weights, and for what INT8 weights are computed into. ``mixable`` are groups of
+        variants whose layers one plan can mix.
         """
+        self._memory, self._loaded, self._losses = memory, loaded, losses
         stored = [v for v, policy in variants.items() if not policy.derived and v != SOURCE]
         whole = partial(all_in, num_layers=num_layers)
         one = Choice("one copy", (whole(FROM_INT4), whole(SOURCE)), 0)
@@ -184,8 +174,7 @@ class Fit:
         can_mix = any({high, SOURCE} <= set(group) for group in mixable)
         numbers = range(1, num_layers + 1) if can_mix else [num_layers]
         mixed = [] if high is None else [_mixed(high, order, count, one) for count in numbers]
-        fitting = [choice for choice in mixed if loaded.of(choice.plans) <= memory]
-        most = fitting[-1] if fitting else one
+        most = ([one] + [choice for choice in mixed if self._fits(choice)])[-1]
         shown = {num_layers * step // STEPS for step in range(1, STEPS + 1)} | {most.twice}
         others = [
             Choice(f"{v}, {SOURCE}", (whole(v), whole(SOURCE)), 0)
@@ -193,17 +182,17 @@ class Fit:
             if v not in (high, SOURCE, FROM_INT4)
         ]
         alone = [Choice(f"{v} alone", (whole(v),), 0) for v in [*stored, SOURCE]]
-        choices = [*(c for c in mixed[::-1] if c.twice in shown), one, *others, *alone]
-        candidates = dict(variants)
+        self.choices = [*(c for c in mixed[::-1] if c.twice in shown), one, *others, *alone]
+        """At equal speed the first is preferred."""
+        self.candidates = dict(variants)
+        """What is measured: the variants alone, and the plan with as many layers of W8A8 as fit."""
         if 0 < most.twice < num_layers:
-            last = candidates.pop(FROM_INT4)
-            assert high is not None
+            last = self.candidates.pop(FROM_INT4)
             document = {"schema": SCHEMA, "rules": [{"use": Plan.from_layers(most.plans[0]).rule_use()}]}
             document = add_derivations(document, most.plans[0], variants)
             policy = parse_policy(document, "the plan that fits")
-            candidates |= {most.names[0]: policy, FROM_INT4: last}
-        remark = _remark(most, order, high, losses, can_mix=can_mix)
-        return cls(memory, loaded, choices, candidates, remark, losses)
+            self.candidates |= {most.names[0]: policy, FROM_INT4: last}
+        self.remark = _remark(most, order, high, losses, can_mix=can_mix)
 
     @property
     def together(self) -> list[list[str]]:
@@ -218,38 +207,38 @@ class Fit:
         """Return the tuned policy with the table of choices in its notes."""
         decision = tuned.decision
         possible = [c for c in self.choices if set(decision.variants) <= set(c.names)]
-        chosen = min(possible, key=lambda choice: self.loaded.of(choice.plans))
+        chosen = min(possible, key=lambda choice: self._loaded.of(choice.plans))
         prompt, batch = max(_sizes(tuned.times.prefill)), min(_sizes(tuned.times.decode))
         head = ["", f"layers twice (of {len(chosen.plans[0])})", "bits/weight", "memory", "KV tokens"]
-        head += [f"TTFT {prompt}", f"TPOT {batch}", *(["KL"] if self.losses else []), ""]
+        head += [f"TTFT {prompt}", f"TPOT {batch}", *(["KL"] if self._losses else []), ""]
         rows = [head]
         for choice in self.choices:
-            nbytes = self.loaded.of(choice.plans)
+            nbytes = self._loaded.of(choice.plans)
             told = "chosen" if choice is chosen else "" if self._fits(choice) else "does not fit"
             rows.append(
                 [
                     choice.name,
                     str(choice.twice),
-                    f"{self.loaded.bits(choice.plans):.2f}",
+                    f"{self._loaded.bits(choice.plans):.2f}",
                     format_bytes(nbytes),
-                    str(self.loaded.cache_tokens(nbytes)),
+                    str(self._loaded.cache_tokens(nbytes)),
                     _time(tuned.times, choice, "prefill", prompt),
                     _time(tuned.times, choice, "decode", batch),
-                    *([self.losses.describe(choice.plans[0])] if self.losses else []),
+                    *([self._losses.describe(choice.plans[0])] if self._losses else []),
                     told,
                 ]
             )
         notes = [
             self.remark,
-            f"Choices for {format_bytes(self.memory)} a rank; ms for a prompt of {prompt} tokens, and for a "
+            f"Choices for {format_bytes(self._memory)} a rank; ms for a prompt of {prompt} tokens, and for a "
             f"pass that decodes {batch}; ~ is interpolated between measured variants, layer by layer:",
             *table_lines(rows, numbers=range(1, len(head) - 1)),
-            *([self.losses.note] if self.losses else []),
+            *([self._losses.note] if self._losses else []),
         ]
         return replace(tuned, notes=[*tuned.notes, *notes])
 
     def _fits(self, choice: Choice) -> bool:
-        return self.loaded.of(choice.plans) <= self.memory
+        return self._loaded.of(choice.plans) <= self._memory
 
 
 def _mixed(high: str, order: Sequence[int], count: int, one: Choice) -> Choice:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,6 +24,9 @@ from flexquant.layers.sensitivity import StudyDocument
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
 from flexquant.policy.rules import Policy, add_derivations, parse_policy
 from flexquant.policy.schema import SCHEMA
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RESAMPLES = 10_000
 
@@ -50,18 +53,6 @@ def estimate(rows: ArrayLike) -> Estimate:
     return Estimate(float(values.mean()), float(low), float(high))
 
 
-def costs(document: StudyDocument, layer: int, variant: str) -> Estimate:
-    """Return the increase of KL divergence if only this layer leaves the highest precision."""
-    base = all_in(document["variants"][0], document["layers"])
-    return estimate(_kl(document, with_layer(base, layer, variant)) - _kl(document, base))
-
-
-def wins(document: StudyDocument, layer: int, variant: str) -> Estimate:
-    """Return the decrease of KL divergence if only this layer leaves the lowest precision."""
-    base = all_in(document["variants"][-1], document["layers"])
-    return estimate(_kl(document, base) - _kl(document, with_layer(base, layer, variant)))
-
-
 def _kl(document: StudyDocument, layers: Layers) -> np.ndarray:
     return np.array(document["kl"][describe_layers(layers)])
 
@@ -71,67 +62,69 @@ def format_sensitivity_table(document: StudyDocument) -> str:
     variants, number = document["variants"], document["layers"]
     of = document["reference"] or f"{variants[0]} itself"
     alone = ", ".join(f"{v} {estimate(_kl(document, all_in(v, number)))}" for v in variants)
-    effects = _effects(document)
-    ranking = sorted(range(number), key=lambda layer: effects[-1][1][layer].mean, reverse=True)
+    columns = effects(document)
+    ranking = sorted(range(number), key=lambda layer: columns[-1][1][layer].mean, reverse=True)
     return "\n".join(
         [
             f"KL divergence to {of}, nats a token, with all layers in one variant: {alone}.",
             "",
-            f"| layer | {' | '.join(title for title, _ in effects)} |",
-            "| --- |" + " --- |" * len(effects),
-            *(f"| {layer} | {' | '.join(str(found[layer]) for _, found in effects)} |" for layer in ranking),
+            f"| layer | {' | '.join(title for title, _ in columns)} |",
+            "| --- |" + " --- |" * len(columns),
+            *(f"| {layer} | {' | '.join(str(found[layer]) for _, found in columns)} |" for layer in ranking),
         ]
     )
 
 
-def _effects(document: StudyDocument) -> list[tuple[str, list[Estimate]]]:
-    """Return columns, (title, estimate of each layer); the last is the gain in the highest precision."""
+def effects(document: StudyDocument) -> list[tuple[str, list[Estimate]]]:
+    """Return columns, (title, estimate of each layer).
+
+    A layer costs the increase of KL divergence if it alone leaves the highest precision, and wins the
+    decrease if it alone leaves the lowest. The last column is what layers win in the highest precision.
+    """
     highest, *lower = document["variants"]
     *higher, lowest = document["variants"]
-    asked = [(f"costs in {v}, all others in {highest}", costs, v) for v in lower]
-    asked += [(f"wins in {v}, all others in {lowest}", wins, v) for v in reversed(higher)]
-    layers = range(document["layers"])
-    return [(title, [effect(document, layer, v) for layer in layers]) for title, effect, v in asked]
+    asked = [("costs", v, highest, 1) for v in lower] + [("wins", v, lowest, -1) for v in reversed(higher)]
+    columns = []
+    for verb, variant, others, sign in asked:
+        whole = all_in(others, document["layers"])
+        changed = (with_layer(whole, layer, variant) for layer in range(len(whole)))
+        found = [estimate(sign * (_kl(document, plan) - _kl(document, whole))) for plan in changed]
+        columns.append((f"{verb} in {variant}, all others in {others}", found))
+    return columns
 
 
-def save_sensitivity_plot(document: StudyDocument, file: Path) -> None:
-    """Draw each layer's cost and gain as a PNG; raise FlexQuantError without matplotlib."""
-    figure, canvas = new_figure(9, 4.5)
+def draw_sensitivity(document: StudyDocument) -> Figure:
+    """Draw each layer's cost and gain; raise FlexQuantError without matplotlib."""
+    figure = new_figure(9, 4.5)
     axes = figure.subplots()
-    effects = _effects(document)
-    for number, (title, found) in enumerate(effects):
+    columns = effects(document)
+    for number, (title, found) in enumerate(columns):
         means = np.array([e.mean for e in found])
         apart = np.array([[e.mean - e.low for e in found], [e.high - e.mean for e in found]])
-        places = np.arange(len(found)) + 0.3 * (number / max(1, len(effects) - 1) - 0.5)
+        places = np.arange(len(found)) + 0.3 * (number / max(1, len(columns) - 1) - 0.5)
         axes.errorbar(
             places, means, yerr=np.where(np.isfinite(apart), apart, 0), fmt="o", capsize=2, label=title
         )
     axes.axhline(0, color="grey", linewidth=0.8)
-    axes.set_xlabel("decoder layer")
-    axes.set_ylabel("KL divergence, nats a token")
-    axes.set_title(f"{document['checkpoint']}: each layer alone in another precision")
+    title = f"{document['checkpoint']}: each layer alone in another precision"
+    axes.set(xlabel="decoder layer", ylabel="KL divergence, nats a token", title=title)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2)
-    canvas.print_figure(file, format="png")
+    return figure
 
 
 def format_search_table(found: SearchResult) -> str:
-    """Return a Markdown table, the fastest plan first.
+    """Return a Markdown table of plans, the fastest first.
 
-    The table has the variants alone, the chosen plan, the baselines of ``--compare``, and the plans to which
-    no other is both faster and better.
+    It has the variants alone, the chosen plan, and the plans to which no other is both faster and better.
     """
-    plans = {plan.layers: plan for plan in [*found.searched, *found.others.values()]}
-    notes: dict[Layers, list[str]] = {layers: [] for layers in plans}
-    notes[found.chosen.layers].append("**chosen**")
-    for name, plan in found.others.items():
-        notes[plan.layers].append(f"chosen by no measurement: {name}")
-    for plan in front(list(plans.values())):
-        notes[plan.layers].append("no other is faster and better")
+    best = front(found.searched)
     rows = ["| plan | decode pass, ms | KL divergence, nats a token | |", "| --- | --- | --- | --- |"]
-    for plan in sorted(plans.values(), key=lambda plan: (plan.seconds, plan.kl)):
-        if notes[plan.layers] or len(set(plan.layers)) == 1:
-            text, told = describe_layers(plan.layers), "; ".join(notes[plan.layers])
+    for plan in sorted(found.searched, key=lambda plan: (plan.seconds, plan.kl)):
+        notes = ["**chosen**"] if plan == found.chosen else []
+        notes += ["no other is faster and better"] if plan in best else []
+        if notes or len(set(plan.layers)) == 1:
+            text, told = describe_layers(plan.layers), "; ".join(notes)
             kl = estimate(found.document["kl"][text])
             rows.append(f"| {text} | {1000 * plan.seconds:.4g} | {kl} | {told} |")
     return "\n".join(rows)
@@ -175,25 +168,22 @@ def policy_text(document: JsonObject, found: SearchResult) -> str:
         "",
         *table,
     ]
-    return "".join(f"# {line}".rstrip() + "\n" for line in comments) + to_yaml(document, compact=True)
+    return to_yaml(document, comments)
 
 
-def save_search_plot(found: SearchResult, file: Path) -> None:
-    """Draw KL divergence over decode time as a PNG; raise FlexQuantError without matplotlib."""
-    figure, canvas = new_figure(7, 4.5)
+def draw_search(found: SearchResult) -> Figure:
+    """Draw KL divergence over decode time; raise FlexQuantError without matplotlib."""
+    figure = new_figure(7, 4.5)
     axes = figure.subplots()
-    kinds = [
-        ("searched, and the variants alone", found.searched, "o"),
-        ("as many layers raised, chosen by no measurement", list(found.others.values()), "x"),
-        ("chosen", [found.chosen], "*"),
-    ]
-    for title, plans, marker in kinds:
-        if plans:
-            places = [1000 * plan.seconds for plan in plans], [plan.kl for plan in plans]
-            axes.plot(*places, marker, markersize=12 if marker == "*" else 6, label=title)
-    axes.set_xlabel("decode pass, ms")
-    axes.set_ylabel("KL divergence, nats a token")
-    axes.set_title(found.document["checkpoint"])
+    kinds = (
+        ("searched, and the variants alone", found.searched, "o", 6),
+        ("chosen", [found.chosen], "*", 12),
+    )
+    for title, plans, marker, size in kinds:
+        places = [1000 * plan.seconds for plan in plans], [plan.kl for plan in plans]
+        axes.plot(*places, marker, markersize=size, label=title)
+    name = found.document["checkpoint"]
+    axes.set(xlabel="decode pass, ms", ylabel="KL divergence, nats a token", title=name)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2)
-    canvas.print_figure(file, format="png")
+    return figure

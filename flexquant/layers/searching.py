@@ -11,7 +11,6 @@ precision to the highest, each with one layer raised beyond the plan before, are
 from __future__ import annotations
 
 import math
-import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,13 +20,12 @@ from statistics import fmean
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.layers.sensitivity import Measure, Study, StudyDocument
+from flexquant.layers.sensitivity import Study, StudyDocument
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
 from flexquant.policy.rules import add_derivations, parse_policy
 from flexquant.tuning.policy_file import TuningResult
 
-RANDOM_PLANS = 3
 LAST = 3
 """Proposed plans to measure, those that raise most within the budget; raising more is not always better."""
 BESIDE = 2
@@ -45,7 +43,7 @@ class MeasuredPlan:
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit for plans. Raises :class:`UsageError` unless exactly one field is given, and is at least 0."""
+    """A limit for plans, in one of the fields. Raises :class:`UsageError` for one below 0."""
 
     max_kl: float | None = None
     """Largest KL divergence, in nats a token; the fastest plan within it is chosen."""
@@ -55,11 +53,9 @@ class Budget:
     """Exact number of layers above the lowest precision; the plan with the least KL is chosen."""
 
     def __post_init__(self) -> None:
-        given = [value for value in (self.max_kl, self.max_slowdown, self.layers) if value is not None]
-        if len(given) != 1:
-            raise UsageError("give one budget: --max-kl, --max-slowdown or --layers")
-        if given[0] < 0:
-            raise UsageError(f"the budget is {given[0]:g}; give 0 or more")
+        (given,) = (value for value in (self.max_kl, self.max_slowdown, self.layers) if value is not None)
+        if given < 0:
+            raise UsageError(f"the budget is {given:g}; give 0 or more")
 
     def __str__(self) -> str:
         if self.max_kl is not None:
@@ -67,12 +63,6 @@ class Budget:
         if self.max_slowdown is not None:
             return f"at most {100 * self.max_slowdown:g} % slower than the fastest variant"
         return f"{self.layers} layers raised"
-
-    def check_layers(self, num_layers: int) -> None:
-        if self.layers is not None and self.layers > num_layers:
-            raise UsageError(
-                f"the model has {num_layers} layers, not {self.layers}; give --layers up to that"
-            )
 
     def allows(self, raised: int, slowdown: float) -> bool:
         """Whether a plan is within the limits on layers and time, which are known without measuring.
@@ -116,8 +106,6 @@ class SearchResult:
     chosen: MeasuredPlan
     searched: list[MeasuredPlan]
     """The variants alone, the plans with one layer below the highest precision, and the proposed plans."""
-    others: dict[str, MeasuredPlan]
-    """Baselines for `--compare`, by name (`first`, `random 1`): they raise as many layers, elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +118,11 @@ class Search:
     budget: Budget
     sequences: int = 1
     """Sequences in the decode pass whose time counts."""
-    compare: bool = False
-    """Whether to measure baselines beside the chosen plan."""
 
     def __post_init__(self) -> None:
-        self.budget.check_layers(self.study.subject.num_layers)
+        number, raised = self.study.subject.num_layers, self.budget.layers
+        if raised is not None and raised > number:
+            raise UsageError(f"the model has {number} layers, not {raised}; give --layers up to that")
         missing = [variant for variant in self.study.variants if variant not in self.times.variants]
         if missing:
             raise FlexQuantError(
@@ -154,7 +142,7 @@ class Search:
             if self.budget.max_kl is not None:
                 fastest = min(map(measured, pure), key=lambda plan: plan.seconds)
                 if fastest.kl <= self.budget.max_kl:
-                    return SearchResult(document, fastest, [*map(measured, pure)], {})
+                    return SearchResult(document, fastest, [*map(measured, pure)])
             alone = [*pure, *self.study.leaving(self.study.highest)]
             self.study.measure_layers(document, measure, alone, progress)
             chain = greedy_chain(
@@ -163,53 +151,23 @@ class Search:
                 len(highest),
             )
             progress("whole plans")
-            if self.budget.max_kl is not None:
-                proposed = self._bisect(chain, measure)
+            if (most := self.budget.max_kl) is not None:
+                first = bisect_left(chain[:-1], True, key=lambda plan: fmean(measure(plan)) <= most)
+                proposed = chain[max(0, first - 1) : first + 2]
             else:
                 proposed = list(filter(self._allowed, chain))[-LAST:]
                 proposed += filter(self._allowed, [*beside(chain, proposed[-1], BESIDE)] if proposed else [])
             plans = [measured(plan) for plan in dict.fromkeys((*alone, *proposed))]
             chosen = self.budget.choose([plan for plan in plans if self._allowed(plan.layers)])
-            others = (
-                {name: measured(plan) for name, plan in self._others(chosen.layers)} if self.compare else {}
-            )
-        return SearchResult(document, chosen, plans, others)
+        return SearchResult(document, chosen, plans)
 
     def _allowed(self, plan: Layers) -> bool:
-        fastest = min(self._seconds(all_in(variant, len(plan))) for variant in self.study.variants)
-        return self.budget.allows(self._raised(plan), self._seconds(plan) / fastest - 1)
-
-    def _raised(self, plan: Layers) -> int:
-        """Return the number of layers above the lowest precision."""
-        *_, lowest = self.study.variants
-        return sum(variant != lowest for variant in plan)
+        fastest, (*_, lowest) = min(map(self._seconds, self.study.alone())), self.study.variants
+        raised = sum(variant != lowest for variant in plan)
+        return self.budget.allows(raised, self._seconds(plan) / fastest - 1)
 
     def _seconds(self, plan: Layers) -> float:
         return self.times.seconds(plan, "decode", self.sequences)
-
-    def _bisect(self, chain: list[Layers], measure: Measure) -> list[Layers]:
-        """Return the chain's first plan within the budget's KL divergence, and its two neighbours."""
-        assert self.budget.max_kl is not None
-        most = self.budget.max_kl
-        first = bisect_left(chain[:-1], True, key=lambda plan: fmean(measure(plan)) <= most)
-        return chain[max(0, first - 1) : first + 2]
-
-    def _others(self, layers: Layers) -> list[tuple[str, Layers]]:
-        """Return baselines, (name, plan): they raise as many layers as ``layers``, at other places."""
-        number, (highest, *_, lowest) = len(layers), self.study.variants
-        count = self._raised(layers)
-        places: dict[str, Sequence[int]] = {
-            "first": range(count),
-            "last": range(number - count, number),
-            "first and last": [*range((count + 1) // 2), *range(number - count // 2, number)],
-        }
-        drawn = random.Random(self.study.settings.seed)
-        for index in range(1, RANDOM_PLANS + 1):
-            places[f"random {index}"] = drawn.sample(range(number), count)
-        return [
-            (name, tuple(highest if layer in chosen else lowest for layer in range(number)))
-            for name, chosen in places.items()
-        ]
 
 
 def greedy_chain(
@@ -284,8 +242,9 @@ def limit_loss(
     document = {**tuned.document, "rules": [limited(rule) for rule in tuned.document["rules"]]}
     document = add_derivations(document, plan.layers, study.variants)
     told = ", ".join(f"{variant} {loss:.3g}" for variant, loss in losses.items())
+    of = found.document["reference"] or f"{study.highest} itself"
     notes = [
-        f"KL divergence of decode to {study.reference_name} on {study.text.name}, nats a token: {told}.",
+        f"KL divergence of decode to {of} on {study.text.name}, nats a token: {told}.",
         f"At most {most:g} is allowed: the fastest plan, {describe_layers(plan.layers)}, "
         f"loses {plan.kl:.3g}.",
     ]

@@ -88,10 +88,6 @@ class Study:
     def highest(self) -> str:
         return next(iter(self.variants))
 
-    @property
-    def reference_name(self) -> str:
-        return f"{self.highest} itself" if self.reference is None else Path(self.reference).name
-
     def alone(self) -> list[Layers]:
         """Return the plans that run every layer in one variant."""
         return [all_in(variant, self.subject.num_layers) for variant in self.variants]

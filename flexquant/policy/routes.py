@@ -10,17 +10,21 @@ the plan of each rule; workers get it as plain data (:meth:`RouteTable.to_json`)
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.weight_bytes import BytesByRange, bytes_in_use
 from flexquant.documents.yaml_document import KeyPath
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Layers, Plan
 from flexquant.policy.rules import Policy, source_of
 from flexquant.policy.schema import PHASES, Derivation, Phase, parse_layers
+
+if TYPE_CHECKING:
+    from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 
 T = TypeVar("T")
 
@@ -92,8 +96,12 @@ class RouteTable:
     @property
     def layers(self) -> dict[str, frozenset[int]]:
         """Variant -> decoder layers that plans need of it; variants that no plan needs are left out."""
+        return self.layers_of(self.plans)
+
+    def layers_of(self, plans: Iterable[Plan]) -> dict[str, frozenset[int]]:
+        """Return the same for some of the table's plans."""
         used: dict[str, set[int]] = {}
-        for plan in self.plans:
+        for plan in plans:
             for number, variant in enumerate(plan.layers):
                 used.setdefault(variant, set()).add(number)
                 if not self.has_weights(variant):
@@ -123,14 +131,16 @@ class RouteTable:
         """Return the checkpoint's variant whose weights a variant has: itself, unless it is derived."""
         return source_of(variant, self.derived)
 
-    @property
-    def stored_layers(self) -> dict[str, frozenset[int]]:
-        """The :attr:`layers` of the variants that have weights in memory."""
-        return {name: numbers for name, numbers in self.layers.items() if self.has_weights(name)}
-
     def has_weights(self, variant: str) -> bool:
         """Whether a variant has weights in memory; if not, each pass computes them from its source's."""
         return variant not in self.derived or not self.derived[variant].is_one_copy
+
+    def stored_bytes(self, checkpoint: MergedCheckpoint, plans: Iterable[Plan]) -> BytesByRange:
+        """Return the stored bytes of what some of the table's plans need in memory."""
+        layers = self.layers_of(plans).items()
+        held = {name: numbers for name, numbers in layers if self.has_weights(name)}
+        sources = {name: derivation.source for name, derivation in self.derived.items()}
+        return bytes_in_use(checkpoint.merged, checkpoint.tensors, held, sources)
 
     def ignores_phase(self) -> bool:
         """Whether a pass's size alone decides its plan, whatever its phase."""

@@ -27,10 +27,8 @@ from flexquant.documents.results import digest_of
 from flexquant.documents.texts import (
     SELF,
     TextOrMessages,
-    as_text,
     document_tokens,
     draw_rows,
-    plain_text,
     read_corpus,
     read_documents,
     start_of_row,
@@ -44,7 +42,7 @@ from flexquant.quantization.report import versions
 from flexquant.quantization.sampling import (
     TOPICS,
     Language,
-    is_known,
+    known_documents,
     known_languages,
     sample,
     vocabulary_word,
@@ -218,8 +216,7 @@ def _write_batch(
         if tokenizer.chat_template and number % 2 == 0:
             request = draw.choice(draw.choice(languages).requests).replace("{}", draw.choice(TOPICS))
             start: TextOrMessages = [{"role": "user", "content": request}]
-            text = as_text(start, tokenizer, "the model's own text", to_answer=True)
-            prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+            prompts.append(document_tokens(start, tokenizer, "the model's own text", to_answer=True))
         else:
             openings = () if number % 4 == 1 else draw.choice(languages).openings
             start = draw.choice(openings) if openings else vocabulary_word(tokenizer, draw)
@@ -248,10 +245,9 @@ def _real_text(
     It may be fewer if all that there is has fewer. The languages but English are one kind.
     """
     kinds: dict[str, list[JsonObject]] = {}
-    for kind, documents in read_corpus(held_out=False).items():
-        if is_known(kind, languages):
-            records = [{"kind": kind, **_record(document, tokenizer)} for document in documents]
-            kinds.setdefault(kind.partition("/")[0], []).extend(records)
+    for kind, document in known_documents(read_corpus(held_out=False), languages, tokenizer):
+        record = {"kind": kind, "text" if isinstance(document, str) else "messages": document}
+        kinds.setdefault(kind.partition("/")[0], []).append(record)
     passages = [passage for page in read_documents(None) for passage in _passages(str(page))]
     kinds["reference"] = [{"kind": "reference", "text": passage} for passage in passages]
     for kind, records in kinds.items():
@@ -263,13 +259,6 @@ def _real_text(
         taken.append(kinds[kind].pop())
         used[kind] += len(_record_tokens(taken[-1], tokenizer))
     return taken
-
-
-def _record(document: TextOrMessages, tokenizer: PreTrainedTokenizerBase) -> JsonObject:
-    """Return a document as a line of the file; without a chat template a conversation is plain text."""
-    if isinstance(document, str) or not tokenizer.chat_template:
-        return {"text": plain_text(document)}
-    return {"messages": document}
 
 
 def _record_tokens(record: JsonObject, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -44,9 +44,8 @@ FLOOR = 1e-5
 
 def needs_calibration(variant: ResolvedVariant) -> bool:
     """Whether calibration rows are needed to make the variant."""
-    if variant.recipe.scale_distillation is not None:
-        return True
-    return any(modifier.requires_calibration_data for modifier in build_modifiers(variant))
+    by_modifier = any(modifier.requires_calibration_data for modifier in build_modifiers(variant))
+    return by_modifier or variant.recipe.scale_distillation is not None
 
 
 def build_modifiers(variant: ResolvedVariant, tokens: int = 0) -> list[Modifier]:

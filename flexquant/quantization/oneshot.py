@@ -32,6 +32,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, Wei
 
 from flexquant.checkpoint.built_model import nothing_fetched
 from flexquant.checkpoint.folder import COPIED, GENERATION_CONFIG, find_files
+from flexquant.checkpoint.module_names import LAYER
 from flexquant.checkpoint.writer import Progress, copy_files
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.loss import distill_scales
@@ -39,7 +40,7 @@ from flexquant.quantization.modifiers import SearchedSmoothQuant, build_modifier
 from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.report import Report
 from flexquant.quantization.resolve import ResolvedVariant, with_strengths
-from flexquant.quantization.source_model import SourceModel, decoder_layers
+from flexquant.quantization.source_model import SourceModel
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
@@ -60,15 +61,19 @@ def load_whole(source: SourceModel) -> PreTrainedModel:
     return _load(source, device_map="auto" if torch.cuda.is_available() else None)
 
 
-def _load(source: SourceModel, **options: Any) -> PreTrainedModel:
+def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel:
     """Return the model in its dtype on a GPU, or in float32 on a CPU, which multiplies 16-bit floats slowly.
 
     Raises FlexQuantError for parameters that transformers would fill at random.
     """
-    options["dtype"] = source.dtype if torch.cuda.is_available() else torch.float32
     with nothing_fetched():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.folder, config=source.config, trust_remote_code=False, output_loading_info=True, **options
+            source.folder,
+            config=source.config,
+            trust_remote_code=False,
+            output_loading_info=True,
+            dtype=source.dtype if torch.cuda.is_available() else torch.float32,
+            device_map=device_map,
         )
     model: PreTrainedModel
     found: Mapping[str, set[str]]
@@ -192,24 +197,16 @@ def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder:
     _convert_parameters(model, dtype)
     settings = model.generation_config
     model.generation_config = GenerationConfig()
-    with _errors_of_the_system(folder):
+    try:
         model.save_pretrained(folder, save_compressed=True)
+    except SafetensorError as e:  # it can stand for an error of the system, such as a full disk
+        if (found := OS_ERROR.search(str(e))) is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from e
     if settings is not None:
         settings.to_json_file(folder / GENERATION_CONFIG)
     active_session().reset()  # else it holds the model until the next one is loaded
     copy_files(find_files(source, COPIED), folder)
-
-
-@contextmanager
-def _errors_of_the_system(folder: Path) -> Iterator[None]:
-    """Turn a SafetensorError that stands for an OSError into that OSError."""
-    try:
-        yield
-    except SafetensorError as e:
-        if (found := OS_ERROR.search(str(e))) is None:
-            raise
-        number = int(found[1])
-        raise OSError(number, os.strerror(number), str(folder)) from e
 
 
 @contextmanager
@@ -238,7 +235,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
 @contextmanager
 def watched_layers(model: PreTrainedModel, progress: Progress | None) -> Iterator[None]:
     """Report the layer that the data reaches, and raise FlexQuantError if activations are not finite."""
-    names = decoder_layers([name for name, _ in model.named_modules()])
+    found = (LAYER.match(name) for name, _ in model.named_modules())
+    names = list(dict.fromkeys(match[0].removesuffix(".") for match in found if match))
 
     def check(number: int, module: torch.nn.Module, args: object, output: object) -> None:
         hidden = output[0] if isinstance(output, tuple) else output

@@ -22,6 +22,7 @@ from flexquant.quantization.progress import Stage, no_stage, quiet_libraries
 from flexquant.quantization.recipe import Calibration, Recipe, VariantRecipe
 from flexquant.quantization.report import (
     QuantizedVariant,
+    Report,
     Rows,
     find_difference,
     portable_settings,
@@ -114,53 +115,52 @@ def quantize_variants(
     data = None if calibration is None else str(calibration)
     given = {"data": data, "samples": samples, "length": length, "seed": seed}
     settings = recipe.calibration.model_copy(update={k: v for k, v in given.items() if v is not None})
-    run = _Run(recipe, settings, Path(output), overwrite, resume, progress, stage)
     with nullcontext() if verbose else quiet_libraries(progress):
-        return run.quantize(folder, recipes)
+        from flexquant.quantization.oneshot import separate_experts
+
+        with stage(f"reading {folder}"):
+            source = read_source(folder)
+            tokenizer = load_tokenizer(folder)
+            empty = separate_experts(empty_model(source.config))
+            resolved = [resolve_variant(chosen, empty, source.config.model_type) for chosen in recipes]
+            for variant in resolved:
+                for note in variant.notes:
+                    progress(f"{variant.recipe.name}: {note}")
+        run = _Run(recipe, settings, Path(output), overwrite, progress, stage, source, tokenizer)
+        return run.quantize(resolved, resume)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """The arguments of :func:`quantize_variants` that all variants have in common."""
+    """What all variants of one call of :func:`quantize_variants` have in common."""
 
     recipe: Recipe
     settings: Calibration
     output: Path
     overwrite: bool
-    resume: bool
     progress: Callable[[str], None]
     stage: Stage
+    source: SourceModel
+    tokenizer: PreTrainedTokenizerBase
 
-    def quantize(self, folder: Path, recipes: Sequence[VariantRecipe]) -> list[QuantizedVariant]:
-        """Make the variants that no earlier run has finished from the model in ``folder``."""
-        from flexquant.quantization.oneshot import separate_experts
-
-        with self.stage(f"reading {folder}"):
-            source = read_source(folder)
-            tokenizer = load_tokenizer(folder)
-            empty = separate_experts(empty_model(source.config))
-            resolved = [resolve_variant(recipe, empty, source.config.model_type) for recipe in recipes]
-            for variant in resolved:
-                for note in variant.notes:
-                    self.progress(f"{variant.recipe.name}: {note}")
-        jobs = self._jobs(resolved, source, tokenizer)
-        kept = self._find_finished(jobs) if self.resume else [False] * len(jobs)
-        check_free_space(self.output, kept.count(False) * source.parameters * LEAST_BITS // 8)
-        reference = self._reference(source, tokenizer, needed=not all(kept))
+    def quantize(self, resolved: Sequence[ResolvedVariant], resume: bool) -> list[QuantizedVariant]:
+        """Make the variants; with ``resume`` those that no earlier run has finished."""
+        jobs = self._jobs(resolved)
+        kept = self._find_finished(jobs) if resume else [False] * len(jobs)
+        check_free_space(self.output, kept.count(False) * self.source.parameters * LEAST_BITS // 8)
+        reference = self._reference(needed=not all(kept))
         results = []
         for job, finished in zip(jobs, kept, strict=True):
             started = time.monotonic()
             unit = " layers" if job.variant.recipe.scale_distillation is None else ""
             with self.stage(job.title(finished), unit=unit) as show:
                 if reference is not None and not finished:
-                    self._quantize(job, source, tokenizer, reference, show)
+                    self._quantize(job, reference, show)
             seconds = 0.0 if finished else time.monotonic() - started
             results.append(read_quantized(job.variant, job.folder, finished, seconds))
         return results
 
-    def _jobs(
-        self, resolved: Sequence[ResolvedVariant], source: SourceModel, tokenizer: PreTrainedTokenizerBase
-    ) -> list[_Job]:
+    def _jobs(self, resolved: Sequence[ResolvedVariant]) -> list[_Job]:
         """Return a job for every variant, with calibration rows if some variant needs them."""
         from flexquant.quantization.calibration import calibration_rows
         from flexquant.quantization.modifiers import needs_calibration
@@ -168,22 +168,19 @@ class _Run:
         needs_data = [needs_calibration(variant) for variant in resolved]
         rows: Rows = []
         if any(needs_data):
-            rows = calibration_rows(
-                self.settings, source, tokenizer, self.output, self.overwrite, self.progress, self.stage
-            )
+            inputs = self.settings, self.source, self.tokenizer, self.output
+            rows = calibration_rows(*inputs, self.overwrite, self.progress, self.stage)
         else:
             with self.stage("no calibration text is needed"):
                 pass
         jobs = []
         for variant, needs in zip(resolved, needs_data, strict=True):
             used, name = rows if needs else None, variant.recipe.name
-            made_from = variant_inputs(source, self.recipe.variants[name], used, self.settings.seed)
+            made_from = variant_inputs(self.source, self.recipe.variants[name], used, self.settings.seed)
             jobs.append(_Job(variant, self.output / name, made_from, used))
         return jobs
 
-    def _reference(
-        self, source: SourceModel, tokenizer: PreTrainedTokenizerBase, *, needed: bool
-    ) -> Reference | None:
+    def _reference(self, *, needed: bool) -> Reference | None:
         """Return the 16-bit model's answers to the texts with which variants are measured; None: none are."""
         from flexquant.quantization.loss import read_reference
         from flexquant.quantization.oneshot import explained_memory, load_whole
@@ -195,7 +192,7 @@ class _Run:
             self.stage("the 16-bit model reads texts to measure the variants with"),
             explained_memory("reading texts with the 16-bit model", "free memory"),
         ):
-            reference = read_reference(load_whole(source), tokenizer)
+            reference = read_reference(load_whole(self.source), self.tokenizer)
         for kind in reference.rows.keys() - reference.answers.keys():
             self.progress(f"what variants lose on {kind} is not measured: the 16-bit model itself gives NaN")
         return reference
@@ -220,43 +217,35 @@ class _Run:
             )
         return finished
 
-    def _quantize(
-        self,
-        job: _Job,
-        source: SourceModel,
-        tokenizer: PreTrainedTokenizerBase,
-        reference: Reference,
-        show: Progress | None,
-    ) -> None:
+    def _quantize(self, job: _Job, reference: Reference, show: Progress | None) -> None:
         from flexquant.quantization.loss import measure_loss
         from flexquant.quantization.oneshot import explained_memory, quantize_in_memory, save_model
 
+        variant, settings, source = job.variant, self.settings, self.source
         calibration = None
         if job.rows is not None:
-            calibration = {**portable_settings(self.settings), "rows_sha256": digest_of(job.rows)}
-        with explained_memory(f"quantising '{job.variant.recipe.name}'"):
+            calibration = {**portable_settings(settings), "rows_sha256": digest_of(job.rows)}
+        with explained_memory(f"quantising '{variant.recipe.name}'"):
             model, resolved, findings = quantize_in_memory(
-                job.variant, source, tokenizer, job.rows, self.settings.seed, show
+                variant, source, self.tokenizer, job.rows, settings.seed, show
             )
             losses = measure_loss(model, reference)
             with staged_folder(job.folder, overwrite=self.overwrite) as stage:
                 save_model(model, source.dtype, source.folder, stage)
                 del model
                 document = resolved_document(
-                    resolved, self.recipe.description, self.settings, source, job.rows, losses
+                    resolved, self.recipe.description, settings, source, job.rows, losses
                 )
                 (stage / RECIPE).write_text(document, encoding="utf-8")
-                write_report(
-                    stage,
-                    {
-                        "made_from": job.made_from,
-                        "calibration": calibration,
-                        "group_size": job.variant.group_size,
-                        "quantized_linears": len(job.variant.linears),
-                        "notes": list(job.variant.notes),
-                        **findings,
-                    },
-                )
+                report: Report = {
+                    "made_from": job.made_from,
+                    "calibration": calibration,
+                    "group_size": variant.group_size,
+                    "quantized_linears": len(variant.linears),
+                    "notes": list(variant.notes),
+                    **findings,
+                }
+                write_report(stage, report)
 
 
 def _choose(recipe: Recipe, names: Sequence[str] | None) -> list[VariantRecipe]:

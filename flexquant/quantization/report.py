@@ -8,9 +8,7 @@ Neither holds a time or a path of this machine, so equal inputs give equal bytes
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -20,7 +18,6 @@ import flexquant
 from flexquant.checkpoint.folder import RECIPE, read_json
 from flexquant.checkpoint.measured_loss import KEY, LossByKind, read_losses
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.writer import MAX_THREADS
 from flexquant.documents.results import different_keys, digest_of, hash_file, versions_of
 from flexquant.documents.texts import SELF
 from flexquant.documents.yaml_document import to_yaml
@@ -192,8 +189,6 @@ def read_quantized(variant: ResolvedVariant, folder: Path, kept: bool, seconds: 
 
 
 def _hash_files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of all files but the report, by sorted name; several threads read at a time."""
+    """Return the SHA-256 of all files but the report, by sorted name."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / REPORT_FILE)
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
-        digests = pool.map(hash_file, paths)
-        return {p.relative_to(folder).as_posix(): d for p, d in zip(paths, digests, strict=True)}
+    return {path.relative_to(folder).as_posix(): hash_file(path) for path in paths}

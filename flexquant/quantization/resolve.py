@@ -197,9 +197,7 @@ def choose_group_size(input_features: Mapping[str, int], sizes: Sequence[int]) -
     for size in sizes:
         if all(k % size == 0 for k in input_features.values()):
             return size
-    name, k = next(
-        (name, k) for name, k in input_features.items() if k % sizes[-1] or all(k % size for size in sizes)
-    )
+    name, k = next((name, k) for name, k in input_features.items() if k % sizes[-1])
     raise FlexQuantError(
         f"{name} has {k} input features, which none of the group sizes {', '.join(map(str, sizes))} divides; "
         "add a smaller one to group_size, or choose a scheme without groups, such as W8A8"

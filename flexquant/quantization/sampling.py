@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.resources
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import cast
@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.texts import LANGUAGES, start_of_row
+from flexquant.documents.texts import LANGUAGES, Corpus, TextOrMessages, plain_text, start_of_row
 
 KNOWN = 1.6
 """Largest ratio of a sentence's nats to those in the model's best language at which a language is known."""
@@ -124,10 +124,18 @@ def known_languages(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     return (ENGLISH, *(language for language in OTHERS if nats[language] <= KNOWN * least))
 
 
-def is_known(kind: str, languages: Sequence[Language]) -> bool:
-    """Return whether a kind of ``flexquant.documents.texts`` is in English or in one of the languages."""
-    code = kind.removeprefix(LANGUAGES)
-    return code == kind or any(code == language.code for language in languages)
+def known_documents(
+    corpus: Corpus, languages: Sequence[Language], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[str, TextOrMessages]]:
+    """Yield kind and document of what is in English or in one of the languages.
+
+    Without a chat template conversations are plain text.
+    """
+    for kind, documents in corpus.items():
+        code = kind.removeprefix(LANGUAGES)
+        if code == kind or any(code == language.code for language in languages):
+            for document in documents:
+                yield kind, document if tokenizer.chat_template else plain_text(document)
 
 
 def vocabulary_word(tokenizer: PreTrainedTokenizerBase, draw: Random) -> str:

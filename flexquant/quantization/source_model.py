@@ -189,12 +189,6 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
         return build_model(AutoModelForCausalLM, config)
 
 
-def decoder_layers(names: Sequence[str]) -> list[str]:
-    """Return the names of the decoder layers that hold the modules of these names, in order."""
-    found = (LAYER.match(name) for name in names)
-    return list(dict.fromkeys(match[0].removesuffix(".") for match in found if match))
-
-
 def gates(model: PreTrainedModel) -> list[str]:
     """Return the names of the linears that stay in 16 bit unless a recipe names them, as publishers do.
 

@@ -113,11 +113,9 @@ def _targets(value: object) -> str | None:
 def _scheme(value: object) -> str | None:
     if isinstance(value, dict) and value:
         return next((problem for targets in value.values() if (problem := _targets(targets))), None)
-    return (
-        None
-        if isinstance(value, str) and value
-        else "give the name of a preset such as W8A8, or a mapping from presets to lists of targets"
-    )
+    if isinstance(value, str) and value:
+        return None
+    return "give the name of a preset such as W8A8, or a mapping from presets to lists of targets"
 
 
 def _config_groups(value: object) -> str | None:
@@ -131,10 +129,6 @@ def _config_groups(value: object) -> str | None:
         if problem := _targets(group.get("targets")):
             return f"correct the targets of {name}: {problem}"
     return None
-
-
-def _actorder(value: object) -> str | None:
-    return None if value in ("static", "weight", None) else "give one of static, weight, null"
 
 
 def _mappings(value: object) -> str | None:
@@ -244,7 +238,7 @@ class GPTQ(Rounding):
 
     block_size: Positive = 128
     dampening_frac: Annotated[Share, says("give a number from 0 to 1")] = 0.01
-    actorder: Annotated[object, _checked(_actorder)] = None
+    actorder: Annotated[Literal["static", "weight"], says("give one of static, weight, null")] | None = None
     first_token_weight: AboveZero = 1.0
 
 

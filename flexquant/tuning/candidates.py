@@ -14,9 +14,9 @@ from operator import or_
 from pathlib import Path
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
-from flexquant.checkpoint.merged_config import MergedConfig
-from flexquant.checkpoint.model_config import JsonObject, count_layers
-from flexquant.checkpoint.weight_bytes import bytes_in_use, report_checkpoint
+from flexquant.checkpoint.merged_config import SHARED, MergedConfig
+from flexquant.checkpoint.model_config import count_layers
+from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.evaluating import SCHEMA as EVALUATION_SCHEMA
 from flexquant.policy.routes import build_route_table
@@ -119,10 +119,8 @@ class Memory:
             routes = build_route_table(
                 policy, merged.variants, number, sys.maxsize, mixable=merged.mixable_groups
             )
-            layers = routes.stored_layers
-            sources = {v: routes.source(v) for v in routes.derived}
-            found = bytes_in_use(merged, checkpoint.tensors, layers, sources)
-            own[name] = {v: sum(found[v].values()) for v in layers}
+            found = routes.stored_bytes(checkpoint, routes.plans)
+            own[name] = {v: sum(sizes.values()) for v, sizes in found.items() if v != SHARED}
         return cls(
             UTILISATION * devices * current_platform.get_device_total_memory(),
             report_checkpoint(merged, number, checkpoint.tensors).shared_bytes,
@@ -176,10 +174,9 @@ def _precision(name: str, policy: Policy, merged: MergedConfig) -> tuple[int, in
     """Return the bits of weights and of activations."""
     source = merged.variants[source_of(name, policy.derived)]
     groups = source.quantization_config.get("config_groups", {}).values()
-    weights = min((_bits(group.get("weights")) for group in groups), default=BITS_16)
-    activations = min((_bits(group.get("input_activations")) for group in groups), default=BITS_16)
-    return weights, 8 if name in policy.derived else activations
 
+    def least_bits(kind: str) -> int:
+        numbers = (group.get(kind) for group in groups)
+        return min((BITS_16 if n is None else int(n["num_bits"]) for n in numbers), default=BITS_16)
 
-def _bits(arguments: JsonObject | None) -> int:
-    return BITS_16 if arguments is None else int(arguments["num_bits"])
+    return least_bits("weights"), 8 if name in policy.derived else least_bits("input_activations")

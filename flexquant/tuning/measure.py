@@ -21,9 +21,8 @@ from flexquant.evaluation.workers import Worker, start_workers
 from flexquant.planning.config_numbers import Attention, language_config
 from flexquant.policy.rules import Policy
 from flexquant.tuning.candidates import Memory
-from flexquant.tuning.objectives import Goal, Requests
-from flexquant.tuning.samples import Grid, Samples
-from flexquant.tuning.size_thresholds import check_decidable, wide
+from flexquant.tuning.objectives import Goal
+from flexquant.tuning.samples import Grid, Samples, check_decidable, wide
 
 Bar = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
 
@@ -142,15 +141,11 @@ class Measurement:
         finally:
             self._save()
 
-    def requests_of(self, goal: Goal) -> Requests:
-        """Return what tells how many of the goal's requests fit beside the weights of variants."""
-
-        def requests(variants: Sequence[str]) -> int:
-            folder = self._checkpoint.folder
-            attention = Attention.read(language_config(self._checkpoint.config, folder), 1, folder)
-            return self.memory.requests(variants, goal.request_tokens * attention.kv_bytes_per_token)
-
-        return requests
+    def requests(self, goal: Goal, variants: Sequence[str]) -> int:
+        """Return how many of the goal's requests fit beside the weights of the variants."""
+        folder = self._checkpoint.folder
+        attention = Attention.read(language_config(self._checkpoint.config, folder), 1, folder)
+        return self.memory.requests(variants, goal.request_tokens * attention.kv_bytes_per_token)
 
     def discard_samples(self) -> None:
         """Delete the samples' file, once what follows from them is written."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Decide from samples which variant runs passes of which size, for a goal.
+"""Decide from samples which variant runs passes of which size, for a goal: in ranges of sizes.
 
 A goal is latency, throughput, both in balance, or bounds on TTFT and TPOT. ``together`` says which candidates
 can be loaded together.
@@ -12,27 +12,50 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import fmean
 
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.tuning.samples import Samples
-from flexquant.tuning.size_thresholds import (
-    MARGIN,
-    Decision,
-    choose_by_size,
-    cost_of_speed,
-    crossing_by_speed,
-)
+from flexquant.tuning.samples import MARGIN, MEASURED_PHASES, Samples
 
 OBJECTIVES = ("balanced", "latency", "throughput")
 WORTH_LOADING = 0.05
 """Objective balanced: a variant is loaded if some size would be slower by this share without it."""
+CLOSE = 0.05
+"""Largest slowdown (0.05 = 5 %), by its estimate, at which a variant still ties with the fastest.
+
+This keeps a wide, noisy interval from hiding a larger difference.
+"""
 UNMET = 10.0
 """Cost of missing a bound; it exceeds the cost of any precision."""
 DURATION = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*(ms|s)")
 BOUNDS = {"prefill": "ttft", "decode": "tpot"}
 """Phase -> name of the bound on its passes."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The sizes up to ``last`` (None: no upper end), for which ``variant`` is chosen."""
+
+    last: int | None
+    variant: str
+    between: tuple[int, int] | None
+    """The measured sizes on either side of its upper end."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The chosen variants."""
+
+    ranges: dict[str, tuple[Range, ...]]
+    """Phase (``decode``, ``prefill``) -> ranges of sizes, without gaps from 1."""
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(r.variant for phase in MEASURED_PHASES for r in self.ranges[phase]))
+
+    def variant(self, phase: str, size: int) -> str:
+        return next(r.variant for r in self.ranges[phase] if r.last is None or size <= r.last)
 
 
 @dataclass(frozen=True)
@@ -111,7 +134,7 @@ def _best_of(samples: Samples, variants: Sequence[str], goal: Goal, requests: Re
         variants = _most_throughput(samples, variants, requests)
     elif goal.objective == "balanced":
         variants = _worth_loading(samples, variants)
-    return _fastest(samples, variants)
+    return choose_by_size(samples, variants)
 
 
 def _meet(samples: Samples, variants: Sequence[str], slo: Mapping[str, float]) -> Decision:
@@ -133,47 +156,27 @@ def _meet(samples: Samples, variants: Sequence[str], slo: Mapping[str, float]) -
             )
     if unmet:
         raise FlexQuantError(". ".join(unmet))
-    speed, faster = cost_of_speed(samples, variants), crossing_by_speed(samples)
-
-    def cost(phase: str, variant: str, size: int) -> float:
-        if phase not in slo:
-            return speed(phase, variant, size)
-        if samples.time(variant, phase, size).median > slo[phase]:
-            return UNMET + speed(phase, variant, size)
-        # Each step down in precision costs more than a change of variant between sizes.
-        return MARGIN * 2 * variants.index(variant)
-
-    def crossing(phase: str, a: str, b: str, size: int) -> float:
-        if phase not in slo:
-            return faster(phase, a, b, size)
-        return math.log(samples.time(a, phase, size).median / slo[phase])
-
-    return choose_by_size(samples, variants, cost, crossing)
-
-
-def _fastest(samples: Samples, variants: Sequence[str]) -> Decision:
-    return choose_by_size(samples, variants, cost_of_speed(samples, variants), crossing_by_speed(samples))
+    return choose_by_size(samples, variants, slo)
 
 
 def _worth_loading(samples: Samples, variants: Sequence[str]) -> list[str]:
     """Drop variants one at a time, the least missed first, while dropping costs less than WORTH_LOADING."""
-    kept = list(_fastest(samples, variants).variants)
+    kept = list(choose_by_size(samples, variants).variants)
     kept.sort(key=variants.index)
     while len(kept) > 1:
-        losses = {v: _loss_without(samples, kept, v) for v in kept}
+        # The logarithm of the slowdown without a variant, at the size that needs it most.
+        losses = {
+            v: max(
+                min(math.log(samples.compare(other, v, *one).ratio) for other in kept if other != v)
+                for one in samples.passes
+            )
+            for v in kept
+        }
         least = min(kept, key=lambda v: losses[v])
         if losses[least] >= math.log1p(WORTH_LOADING):
             break
         kept.remove(least)
     return kept
-
-
-def _loss_without(samples: Samples, variants: Sequence[str], left_out: str) -> float:
-    """Return the logarithm of the slowdown, at the worst size, without a variant."""
-    others = [v for v in variants if v != left_out]
-    return max(
-        min(math.log(samples.compare(v, left_out, *one).ratio) for v in others) for one in samples.passes
-    )
 
 
 def _most_throughput(samples: Samples, variants: Sequence[str], requests: Requests) -> list[str]:
@@ -193,3 +196,77 @@ def _decode_throughput(samples: Samples, variants: Sequence[str], requests: int)
     if not fitting:
         return 0.0
     return fitting[-1] / min(samples.time(v, "decode", fitting[-1]).median for v in variants)
+
+
+def choose_by_size(
+    samples: Samples, variants: Sequence[str], slo: Mapping[str, float] | None = None
+) -> Decision:
+    """Choose a variant for every measured size, at the least total cost, and the ends of the ranges.
+
+    ``variants`` begin with the most precise, which is preferred at equal cost. ``slo`` maps phases to upper
+    bounds on their passes, in seconds.
+    """
+    ranges: dict[str, tuple[Range, ...]] = {}
+    for phase in MEASURED_PHASES:
+        sizes, bound = samples.sizes(phase), (slo or {}).get(phase)
+        path = _cheapest_path(variants, [_costs(samples, variants, phase, size, bound) for size in sizes])
+        found: list[Range] = []
+        for (a, variant), (b, following) in pairwise(zip(sizes, path, strict=True)):
+            if variant != following:
+                ends = (_behind(samples, variant, following, phase, size, bound) for size in (a, b))
+                found.append(Range(_zero(a, b, *ends), variant, (a, b)))
+        ranges[phase] = (*found, Range(None, path[-1], None))
+    return Decision(ranges)
+
+
+def _costs(
+    samples: Samples, variants: Sequence[str], phase: str, size: int, bound: float | None
+) -> dict[str, float]:
+    """Return variant -> cost of choosing it for passes of one size, as the logarithm of a ratio of times.
+
+    Among the variants that tie with the fastest, by MARGIN and CLOSE, the most precise costs nothing and the
+    others cost MARGIN. With a bound, the more precise of those that keep it costs less.
+    """
+    found = samples.to_fastest(variants, phase, size)
+    as_fast = [v for v, c in found.items() if c.low <= 1 + MARGIN and c.ratio <= 1 + CLOSE]
+    costs = {v: MARGIN if v in as_fast else max(MARGIN, math.log(c.ratio)) for v, c in found.items()}
+    costs[as_fast[0]] = 0.0
+    if bound is None:
+        return costs
+    # Each step down in precision costs more than a change of variant between sizes.
+    return {
+        v: 2 * MARGIN * step if samples.time(v, phase, size).median <= bound else UNMET + costs[v]
+        for step, v in enumerate(variants)
+    }
+
+
+def _behind(samples: Samples, a: str, b: str, phase: str, size: int, bound: float | None) -> float:
+    """Return the logarithm of the time of ``a`` over that of ``b``, or over the bound if there is one."""
+    if bound is None:
+        return math.log(samples.compare(a, b, phase, size).ratio)
+    return math.log(samples.time(a, phase, size).median / bound)
+
+
+def _cheapest_path(variants: Sequence[str], costs: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return the variants of all sizes with the least total cost; a change costs MARGIN (Viterbi)."""
+    totals = dict.fromkeys(variants, 0.0)
+    steps: list[dict[str, str]] = []
+    for cost in costs:
+        before = {
+            v: min(variants, key=lambda u: (totals[u] + MARGIN * (u != v), u != v, variants.index(u)))
+            for v in variants
+        }
+        totals = {
+            v: totals[before[v]] + MARGIN * (before[v] != v and bool(steps)) + cost[v] for v in variants
+        }
+        steps.append(before)
+    path = [min(variants, key=lambda v: (totals[v], variants.index(v)))]
+    for before in steps[:0:-1]:
+        path.append(before[path[-1]])
+    return path[::-1]
+
+
+def _zero(a: int, b: int, at_a: float, at_b: float) -> int:
+    """Return the last size before the line from ``at_a`` to ``at_b``, over log size, crosses zero."""
+    share = -at_a / (at_b - at_a) if at_a < 0 < at_b else 0.5
+    return min(max(math.floor(a * (b / a) ** share), a), b - 1)

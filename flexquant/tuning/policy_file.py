@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Write the files of a tuning run: the policy as commented YAML, with what it is based on, and a plot."""
+"""The results of a tuning run: the policy as commented YAML, with what it is based on, and a plot."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.output import staged_file
 from flexquant.checkpoint.weight_bytes import format_bytes
-from flexquant.documents.results import MatplotlibMissing, new_figure
+from flexquant.documents.results import new_figure
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import UsageError
 from flexquant.evaluation.comparison import EQUAL, FEWEST_ROUNDS, percent
@@ -24,9 +23,11 @@ from flexquant.policy.rules import Policy, add_derivations, parse_policy
 from flexquant.policy.schema import SCHEMA
 from flexquant.serving.kernels import STAND_INS
 from flexquant.tuning.measure import Measurement
-from flexquant.tuning.objectives import BOUNDS, Goal
-from flexquant.tuning.samples import MEASURED_PHASES, Samples
-from flexquant.tuning.size_thresholds import Decision, undecided
+from flexquant.tuning.objectives import BOUNDS, Decision, Goal
+from flexquant.tuning.samples import MEASURED_PHASES, Samples, undecided
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def tuned_policy(
         *remarks,
         *crossover_notes(samples, names, decision),
         *bound_notes(samples, decision, goal.slo),
-        *batch_notes(samples, goal, lambda: measured.requests_of(goal)(decision.variants)),
+        *batch_notes(samples, goal, lambda: measured.requests(goal, decision.variants)),
         *unused_notes(measured.memory.saved(decision.variants)),
     ]
     document = tuned_policy_document(decision, measured.variants, times, str(goal))
@@ -120,21 +121,10 @@ def tuned_policy_document(
     return document
 
 
-def write_files(output: TuningFiles, tuned: TuningResult, title: str) -> list[Path]:
-    """Write the policy and, if matplotlib is installed, the plot with ``title``; return their paths.
-
-    In the policy's file, comments with the notes and a table of the times come first. Both files appear once
-    both are complete.
-    """
-    comments = [*tuned.notes, "", *format_times(tuned.times, tuned.decision.variant)]
-    text = "\n".join(f"# {line}".rstrip() for line in comments)
-    files = [output.policy]
-    with staged_file(output.policy) as policy:
-        policy.write_text(f"{text}\n{to_yaml(tuned.document, compact=True)}", encoding="utf-8")
-        with suppress(MatplotlibMissing), staged_file(output.plot) as plot:
-            _save_plot(tuned.times, tuned.decision, title, plot)
-            files.append(output.plot)
-    return files
+def policy_text(tuned: TuningResult) -> str:
+    """Return the policy as YAML, below comments with the notes and a table of the times."""
+    times = format_times(tuned.times, tuned.decision.variant)
+    return to_yaml(tuned.document, [*tuned.notes, "", *times])
 
 
 def describe_decision(decision: Decision) -> str:
@@ -161,31 +151,26 @@ def _rules(decision: Decision, uses: Mapping[str, str | JsonObject]) -> list[Jso
     return rules
 
 
-def _save_plot(times: PassTimes, decision: Decision, title: str, file: Path) -> None:
-    """Draw decode and prefill side by side, with logarithmic axes, into the PNG ``file``.
-
-    Raises MatplotlibMissing without matplotlib.
-    """
-    figure, canvas = new_figure(10, 4.5)
-    panels = (("decode", times.decode), ("prefill", times.prefill))
+def draw_times(tuned: TuningResult, title: str) -> Figure:
+    """Draw decode beside prefill, with logarithmic axes; raise FlexQuantError without matplotlib."""
+    figure = new_figure(10, 4.5)
+    panels = (("decode", tuned.times.decode), ("prefill", tuned.times.prefill))
     for axes, (phase, curves) in zip(figure.subplots(1, 2), panels, strict=True):
         for marker, (variant, curve) in zip("osD^vPX", curves.items(), strict=False):
             medians = [1e3 * time.median for time in curve.values()]
             errors = [[1e3 * abs(time.median - time[end]) for time in curve.values()] for end in (1, 2)]
             axes.errorbar(list(curve), medians, yerr=errors, marker=marker, capsize=3, label=variant)
-        for r in decision.ranges[phase]:
+        for r in tuned.decision.ranges[phase]:
             if r.last is not None:
                 axes.axvline(r.last + 0.5, color="gray", linestyle="--")
                 axes.annotate(f"{r.last}", (r.last, 0.97), xycoords=axes.get_xaxis_transform(), ha="right")
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
         axes.xaxis.set_major_formatter(lambda size, _: f"{size:g}")
-        axes.set_xlabel(f"{UNITS[phase]} in a {phase} pass")
-        axes.set_ylabel("ms")
+        axes.set(yscale="log", xlabel=f"{UNITS[phase]} in a {phase} pass", ylabel="ms")
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)
-    canvas.print_figure(file, format="png")
+    return figure
 
 
 def origin_notes(origin: JsonObject, goal: Goal) -> list[str]:
@@ -216,18 +201,19 @@ def crossover_notes(samples: Samples, variants: Sequence[str], decision: Decisio
     """Say where a variant takes over from another, and which sizes are undecided."""
     notes = []
     for phase, ranges in decision.ranges.items():
+        sizes = samples.sizes(phase)
         for r, following in pairwise(ranges):
             assert r.between is not None
             low, high = r.between
-            text = f"takes over between the measured {low} and {high}"
-            if equal := _equal(samples, r.variant, following.variant, phase):
-                text += f"; {', '.join(equal)}"
-            notes.append(
-                f"{phase}: {r.variant} up to {r.last} {UNITS[phase]}, then {following.variant} ({text})."
-            )
+            told = [f"takes over between the measured {low} and {high}"]
+            compared = ((n, samples.compare(r.variant, following.variant, phase, n)) for n in sizes)
+            if equal := [f"{c.words()} at {size}" for size, c in compared if c.verdict == EQUAL]:
+                told.append(", ".join(equal))
+            change = f"{r.variant} up to {r.last} {UNITS[phase]}, then {following.variant}"
+            notes.append(f"{phase}: {change} ({'; '.join(told)}).")
         if doubtful := undecided(samples, variants, phase):
-            sizes = ", ".join(f"{size} (up to {percent(share)} apart)" for size, share in doubtful.items())
-            notes.append(f"{phase}: undecided at these {UNITS[phase]}: {sizes}.")
+            listed = ", ".join(f"{size} (up to {percent(share)} apart)" for size, share in doubtful.items())
+            notes.append(f"{phase}: undecided at these {UNITS[phase]}: {listed}.")
     return notes
 
 
@@ -254,12 +240,6 @@ def batch_notes(samples: Samples, goal: Goal, requests: Callable[[], int]) -> li
         f"Throughput is that of {largest} sequences, the most that were measured; {fitting} requests of "
         f"{goal.request_tokens} tokens fit into memory: --max-batch looks further."
     ]
-
-
-def _equal(samples: Samples, a: str, b: str, phase: str) -> list[str]:
-    """Return phrases for the sizes at which two variants cannot be told apart, with the bound on it."""
-    found = {size: samples.compare(a, b, phase, size) for size in samples.sizes(phase)}
-    return [f"{c.words()} at {size}" for size, c in found.items() if c.verdict == EQUAL]
 
 
 def unused_notes(saved: Mapping[str, int]) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import read_earlier, write_text
-from flexquant.errors import UsageError
+from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.comparison import Comparison, Effort, compare
 from flexquant.evaluation.workers import MAX_STEPS
 from flexquant.policy.pass_times import PassTimes, Time
@@ -23,6 +23,15 @@ from flexquant.policy.schema import Phase
 
 MEASURED_PHASES: tuple[Phase, ...] = ("decode", "prefill")
 """Phases whose passes are measured; the time of a mixed pass is that of a prefill pass."""
+MARGIN = 0.02
+"""Largest slowdown (0.02 = 2 %), by the low end of its interval, at which a variant ties with the fastest.
+
+It is also the least gain for which a further range of sizes is made.
+"""
+DOUBTFUL = 0.15
+"""A size is undecided if a variant there can be as fast as the fastest, or slower by more than this share."""
+MOST_DOUBTFUL = 1 / 3
+"""Largest share of undecided sizes; with more, the machine counts as too noisy."""
 SERVED_SEQUENCES = 256
 SERVED_TOKENS = 2048
 """vLLM's default limits of a pass on most devices; they decide which CUDA graphs are captured."""
@@ -178,3 +187,43 @@ class Samples:
             "to its end, or replace its samples with --overwrite",
         )
         return cls() if found is None else found
+
+
+def wide(samples: Samples, variants: Sequence[str], width: float) -> list[tuple[str, int]]:
+    """Return the passes in which some variant's ratio to the fastest has an interval of ``width`` or more."""
+    return [
+        one
+        for one in samples.passes
+        if not all(c.is_narrow(width) for c in samples.to_fastest(variants, *one).values())
+    ]
+
+
+def undecided(samples: Samples, variants: Sequence[str], phase: str) -> dict[int, float]:
+    """Return undecided size -> share by which a variant that can tie with the fastest can also be slower.
+
+    A size is undecided if the share is more than DOUBTFUL.
+    """
+    shares = {
+        size: max(
+            c.high - 1 for c in samples.to_fastest(variants, phase, size).values() if c.low <= 1 + MARGIN
+        )
+        for size in samples.sizes(phase)
+    }
+    return {size: share for size, share in shares.items() if share > DOUBTFUL}
+
+
+def check_decidable(samples: Samples, variants: Sequence[str]) -> None:
+    """Raise FlexQuantError if more than MOST_DOUBTFUL of the sizes are undecided, and drop their samples."""
+    doubtful = {phase: undecided(samples, variants, phase) for phase in MEASURED_PHASES}
+    count = sum(map(len, doubtful.values()))
+    total = len(samples.passes)
+    if count <= MOST_DOUBTFUL * total:
+        return
+    for phase, sizes in doubtful.items():
+        for size in sizes:
+            samples.forget(phase, size)
+    raise FlexQuantError(
+        f"this machine is too noisy to decide: at {count} of {total} sizes the times of the variants "
+        f"overlap and scatter by more than {DOUBTFUL:.0%}; stop what else runs on it and start again, "
+        "which measures these sizes anew, or raise --max-rounds"
+    )

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from flexquant import cli
 from flexquant.merge import merge_checkpoints, verify_checkpoint
 from tests import readme
-from tests.checkpoints import make_checkpoint, make_pair
+from tests.checkpoints import make_checkpoint
 from tests.kills import kill_often
 from tests.quantize.quantizing import OPTIONS, digests, report, section
 
@@ -208,22 +208,25 @@ def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(
 
 
 @pytest.mark.parametrize(
-    ("content", "options"),
+    ("content", "options", "said"),
     [
-        ("nothing", []),
-        ("a file of mine", []),
-        ("one variant", []),
-        ("merged", ["--policy", "w8a8"]),
-        ("merged", ["--max-shard-size", "100KB"]),
-        ("a policy of its own", []),
+        ("nothing", [], "exists and is not a merged checkpoint"),
+        ("a file of mine", [], "exists and is not a merged checkpoint"),
+        ("one variant", [], "exists and cannot be gone on with"),
+        ("merged", ["--policy", "w8a8"], "stores another default policy than this build's"),
+        ("merged", ["--max-shard-size", "100KB"], "has shards of another size than this build's"),
+        ("a policy of its own", [], "stores another default policy than this build's"),
+        ("another order", [], "holds the variants w4a16, w8a8, but this build makes w8a8, w4a16"),
     ],
 )
 def test_an_output_that_cannot_be_gone_on_with_is_refused_before_quantising(
-    built: Path, tmp_path: Path, refused: Refused, content: str, options: list[str]
+    built: Path, tmp_path: Path, refused: Refused, content: str, options: list[str], said: str
 ) -> None:
     output, variants = tmp_path / "merged", {n: built / "merged-variants" / n for n in ("w8a8", "w4a16")}
     if content == "a policy of its own":
         merge_checkpoints(variants, output, policy="w8a8")
+    elif content == "another order":
+        merge_checkpoints(dict(reversed(variants.items())), output)
     elif content in ("merged", "one variant"):
         shutil.copytree(built / "merged" if content == "merged" else variants["w8a8"], output)
     else:
@@ -231,7 +234,7 @@ def test_an_output_that_cannot_be_gone_on_with_is_refused_before_quantising(
         if content == "a file of mine":
             (output / "thesis.txt").write_text("years of work")
     message = refused(output, *options)
-    assert f"{output}" in message and "choose another folder" in message
+    assert f"{output} {said}" in message and "choose another folder" in message
     assert "calibrating" not in message
     assert not (tmp_path / "merged-variants").exists()
 
@@ -245,13 +248,6 @@ def test_a_policy_that_the_recipe_cannot_serve_is_refused_first(tmp_path: Path, 
     message = refused(tmp_path / "merged", "--recipe", str(tmp_path / "recipe.yaml"))
     assert "the policy 'phase-batch' uses the variant" in message
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
-
-
-def test_a_finished_checkpoint_has_the_recipes_order(tmp_path: Path, refused: Refused) -> None:
-    sources = make_pair(tmp_path)
-    merge_checkpoints({name: sources[name] for name in ("w4a16", "w8a8")}, tmp_path / "merged")
-    message = refused(tmp_path / "merged")
-    assert "holds the variants w4a16, w8a8, but this build makes w8a8, w4a16" in message
 
 
 def test_the_fp8_recipe_needs_data_for_w4a16_alone_and_stores_its_policy(

@@ -8,16 +8,15 @@ import json
 import resource
 import sys
 import tempfile
+from functools import partial
 
 import numpy as np
 import pytest
 
+from flexquant.cli._arguments import save_plot
 from flexquant.errors import FlexQuantError
-from flexquant.evaluation.measure import (
-    Scores,
-    summarise_scores,
-)
-from flexquant.evaluation.report import format_quality_table, save_quality_plot, write_results
+from flexquant.evaluation.measure import Scores, summarise_scores
+from flexquant.evaluation.report import draw_quality, format_quality_table, write_results
 
 
 def make_document(**changes) -> dict:
@@ -59,19 +58,22 @@ def test_table_says_numbers_and_warnings():
     assert "Warning: phase, batch 2: mixed passes were 1 of w8a8, but none were meant." in table
 
 
-def test_plot(tmp_path):
+def test_a_plot_is_written_or_one_sentence_says_why_there_is_none(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
-    save_quality_plot(make_document(), [tmp_path / "new" / "plot.svg", tmp_path / "plot.png"])
-    assert "<svg" in (tmp_path / "new" / "plot.svg").read_text()
+    draw = partial(draw_quality, make_document())
+    save_plot(tmp_path / "plot.png", draw)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(FlexQuantError, match=r"plot\.docx .* end its name in \.png or \.svg"):
-        save_quality_plot(make_document(), [tmp_path / "plot.docx"])
-
-
-def test_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(FlexQuantError, match=r'pip install "flexquant\[eval\]"'):
-        save_quality_plot(make_document(), [tmp_path / "plot.svg"])
+    assert capsys.readouterr().err == ""
+    (tmp_path / "file").write_text("mine")
+    save_plot(tmp_path / "file" / "plot.png", draw)
+    assert "no plot: " in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    save_plot(tmp_path / "none.png", draw)
+    assert (
+        'no plot: plots need matplotlib; install it with: pip install "flexquant[eval]"'
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "none.png").exists()
 
 
 def test_results_that_cannot_be_written_at_the_end_are_kept_elsewhere(tmp_path, monkeypatch):
@@ -109,10 +111,3 @@ def test_results_replace_earlier_ones_only_when_they_are_complete(tmp_path):
     assert (tmp_path / "quality.json").read_text() == "earlier"
     write_results(make_document(), tmp_path)
     assert json.loads((tmp_path / "quality.json").read_text()) == make_document()
-
-
-def test_a_plot_that_cannot_be_written_is_one_sentence(tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(FlexQuantError, match="cannot write the plot"):
-        save_quality_plot(make_document(), [tmp_path / "file" / "plot.png"])

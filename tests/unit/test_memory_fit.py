@@ -21,8 +21,8 @@ from flexquant.policy.pass_times import PassTimes, Time
 from flexquant.policy.plans import all_in, describe_layers, with_layer
 from flexquant.policy.rules import Policy, find_policies
 from flexquant.tuning.candidates import FROM_INT4
+from flexquant.tuning.objectives import Decision, Range
 from flexquant.tuning.policy_file import TuningResult
-from flexquant.tuning.size_thresholds import Decision, Range
 
 LAYERS = 4
 MIB = 1 << 20
@@ -59,7 +59,7 @@ def fit(
     layers: int = LAYERS,
 ) -> Fit:
     """Return what fits into so many MiB, by default of W8A8 and W4A16; ``held`` are the bytes of each."""
-    return Fit.of(
+    return Fit(
         variants(*names), int(mib * MIB), held or loaded(layers), layers, losses, high=high, mixable=mixable
     )
 
@@ -137,7 +137,7 @@ def test_memory_that_is_no_whole_number_of_mib_is_rounded_up() -> None:
     with pytest.raises(FlexQuantError, match="give --memory 30MiB or more") as e:
         fit(ONE_COPY, held=more)
     assert "and 3.0 MiB to compute" in str(e.value)
-    assert fit(ONE_COPY + 1 / MIB, held=more).memory
+    assert fit(ONE_COPY + 1 / MIB, held=more).together
 
 
 def test_layers_that_no_plan_can_mix_are_all_twice_or_none() -> None:

@@ -20,11 +20,10 @@ from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings, Subject
 from flexquant.layers.report import (
     Estimate,
-    costs,
+    effects,
     estimate,
     format_sensitivity_table,
     searched_policy_document,
-    wins,
 )
 from flexquant.layers.searching import (
     Budget,
@@ -43,8 +42,8 @@ from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import parse_policy
 from flexquant.policy.schema import SCHEMA
 from flexquant.tuning.candidates import find_variants
+from flexquant.tuning.objectives import Decision, Range
 from flexquant.tuning.policy_file import TuningResult
-from flexquant.tuning.size_thresholds import Decision, Range
 from tests.checkpoints import make_checkpoint
 from tests.pass_times import CROSSED, make_times
 
@@ -135,15 +134,9 @@ def test_what_keeps_to_time_and_layers_is_known_before_it_is_measured(
     assert budget.allows(raised, slowdown) is is_allowed
 
 
-@pytest.mark.parametrize("values", [{}, {"max_kl": 0.1, "layers": 2}, {"max_kl": -0.1}])
-def test_one_budget_of_at_least_nothing_is_given(values: dict[str, float]) -> None:
-    with pytest.raises(UsageError):
-        Budget(**values)
-
-
-def test_more_layers_than_the_model_has_are_refused() -> None:
-    with pytest.raises(UsageError, match="the model has 2 layers, not 3"):
-        Budget(layers=3).check_layers(2)
+def test_a_budget_is_at_least_nothing() -> None:
+    with pytest.raises(UsageError, match="the budget is -0.1; give 0 or more"):
+        Budget(max_kl=-0.1)
 
 
 def test_what_is_slower_and_worse_is_not_on_the_front() -> None:
@@ -182,7 +175,7 @@ def test_the_plan_takes_the_decode_passes_of_the_rule_for_so_many_sequences(
     rules: list[dict[str, Any]], sequences: int, expected: list[dict[str, Any]]
 ) -> None:
     base = parse_policy({"schema": SCHEMA, "rules": rules}, "the policy")
-    found = SearchResult({}, MeasuredPlan((LOW, HIGH, HIGH), 0.1, 0.02), [], {})
+    found = SearchResult({}, MeasuredPlan((LOW, HIGH, HIGH), 0.1, 0.02), [])
     document = searched_policy_document(base, found, {HIGH: base, LOW: base}, Budget(layers=2), sequences)
     assert document["rules"] == expected
 
@@ -215,7 +208,7 @@ def study(merged: Path, tmp_path: Path) -> Study:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     variants = find_variants(read_merged_config(merged)[0], None)
     settings = Settings(batch_sizes=(2,), samples=2, prompt_tokens=8, tokens=4)
-    return Study(Subject.open(merged), variants, tmp_path / "text.txt", None, settings)
+    return Study(Subject(merged), variants, tmp_path / "text.txt", None, settings)
 
 
 @pytest.fixture
@@ -228,9 +221,8 @@ def file(study: Study, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def search(study: Study, file: Path) -> Callable[..., SearchResult]:
-    def run(budget: Budget, **options: bool) -> SearchResult:
-        made = Search(study, TIMES, budget, **options)
-        return made.run(file, overwrite=False, progress=lambda message: None)
+    def run(budget: Budget) -> SearchResult:
+        return Search(study, TIMES, budget).run(file, overwrite=False, progress=lambda message: None)
 
     return run
 
@@ -258,18 +250,6 @@ def test_plans_beside_the_one_that_keeps_to_the_loss_are_measured_too(
     assert {plan("LHLL"), plan("LHHL"), plan("LHHH")} <= searched
 
 
-def test_what_the_chosen_plan_is_compared_with_raises_as_many_layers(
-    search: Callable[..., SearchResult],
-) -> None:
-    found = search(Budget(layers=3), compare=True)
-    assert {name: found.others[name].layers for name in ("first", "last", "first and last")} == {
-        "first": plan("HHHL"),
-        "last": plan("LHHH"),
-        "first and last": plan("HHLH"),
-    }
-    assert all(other.layers.count("w8a8") == 3 for other in found.others.values())
-
-
 def test_prompts_keep_the_most_precise_variant_where_a_tuned_policy_loses_too_much(
     study: Study, file: Path
 ) -> None:
@@ -292,7 +272,7 @@ def test_results_of_another_study_are_not_gone_on_with(
             for name in study.variants
         }
         merge_checkpoints(sources, tmp_path / "merged")
-        study = replace(study, subject=Subject.open(tmp_path / "merged"))
+        study = replace(study, subject=Subject(tmp_path / "merged"))
     elif changed == "settings":
         study = replace(study, settings=replace(study.settings, seed=3))
     else:
@@ -325,11 +305,10 @@ DOCUMENT = {
 
 
 def test_differences_are_taken_row_by_row() -> None:
-    first, second = (costs(DOCUMENT, layer, LOW) for layer in (0, 1))
+    (_, (first, second)), (_, won) = effects(DOCUMENT)
     assert first.mean == pytest.approx(0.15) and second.mean == 0
     assert first.low == pytest.approx(0.1) and first.high == pytest.approx(0.2)
-    won = [wins(DOCUMENT, layer, HIGH).mean for layer in (0, 1)]
-    assert won == pytest.approx([1.3, 1.15])
+    assert [found.mean for found in won] == pytest.approx([1.3, 1.15])
 
 
 def test_the_layer_that_wins_most_comes_first() -> None:
@@ -352,10 +331,7 @@ def test_the_interval_is_that_of_the_mean() -> None:
 def test_an_interval_by_hand() -> None:
     """Three rows drawn from 0, 0 and 3 are all 0 in 8 of 27 draws, and all 3 in one, which is 3.7 %."""
     assert estimate([0.0, 0.0, 3.0]) == Estimate(1.0, 0.0, 3.0)
-
-
-def test_one_row_has_no_interval() -> None:
-    assert (estimate([2.0]).low, estimate([2.0]).high) == (-math.inf, math.inf)
+    assert estimate([2.0]) == Estimate(2.0, -math.inf, math.inf), "one row tells none"
 
 
 @pytest.mark.parametrize(
