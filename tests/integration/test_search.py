@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -143,6 +144,8 @@ def arguments(options: list[str], folder: Path) -> list[str]:
 def searched(arguments: list[str], folder: Path) -> dict[str, float]:
     """Return the KL divergence of every plan that a search for one layer has measured."""
     assert cli.main([*arguments, "--layers", "1"]) == 0
+    for file in ("searched.yaml", "searched.md", "searched.png"):
+        shutil.copy(folder / "results" / file, folder / file)
     return read_kl(folder)
 
 
