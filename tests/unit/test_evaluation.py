@@ -146,23 +146,6 @@ def schedule(subject, names, batch_sizes=(4, 8), questions_tokens=None):
     }
 
 
-def test_runs_with_the_same_two_plans_share_their_numbers(subject, folder):
-    runs = schedule(subject, ["w8a8", "w4a16", "phase", str(folder / "threshold.yaml")])
-    assert {key: run.same_as for key, run in runs.items()} == {
-        ("w8a8", 4): None,
-        ("w4a16", 4): None,
-        ("phase", 4): None,
-        ("threshold.yaml", 4): ("phase", 4),
-        ("w8a8", 8): ("w8a8", 4),
-        ("w4a16", 8): ("w4a16", 4),
-        ("phase", 8): ("phase", 4),
-        ("threshold.yaml", 8): ("w8a8", 4),
-    }
-    assert runs["phase", 4].prefill_plan.name == "w8a8"
-    assert runs["phase", 4].decode_plan.name == "w4a16"
-    assert not any(run.answers for run in runs.values())
-
-
 def test_answers_are_the_same_only_if_smaller_batches_are(subject, folder):
     names = ["w8a8", str(folder / "threshold.yaml"), "phase", "phase-batch"]
     runs = schedule(subject, names, batch_sizes=(8, 16), questions_tokens=100)

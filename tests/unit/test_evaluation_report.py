@@ -13,10 +13,7 @@ import numpy as np
 import pytest
 
 from flexquant.errors import FlexQuantError
-from flexquant.evaluation.measure import (
-    Scores,
-    summarise_scores,
-)
+from flexquant.evaluation.measure import Scores, summarise_scores
 from flexquant.evaluation.report import format_quality_table, save_quality_plot, write_results
 
 

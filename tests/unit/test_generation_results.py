@@ -26,24 +26,17 @@ def test_wilsons_interval_solves_its_equation():
             assert abs(right / number - end) == pytest.approx(
                 1.959964 * math.sqrt(end * (1 - end) / number), rel=1e-5
             )
+    assert wilson(0, 20) == (0, pytest.approx(0.1611, abs=1e-4))
+    assert wilson(20, 20) == (pytest.approx(0.8389, abs=1e-4), 1)
 
 
-def test_wilsons_interval_at_the_ends():
-    assert wilson(0, 20)[0] == 0 and wilson(0, 20)[1] == pytest.approx(0.1611, abs=1e-4)
-    assert wilson(20, 20)[1] == 1 and wilson(20, 20)[0] == pytest.approx(0.8389, abs=1e-4)
-
-
-def test_paired_difference_is_newcombes():
-    found = paired(36, 12, 2, 0)
+def test_paired_difference_is_newcombes_and_can_be_turned_round():
+    found, turned = paired(36, 12, 2, 0), paired(36, 2, 12, 0)
     assert (found.number, found.only_first, found.only_second) == (50, 12, 2)
     assert found.difference == pytest.approx(0.2)
     assert (found.low, found.high) == pytest.approx((0.0569, 0.3404), abs=1e-4)
-
-
-def test_paired_difference_turned_round():
-    one, other = paired(20, 9, 4, 7), paired(20, 4, 9, 7)
-    assert (one.low, one.high) == pytest.approx((-other.high, -other.low))
-    assert one.p == other.p
+    assert (found.low, found.high) == pytest.approx((-turned.high, -turned.low))
+    assert found.p == turned.p
 
 
 @pytest.mark.parametrize("counts", [(10, 0, 0, 0), (0, 0, 0, 10), (5, 0, 0, 5)])
@@ -69,28 +62,26 @@ def test_mcnemar_counts_coin_throws():
     assert mcnemar(3, 3) == mcnemar(0, 0) == 1
 
 
-def test_median_interval_is_two_of_the_values():
-    assert median_of([3, 1, 2]) == Median(2, None), "of fewer than six none has 95 %"
-    assert median_of([6, 1, 2, 3, 4, 5]) == Median(3.5, (1, 6))
-    assert median_of(range(1, 17)) == Median(8.5, (4, 13))
-
-
-def test_answers_without_a_difference_are_beyond_all_others():
-    assert median_of([None, 1, None, None, 2, None]) == Median(None, (1, None))
-    assert median_of([None] * 8) == Median(None, (None, None))
-    assert median_of([7, 5, None]).median == 7
+@pytest.mark.parametrize(
+    ("values", "median"),
+    [
+        ([3, 1, 2], Median(2, None)),  # of fewer than six none has 95 %
+        ([6, 1, 2, 3, 4, 5], Median(3.5, (1, 6))),
+        (range(1, 17), Median(8.5, (4, 13))),
+        # Answers without a difference are beyond all others.
+        ([None, 1, None, None, 2, None], Median(None, (1, None))),
+        ([None] * 8, Median(None, (None, None))),
+        ([7, 5, None], Median(7, None)),
+    ],
+)
+def test_the_interval_of_a_median_is_two_of_the_values(values, median):
+    assert median_of(values) == median
 
 
 @pytest.mark.parametrize(
     "first, second, token",
-    [
-        ([1, 2, 3], [1, 2, 3], None),
-        ([1, 2, 3], [1, 5, 3], 2),
-        ([1, 2, 3], [9], 1),
-        ([1, 2], [1, 2, 3], 3),
-        ([], [4], 1),
-        ([], [], None),
-    ],
+    [([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 5, 3], 2), ([1, 2, 3], [9], 1), ([1, 2], [1, 2, 3], 3)]
+    + [([], [4], 1), ([], [], None)],
 )
 def test_first_difference(first, second, token):
     assert first_difference(first, second) == first_difference(second, first) == token

@@ -18,15 +18,10 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[ass
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_a_seed_gives_the_same_tasks_and_another_others(make):
-    questions = [[task.question for task in make(20, seed)] for seed in (3, 3, 4)]
-    assert questions[0] == questions[1] != questions[2]
-    assert len(set(questions[0])) == 20
-
-
-@pytest.mark.parametrize("make", KINDS)
-def test_more_tasks_begin_with_the_same_ones(make):
-    assert [t.question for t in make(12, 0)] == [t.question for t in make(20, 0)][:12]
+def test_a_seed_gives_the_same_different_tasks_however_many_and_another_others(make):
+    first, fewer, other = ([t.question for t in make(n, seed)] for n, seed in ((20, 3), (12, 3), (20, 4)))
+    assert first[:12] == fewer and first != other
+    assert len(set(first)) == 20
 
 
 def test_more_than_there_are_is_refused():
@@ -35,16 +30,13 @@ def test_more_than_there_are_is_refused():
 
 
 @pytest.mark.parametrize("make", [arithmetic, instructions])
-def test_no_example_gives_the_answer_away(make):
+def test_examples_end_with_their_result_and_do_not_give_the_answer_away(make):
     for task in make(30, 0):
         assert task.examples
-        assert all(question != task.question for question, _ in task.examples)
-
-
-def test_what_is_worked_out_ends_with_the_result():
-    for task in arithmetic(30, 0):
-        for _, answer in task.examples:
-            assert has_result(int(answer.removesuffix(".").rpartition(" ")[2]))(answer)
+        for question, answer in task.examples:
+            assert question != task.question
+            if make is arithmetic:
+                assert has_result(int(answer.removesuffix(".").rpartition(" ")[2]))(answer)
 
 
 @pytest.mark.parametrize(
