@@ -101,15 +101,22 @@ def test_prompts_of_a_synthetic_model_keep_their_length(tmp_path):
     assert len(tokenizer.decode(tokens[:300])) <= 300 * tokenizer.max_chars_per_token  # or vLLM refuses it
 
 
-def test_synthetic_variants_merge(tmp_path):
+def test_synthetic_variants_merge_and_without_weights_say_the_same(tmp_path: Path) -> None:
     model = open_model(["tiny"], tmp_path)
-    folder = model.folder(parse_subject("flexquant:w8a8"))
-    assert folder == tmp_path / "tiny" / "merged-w8a8-w4a16"
-    assert (folder / "config.json").is_file()
+    merged = model.folder(parse_subject("flexquant:w8a8"))
+    assert merged == tmp_path / "tiny" / "merged-w8a8-w4a16"
     made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    assert model.folder(parse_subject("flexquant:phase-batch")) == folder
+    assert model.folder(parse_subject("flexquant:phase-batch")) == merged
     assert model.folder(parse_subject("w8a8")) == tmp_path / "tiny" / "w8a8"
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == made
+    empty = model.without_weights(("w8a8", "w4a16"))
+    assert not list(empty.glob("*.safetensors"))
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (merged, empty)]
+    sections = [MergedConfig.from_json(config.pop("quantization_config")) for config in configs]
+    assert configs[0] == configs[1]
+    kept = [(s.base_architecture, s.variants, s.mixable, set(s.shared_modules)) for s in sections]
+    assert kept[0] == kept[1]
+    assert len(AutoTokenizer.from_pretrained(empty)) == TINY.vocabulary
 
 
 def test_a_checkpoint_folder_is_there_only_when_complete(tmp_path):
@@ -130,16 +137,3 @@ def test_a_checkpoint_folder_is_there_only_when_complete(tmp_path):
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-
-
-def test_a_checkpoint_without_weights_says_what_a_merged_one_says(tmp_path: Path) -> None:
-    model = open_model(["tiny"], tmp_path)
-    merged = model.folder(parse_subject("flexquant:phase-batch"))
-    empty = model.without_weights(("w8a8", "w4a16"))
-    assert not list(empty.glob("*.safetensors"))
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (merged, empty)]
-    sections = [MergedConfig.from_json(config.pop("quantization_config")) for config in configs]
-    assert configs[0] == configs[1]
-    kept = [(s.base_architecture, s.variants, s.mixable, set(s.shared_modules)) for s in sections]
-    assert kept[0] == kept[1]
-    assert len(AutoTokenizer.from_pretrained(empty)) == TINY.vocabulary
