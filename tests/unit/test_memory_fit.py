@@ -235,19 +235,10 @@ def test_the_table_tells_measured_times_from_interpolated_ones() -> None:
         "w8a8 alone, 0": ["8.00", "42.0 MiB", "58", "8", "8"],
         "w4a16 alone, 0": ["4.00", "26.0 MiB", "74", "20", "20"],
     }
-
-
-def test_numbers_of_the_table_end_below_each_other_and_names_begin_so() -> None:
-    found = fit(ONE_COPY + 16)
-    _, _, head, first, *_, last = found.report(tuned(found, plan_of(found)[0])).notes
-    assert head.endswith("  KV tokens  TTFT 64  TPOT 64")
-    assert first.endswith("         42        8        8  does not fit")
-    assert last.endswith("         74       20       20") and first.startswith("two copies: ")
-
-
-def test_what_is_chosen_is_what_the_policy_loads() -> None:
-    assert rows(fit(ONE_COPY + 16), FROM_INT4)["one copy, 0"][-1] == "chosen"
-    assert rows(fit(100), "w8a8")["two copies: w8a8, w4a16, 4"][-1] == "chosen"
+    _, _, head, first, *_, last = found.report(tuned(found, plan)).notes
+    assert head.endswith("  KV tokens  TTFT 64  TPOT 64"), "numbers end below each other, and names begin so"
+    assert first.endswith("         42        8        8  does not fit") and first.startswith("two copies: ")
+    assert last.endswith("         74       20       20")
 
 
 def test_the_table_has_steps_of_a_quarter_of_the_layers_rounded_down() -> None:
@@ -255,7 +246,12 @@ def test_the_table_has_steps_of_a_quarter_of_the_layers_rounded_down() -> None:
     assert [choice.twice for choice in found.choices] == [6, 4, 3, 1, 0, 0, 0]
 
 
-def test_other_variants_are_compared_too() -> None:
-    found = fit(42, names=("w8a8", "w4a16", FROM_INT4, "w4a8"), held=loaded(w4a8=4))
-    assert ["w4a16", "w4a8"] in found.together
-    assert rows(found, "w4a8")["w4a8, w4a16, 0"][-1] == "chosen"
+def test_what_is_chosen_is_what_the_policy_loads_also_of_other_variants() -> None:
+    other = fit(42, names=("w8a8", "w4a16", FROM_INT4, "w4a8"), held=loaded(w4a8=4))
+    assert ["w4a16", "w4a8"] in other.together
+    for found, prefill, row in (
+        (fit(ONE_COPY + 16), FROM_INT4, "one copy, 0"),
+        (fit(100), "w8a8", "two copies: w8a8, w4a16, 4"),
+        (other, "w4a8", "w4a8, w4a16, 0"),
+    ):
+        assert rows(found, prefill)[row][-1] == "chosen"
