@@ -53,37 +53,37 @@ def noisy(number: int) -> float:
     return 1.1 if number % 2 else 0.9
 
 
-def rounds_of(effort: Effort, **times: Callable[[int], float]) -> dict[str, int]:
-    """Take the plan's cells, then those that it adds; return how many rounds each workload has.
-
-    ``times`` has FlexQuant's time in each round, keyed by workload; the static subjects take 1.
-    """
-    workloads = {"small": SMALL, "large": LARGE}
+@pytest.mark.parametrize(
+    ("effort", "small", "large", "rounds"),
+    [
+        (Effort(6, 12), steady, steady, (6, 6)),
+        (Effort(6, 12), steady, noisy, (6, 12)),
+        (Effort(6, 12, width=0.5), steady, noisy, (6, 6)),
+        # The interval of six rounds is as wide as the stall, 5 %; that of seven ends at half of it.
+        (Effort(6, 12), stalled_once, steady, (7, 6)),
+        (Effort(2, 2), noisy, noisy, (2, 2)),
+    ],
+)
+def test_a_workload_gets_more_rounds_until_its_ratios_are_narrow_or_the_most_are_measured(
+    effort, small, large, rounds
+):
+    """FlexQuant takes the workload's time in each round; the static subjects take 1."""
     subjects = [parse_subject(name) for name in ("w8a8", "w4a16", "flexquant:phase-batch")]
-    plan = Plan(list(workloads.values()), subjects, effort)
-    found: dict[Workload, dict[str, dict[int, dict[str, float]]]] = {w: {} for w in workloads.values()}
-    routed = {workloads[name]: time for name, time in times.items()}
+    times = {SMALL: small, LARGE: large}
+    plan = Plan([*times], subjects, effort)
+    found = {workload: {subject.name: {} for subject in subjects} for workload in times}
 
     def take(cells):
         for cell in cells:
-            rounds = found[cell.workload].setdefault(cell.subject.name, {})
-            assert cell.round == len(rounds)
-            time = routed[cell.workload] if cell.subject.is_merged else steady
-            rounds[cell.round] = result(time(cell.round))
+            measured = found[cell.workload][cell.subject.name]
+            assert cell.round == len(measured)
+            time = times[cell.workload] if cell.subject.is_merged else steady
+            measured[cell.round] = result(time(cell.round))
 
     take(plan.first)
     for cells in plan.added(lambda workload: found[workload]):
         take(cells)
-    return {name: len(found[workload]["w8a8"]) for name, workload in workloads.items()}
-
-
-def test_a_workload_gets_more_rounds_until_its_ratios_are_narrow_or_the_most_are_measured():
-    assert rounds_of(Effort(6, 12), small=steady, large=steady) == {"small": 6, "large": 6}
-    assert rounds_of(Effort(6, 12), small=steady, large=noisy) == {"small": 6, "large": 12}
-    assert rounds_of(Effort(6, 12, width=0.5), small=steady, large=noisy) == {"small": 6, "large": 6}
-    # The interval of six rounds is as wide as the stall, 5 %; that of seven ends at half of it.
-    assert rounds_of(Effort(6, 12), small=stalled_once, large=steady) == {"small": 7, "large": 6}
-    assert rounds_of(Effort(2, 2), small=noisy, large=noisy) == {"small": 2, "large": 2}
+    assert tuple(len(found[workload]["w8a8"]) for workload in times) == rounds
 
 
 def left(folder: Path, rounds: int, times: Callable[[int], float], *more: str) -> int:

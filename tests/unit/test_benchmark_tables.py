@@ -105,20 +105,15 @@ def test_ratio_tables_pair_rounds_by_hand():
 def test_kernel_and_memory_tables_by_hand():
     times = {"microseconds": 12.5, "microseconds_quartiles": [12.25, 13.0]}
     found = {"kernel": "SomeKernel", **times, "gb_per_s": 1234.0, "tflop_per_s": 0.125}
-    parameters = {"layer": "o_proj", "outputs": 8, "inputs": 16, "tokens": 16}
+    layer = {"layer": "o_proj", "outputs": 8, "inputs": 16}
+    start = {"start_seconds": 61.4, "kv_cache_tokens": 117760, "kv_cache_gib": 1.0, "checkpoint_gib": 0.125}
     cells = [
-        {"part": "kernels", "parameters": parameters, "result": {"w8a8": found}},
-        {
-            "part": "kernels",
-            "parameters": {**parameters, "tokens": 2},
-            "result": {"w8a8": found, "fp8": {"unavailable": "ValueError: no"}},
-        },
-        {
-            "part": "start",
-            "parameters": {"subject": "w8a8"},
-            "result": {"start_seconds": 61.4, "kv_cache_tokens": 117760}
-            | {"kv_cache_gib": 1.0, "checkpoint_gib": 0.125},
-        },
+        {"part": part, "parameters": parameters, "result": result}
+        for part, parameters, result in (
+            ("kernels", {**layer, "tokens": 16}, {"w8a8": found}),
+            ("kernels", {**layer, "tokens": 2}, {"w8a8": found, "fp8": {"unavailable": "ValueError: no"}}),
+            ("start", {"subject": "w8a8"}, start),
+        )
     ]
     text = "12.5 µs (12.25 – 13), 1.23e+03 GB/s, 0.125 TFLOP/s"
     assert rows(kernel_table(kernel_results(cells)["o_proj", 8, 16])) == [

@@ -35,9 +35,14 @@ def test_tiles_run_in_whole_waves(device: Device, tokens: int, tiles: int, rows:
         assert found == pytest.approx(5e-6 + moved + 2 * used * height * 64 * 256 / 10e12, rel=1e-12)
 
 
+def changed(folder: Path, line: str) -> Device:
+    """Return the device with another line in its file."""
+    (folder / "changed.yaml").write_text(DEVICE.replace("layer_us", f"{line}\nlayer_us"))
+    return load_device(str(folder / "changed.yaml"))
+
+
 def test_calls_in_a_pass_may_be_cheaper(model: ModelShape, tmp_path: Path, device: Device) -> None:
-    (tmp_path / "graphs.yaml").write_text(DEVICE.replace("layer_us", "call_in_pass_us: 2\nlayer_us"))
-    graphs = load_device(str(tmp_path / "graphs.yaml"))
+    graphs = changed(tmp_path, "call_in_pass_us: 2")
     assert linear_seconds(square("w8a8"), 8, graphs) == linear_seconds(square("w8a8"), 8, device)
     for variant, per_call in (("w8a8", 3e-6), ("w4a16", 5e-6)):
         calls = sum(model.linears[variant].values())
@@ -48,8 +53,7 @@ def test_calls_in_a_pass_may_be_cheaper(model: ModelShape, tmp_path: Path, devic
 def test_attention_to_prompts_may_have_a_rate_of_its_own(
     model: ModelShape, tmp_path: Path, device: Device
 ) -> None:
-    (tmp_path / "fp32.yaml").write_text(DEVICE.replace("layer_us", "attention_tflops: 20\nlayer_us"))
-    faster = load_device(str(tmp_path / "fp32.yaml"))
+    faster = changed(tmp_path, "attention_tflops: 20")
     slow, fast = (pass_seconds(model, "w8a8", prefill(100), d) for d in (device, faster))
     pairs = 100 * 101 / 2 * model.attention_flops
     assert slow - fast == pytest.approx(pairs / 5e12 - pairs / 20e12)

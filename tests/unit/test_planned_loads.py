@@ -66,13 +66,7 @@ TWO_THEN_ONE = [Batch(20, 2, pairs=110), Batch(2, 2, 21), Batch(10, 1, pairs=55)
     ],
 )
 def test_passes_of_a_load(
-    count: int,
-    prompt: int,
-    answer: int,
-    limits: tuple[int, int],
-    cache: int,
-    passes: list[Batch],
-    load: Load,
+    count: int, prompt: int, answer: int, limits: tuple[int, int], cache: int, passes: list[Batch], load: Load
 ) -> None:
     """All passes take a second."""
     found = []
