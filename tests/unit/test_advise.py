@@ -34,31 +34,12 @@ from flexquant.planning.device import load_device
 from flexquant.planning.planned_model import MARLIN_TILES, PlannedModel
 from flexquant.planning.roofline import Batches, Load
 from tests.checkpoints import make_checkpoint
-from tests.prediction import planned
+from tests.prediction import language_model, planned
 
-
-def llama(
-    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": intermediate,
-        **more,
-    }
-
-
-LLAMA_8B = llama(4096, 32, 32, 8, 14336, vocab_size=128256)
-SMOLLM2 = llama(576, 30, 9, 3, 1536, vocab_size=49152, tie_word_embeddings=True)
-MIXTURE = llama(2048, 4, 32, 4, 6144, vocab_size=1024, head_dim=128) | {
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
+LLAMA_8B = language_model("llama", 4096, 32, (32, 8), 14336, 128256)
+SMOLLM2 = language_model("llama", 576, 30, (9, 3), 1536, 49152, tie_word_embeddings=True)
+MIXTURE = language_model("qwen3_moe", 2048, 4, (32, 4), 6144, 1024, head_dim=128)
+MIXTURE |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 TRAFFIC = Batches(1024, 256, (1, 8, 32))
 
 

@@ -9,7 +9,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 
 from flexquant.serving import vllm_api
 from tests.check_vllm import BY_TYPES, PAGE, PLANTED, check, missing_mentions, unexpected
+from tests.imports import imports
 from tests.vllm_names import CHECKED, NAMES, PUBLIC, Names
 
 ROOT = Path(__file__).parents[2]
@@ -112,13 +112,8 @@ def test_breaks_of_vllms_api_are_found(site: Path, tmp_path: Path) -> None:
     assert len(expected) == PLANTED
 
 
-def vllm_imports(code: str) -> Iterator[tuple[str, str]]:
-    """Yield the module and the name of each import of something of vLLM's; a whole module has no name."""
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "vllm")
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-            yield from ((node.module or "", alias.name) for alias in node.names)
+def vllm_imports(code: str) -> list[tuple[str, str]]:
+    return [(module, name) for module, name in imports(code) if module.split(".")[0] == "vllm"]
 
 
 def private_imports(code: str) -> list[tuple[str, str]]:
@@ -163,11 +158,10 @@ def test_every_import_has_its_reason() -> None:
 
 def test_every_import_is_asked_for() -> None:
     asked_for = {
-        alias.name
+        name
         for file in files("flexquant", "merge")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module == "flexquant.serving.vllm_api"
-        for alias in node.names
+        for module, name in imports(file.read_text())
+        if module == "flexquant.serving.vllm_api"
     }
     assert {name for _, name in vllm_imports(API.read_text())} == asked_for
 
