@@ -46,13 +46,7 @@ def planned(folder: Path, config: JsonObject) -> PlannedModel:
 
 
 def language_model(
-    kind: str,
-    hidden: int,
-    layers: int,
-    heads: tuple[int, int],
-    intermediate: int,
-    vocabulary: int,
-    **more: Any,
+    kind: str, hidden: int, layers: int, heads: tuple[int, int], intermediate: int, vocab: int, **more: Any
 ) -> JsonObject:
     """Return a ``config.json``; ``heads`` are those of queries and of keys."""
     return {
@@ -62,7 +56,7 @@ def language_model(
         "num_attention_heads": heads[0],
         "num_key_value_heads": heads[1],
         "intermediate_size": intermediate,
-        "vocab_size": vocabulary,
+        "vocab_size": vocab,
         **more,
     }
 

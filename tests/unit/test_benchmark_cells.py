@@ -119,7 +119,7 @@ def metrics(**labels: object) -> str:
     registry = CollectorRegistry()
     Gauge("vllm:num_requests_running", "other", registry=registry).set(0)
     gauge = Gauge("vllm:cache_config_info", "CacheConfig", labelnames=list(labels), registry=registry)
-    gauge.labels(**{name: str(value) for name, value in labels.items()}).set(1)
+    gauge.labels(**labels).set(1)
     return generate_latest(registry).decode()
 
 
@@ -252,10 +252,9 @@ def test_the_newest_of_equal_cells_counts(tmp_path):
     header = (tmp_path / CELLS).read_text()
     cell = results.save("kernels", PARAMETERS, 1, result=0)
     lines = [
-        json.dumps({**cell, "commit": commit, "finished": f"{finished}T00:00:00Z", "result": number})
-        for commit, finished, number in (("new", "2026-01-02", 2), ("old", "2026-01-01", 1))
+        json.dumps({**cell, "finished": f"2026-01-0{day}T00:00:00Z", "result": day}) + "\n" for day in (2, 1)
     ]
-    (tmp_path / CELLS).write_text(header + "\n".join(lines) + "\n")
+    (tmp_path / CELLS).write_text(header + "".join(lines))
     assert [cell["result"] for cell in read_cells(tmp_path)] == [2]
 
 

@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import ceil
 
 import pytest
 
 from flexquant.planning.planned_model import Linear, ModelShape
-from flexquant.planning.roofline import linear_seconds, pass_seconds
+from flexquant.planning.roofline import Batch, linear_seconds, pass_seconds
 from flexquant.policy.rules import load_policy
 from tests.prediction import (
     ATTENTION,
@@ -35,16 +34,12 @@ from tests.prediction import (
 
 
 def check(
-    shape: ModelShape, variant: str, phase: str, size: int, context: int
-) -> Callable[[Parts, float], None]:
-    """Return a function that compares a pass with a sum of parts and the microseconds of overhead."""
-
-    def equals(parts: Parts, overhead_us: float) -> None:
-        batch = decode(size, context) if phase == "decode" else prefill(size)
-        found = pass_seconds(shape, variant, batch, UNLIKE)
-        assert found == pytest.approx(sum(parts) + overhead_us * 1e-6, rel=1e-12, abs=0)
-
-    return equals
+    shape: ModelShape, variant: str, batch: Batch, parts: Parts, layers: int = 3, calls: int = 4
+) -> None:
+    """Compare a pass with a sum of parts, and the overhead of calls, layers and the pass."""
+    overhead_us = (layers * calls + 1) * 3 + layers * 13 + 170
+    found = pass_seconds(shape, variant, batch, UNLIKE)
+    assert found == pytest.approx(sum(parts) + overhead_us * 1e-6, rel=1e-12, abs=0)
 
 
 def test_a_dense_model_in_int4() -> None:
@@ -52,11 +47,11 @@ def test_a_dense_model_in_int4() -> None:
     # 5 sequences: their tokens, 5 logits of 1001; 3 layers read 2 KV heads of 48, keys and values, 2 bytes.
     read = 5 * 77 * 3 * 2 * 2 * 48 * 2 / BF16[1]
     parts = total(times(3, dense_layer(in_int4(5))), in_16_bit(5)(1001, 320), (read, 0))
-    check(shape, "w4a16", "decode", 5, 77)(parts, (3 * 4 + 1) * 3 + 3 * 13 + 170)
+    check(shape, "w4a16", decode(5, 77), parts)
     # A prompt of 5: one row of logits, no cache, 5 x 6 / 2 pairs of 8 heads of 48, twice two operations.
     pairs = 15 * 3 * 8 * 48 * 4 / ATTENTION
     parts = total(times(3, dense_layer(in_int4(5))), in_16_bit(1)(1001, 320), (0, pairs))
-    check(shape, "w4a16", "prefill", 5, 77)(parts, (3 * 4 + 1) * 3 + 3 * 13 + 170)
+    check(shape, "w4a16", prefill(5), parts)
 
 
 @pytest.mark.parametrize(("devices", "kv_heads", "heads", "logits"), [(2, 1, 4, 501), (4, 1, 2, 251)])
@@ -67,7 +62,7 @@ def test_a_dense_model_on_several_devices(devices: int, kv_heads: int, heads: in
     head = total(
         in_16_bit(5)(1001, 320), times(-1, in_16_bit(5)(1001 - logits, 320)), (5 * 2 * 320 / BF16[1], 0)
     )
-    check(shape, "w4a16", "decode", 5, 77)(total(layers, head, (read, 0)), (3 * 4 + 1) * 3 + 3 * 13 + 170)
+    check(shape, "w4a16", decode(5, 77), total(layers, head, (read, 0)))
     pairs = 15 * 3 * heads * 48 * 4 / ATTENTION
     found = pass_seconds(shape, "w4a16", prefill(5), UNLIKE)
     of_linears = pass_seconds(shape, "w4a16", decode(5, 0), UNLIKE)
@@ -101,9 +96,7 @@ def test_a_dense_model_in_int8(tokens: int, tiles: dict[tuple[int, int], int], t
     shape = model("dense").shape(("w8a8",), 1, {})
     pairs = tokens * (tokens + 1) / 2 * 3 * 8 * 48 * 4 / ATTENTION
     layers = times(3, dense_layer(in_int8(tokens, tiles, tile)))
-    check(shape, "w8a8", "prefill", tokens, 0)(
-        total(layers, in_16_bit(1)(1001, 320), (0, pairs)), (3 * 4 + 1) * 3 + 3 * 13 + 170
-    )
+    check(shape, "w8a8", prefill(tokens), total(layers, in_16_bit(1)(1001, 320), (0, pairs)))
 
 
 def test_a_dense_model_in_fp8() -> None:
@@ -114,7 +107,7 @@ def test_a_dense_model_in_fp8() -> None:
         return moved / FP8[1] + 3 * 5 * inputs / BF16[1], 2 * 5 * outputs * inputs / FP8[0]
 
     parts = total(times(3, dense_layer(fp8)), in_16_bit(5)(1001, 320))
-    check(shape, "fp8", "decode", 5, 0)(parts, (3 * 4 + 1) * 3 + 3 * 13 + 170)
+    check(shape, "fp8", decode(5, 0), parts)
 
 
 def test_one_copy_of_a_dense_model() -> None:
@@ -127,9 +120,9 @@ def test_one_copy_of_a_dense_model() -> None:
         return memory + (weights / 2 + weights / 32 + weights) / BF16[1], compute
 
     parts = total(times(3, dense_layer(computed)), in_16_bit(5)(1001, 320))
-    check(shape, "w8a8-from-int4", "decode", 5, 0)(parts, (3 * 8 + 1) * 3 + 3 * 13 + 170)
+    check(shape, "w8a8-from-int4", decode(5, 0), parts, calls=8)
     parts = total(times(3, dense_layer(in_int4(5, MARLIN))), in_16_bit(5)(1001, 320))
-    check(shape, "w4a16", "decode", 5, 0)(parts, (3 * 4 + 1) * 3 + 3 * 13 + 170)
+    check(shape, "w4a16", decode(5, 0), parts)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -149,7 +142,7 @@ def test_a_mixture_of_experts(devices: int) -> None:
     layer = total(attention, in_16_bit(3)(6, 256), experts(2 * inner, 256), experts(256, inner))
     read = 3 * 50 * 2 * 2 * (2 // devices) * 80 * 2 / BF16[1]
     parts = total(times(2, layer), in_16_bit(3)(1000 // devices, 256), (read, 0))
-    check(shape, "w4a16", "decode", 3, 50)(parts, (2 * 5 + 1) * 3 + 2 * 13 + 170)
+    check(shape, "w4a16", decode(3, 50), parts, layers=2, calls=5)
 
     def experts_in_int8(outputs: int, inputs: int, scales: float = 2) -> Parts:
         """Two rows an expert at most are one row of tiles: 38 / 9 experts, and columns of 64."""
@@ -164,7 +157,7 @@ def test_a_mixture_of_experts(devices: int) -> None:
     mlp = total(experts_in_int8(2 * inner, 256), experts_in_int8(256, inner, 2 / devices))
     layer = total(qkv, out, in_16_bit(3)(6, 256), mlp)
     parts = total(times(2, layer), in_16_bit(3)(1000 // devices, 256))
-    check(shape, "w8a8", "decode", 3, 0)(parts, (2 * 5 + 1) * 3 + 2 * 13 + 170)
+    check(shape, "w8a8", decode(3, 0), parts, layers=2, calls=5)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -178,11 +171,11 @@ def test_a_hybrid(devices: int) -> None:
     read = 5 * 77 * 1 * 2 * (2 // devices) * 64 * 2 / BF16[1]
     head = in_16_bit(5)(1000 // devices, 256)
     parts = total(times(3, mlp), times(2, around), attention, head, (read, 0))
-    check(shape, "w4a16", "decode", 5, 77)(parts, (3 * 5 + 1) * 3 + 3 * 13 + 170)
+    check(shape, "w4a16", decode(5, 77), parts, calls=5)
     pairs = 15 * 1 * (4 // devices) * 64 * 4 / ATTENTION
     head = in_16_bit(1)(1000 // devices, 256)
     parts = total(times(3, mlp), times(2, around), attention, head, (0, pairs))
-    check(shape, "w4a16", "prefill", 5, 77)(parts, (3 * 5 + 1) * 3 + 3 * 13 + 170)
+    check(shape, "w4a16", prefill(5), parts, calls=5)
 
 
 def test_a_call_alone_has_an_overhead_of_its_own() -> None:
