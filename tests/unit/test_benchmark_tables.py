@@ -12,7 +12,7 @@ import pytest
 from benchmarks.speed import kernels
 from benchmarks.speed.comparing import compare_beside
 from benchmarks.speed.report import write_report
-from benchmarks.speed.results import ROOT, Results, read_cells
+from benchmarks.speed.results import ROOT, Results, read_lines
 from benchmarks.speed.tables import (
     by_workload,
     decode_ms,
@@ -142,15 +142,18 @@ def test_report_of_hand_made_cells(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cells", sorted((ROOT / "benchmarks/results").glob("*/cells.jsonl")), ids=lambda file: file.parent.name
+    "file", sorted((ROOT / "benchmarks/results").glob("*/cells.jsonl")), ids=lambda file: file.parent.name
 )
-def test_the_committed_cells_make_the_report_that_git_does_not_keep(cells, tmp_path):
-    shutil.copy(cells, tmp_path)
+def test_the_committed_cells_are_whole_and_make_the_report_that_git_does_not_keep(file, tmp_path, capsys):
+    header, cells = read_lines(file.parent)
+    assert capsys.readouterr().out == ""
+    assert cells and all({"result", "failure"} & cell.keys() for cell in cells)
+    assert {cell["parameters"]["model"] for cell in cells} == {header["model"]}
+    shutil.copy(file, tmp_path)
     write_report(tmp_path)
     report = (tmp_path / "report.md").read_text()
     for part, title in PARTS.items():
-        measured = any(cell["part"] == part and "result" in cell for cell in read_cells(tmp_path))
-        assert (title in report) == measured, part
+        assert (title in report) == any(c["part"] == part and "result" in c for c in cells), part
 
 
 # verdicts

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The child processes of the speed benchmarks, what they note and write, and refusals of the commands."""
+"""What the speed benchmarks note of a measurement, and refusals of the commands."""
 
 from __future__ import annotations
 
 import gc
+import re
 import signal
 import socket
 from pathlib import Path
@@ -13,52 +14,10 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.speed.bench_client import bench
-from benchmarks.speed.results import ROOT, Results
+from benchmarks.speed.results import Results
 from benchmarks.speed.serving import STALLED, short_of_memory, stalled_seconds
-from benchmarks.speed.worker import Worker, WorkerError
 from benchmarks.speed.workloads import Workload
 from tests.checkpoints import make_checkpoint
-
-# the child processes
-
-CHILD = """
-import os, time
-from benchmarks.speed.worker import answer_requests
-
-def answer(request):
-    if request == "end":
-        os._exit(3)
-    if request == "sleep":
-        time.sleep(600)
-    print("this is no reply")
-    return [os.getpid(), 1 / request]
-
-print("nor is this")
-answer_requests(answer)
-"""
-
-
-def test_worker_survives_errors_and_comes_back_after_a_loss(tmp_path):
-    (tmp_path / "child_for_test.py").write_text(CHILD)
-    path = f"{tmp_path}:{ROOT}"
-    worker = Worker("child_for_test", tmp_path / "log", {"PYTHONPATH": path})
-    try:
-        first, half = worker.call(2, timeout=60)
-        assert half == 0.5
-        with pytest.raises(WorkerError, match="^ZeroDivisionError: division by zero$"):
-            worker.call(0, timeout=60)
-        assert worker.call(1, timeout=60) == [first, 1.0]
-        with pytest.raises(WorkerError, match="ended with code 3; see .*log"):
-            worker.call("end", timeout=60)
-        second, _ = worker.call(1, timeout=60)
-        assert second != first
-        with pytest.raises(WorkerError, match="no answer within 1 s"):
-            worker.call("sleep", timeout=1)
-        assert worker.call(1, timeout=60)[0] != second
-    finally:
-        worker.close()
-    log = (tmp_path / "log").read_text()
-    assert "this is no reply" in log and "nor is this" in log and "Traceback" in log
 
 
 def test_a_call_leaves_nothing_that_is_never_collected(tmp_path: Path) -> None:
@@ -153,8 +112,7 @@ def test_a_checkpoint_of_another_shape_is_refused(command, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_head": 12}')
     code, error = command("run", "--model", f"bf16={tmp_path}", "--output", tmp_path / "results")
     assert code == 1
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert "num_attention_heads" in error
+    assert re.fullmatch("error: .*num_attention_heads.*\n", error)
 
 
 def test_report_of_anything_else_is_refused(command, tmp_path):

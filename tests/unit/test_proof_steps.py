@@ -9,13 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.proof.gpu import (
     SERVING,
-    driver_problem,
     fitting,
     fitting_subjects,
     kv_cache_gib,
@@ -67,33 +65,6 @@ def test_the_first_steps_take_ten_minutes_and_all_take_thirty() -> None:
     assert sum(step.seconds for step in STEPS[:5]) <= 600
     assert sum(step.seconds for step in STEPS) <= 1800
     assert len({step.name for step in STEPS}) == len(STEPS)
-
-
-DRIVER = "int cuDriverGetVersion(int *version) { *version = %d; return %d; }"
-
-
-@pytest.mark.parametrize(
-    ("version", "status", "built_for", "said"),
-    [
-        (13000, 0, "13.0", ""),
-        (12080, 0, "12.9", ""),
-        (12080, 0, "13.0", "speaks CUDA 12.8, but this PyTorch is built for CUDA 13.0: install a driver"),
-        (13000, 0, None, "built for CPUs: install a PyTorch for CUDA 13"),
-        (0, 100, "13.0", ""),
-    ],
-)
-def test_a_driver_that_does_not_suit_pytorch_is_named(
-    version: int, status: int, built_for: str | None, said: str, tmp_path: Path, monkeypatch: Any
-) -> None:
-    library = str(tmp_path / "libcuda.so.1")
-    command = ["cc", "-shared", "-fPIC", "-xc", "-", "-o", library]
-    subprocess.run(command, input=DRIVER % (version, status), text=True, check=True)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    problem = driver_problem(built_for, library)
-    assert said in problem and bool(said) == bool(problem)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for absent in (library, "no-such-library.so"):
-        assert driver_problem(built_for, absent) == ""
 
 
 def test_steps_are_written_as_they_end_and_commands_end_in_their_time(tmp_path: Path) -> None:

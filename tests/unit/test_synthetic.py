@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Synthetic checkpoints: equal weights in all schemes, readable, mergeable, complete or not there."""
+"""Synthetic checkpoints: equal weights in all schemes, readable, mergeable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from benchmarks.speed.models import open_model
 from benchmarks.speed.shapes import SHAPES, Shape
 from benchmarks.speed.subjects import parse_subject
-from benchmarks.speed.synthetic import SCHEMES, word_tokenizer, write_checkpoint
+from benchmarks.speed.synthetic import SCHEMES, word_tokenizer
 from flexquant.checkpoint.merged_config import MergedConfig
 
 TINY = SHAPES["tiny"]
@@ -116,23 +116,3 @@ def test_synthetic_variants_merge_and_without_weights_say_the_same(tmp_path: Pat
     kept = [(s.base_architecture, s.variants, s.mixable, set(s.shared_modules)) for s in sections]
     assert kept[0] == kept[1]
     assert len(AutoTokenizer.from_pretrained(empty)) == TINY.vocabulary
-
-
-def test_a_checkpoint_folder_is_there_only_when_complete(tmp_path):
-    folder = tmp_path / "w8a8"
-    # All layers are written before the embedding, which cannot be made.
-    with pytest.raises(RuntimeError, match="negative dimension"):
-        write_checkpoint(folder, replace(TINY, vocabulary=-1), "w8a8")
-    assert not folder.exists()
-    (stage,) = tmp_path.iterdir()
-    assert len(list(stage.glob("*.safetensors"))) == TINY.layers
-    (stage / "left-over").touch()
-    write_checkpoint(folder, TINY, "w8a8")
-    assert list(tmp_path.iterdir()) == [folder]
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "config.json",
-        *(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)),
-        "model.safetensors.index.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
