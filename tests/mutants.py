@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Mutation tests of a room (``make mutants PATHS=flexquant/policy``), and how many mutants each file kept.
+"""Mutation tests of a room: ``make mutants PATHS=flexquant/policy``.
 
 mutmut knows one selection of tests for a whole project; here each room has its own, so that one without
 torch and vLLM is not slowed down by others. It works in a copy of the tree, ``.work/mutants/ROOM``, where
@@ -17,7 +17,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -70,21 +69,6 @@ def copy_tree(folder: Path, paths: list[str], room: str) -> None:
     )
 
 
-def counts(folder: Path) -> dict[str, dict[str, int]]:
-    """Return module -> mutants by what became of them, as `mutmut results` lists them."""
-    lines = mutmut(folder, "results", "--all", "true").splitlines()
-    found: dict[str, Counter[str]] = {}
-    for line in lines:
-        mutant, _, status = line.strip().rpartition(": ")
-        found.setdefault(mutant.rpartition(".")[0], Counter())[status] += 1
-    return {module: dict(sorted(statuses.items())) for module, statuses in sorted(found.items())}
-
-
-def mutmut(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "mutmut", *arguments]
-    return subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -103,10 +87,6 @@ def main() -> None:
     copy_tree(folder, paths, room)
     run = [sys.executable, "-m", "mutmut", "run", "--max-children", str(arguments.jobs)]
     subprocess.run(run, cwd=folder, check=True)
-    files = counts(folder)
-    total = sum((Counter(statuses) for statuses in files.values()), Counter())
-    for module, statuses in {**files, "total": dict(total)}.items():
-        print(f"{module:45}", ", ".join(f"{count} {status}" for status, count in sorted(statuses.items())))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ def test_list(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     assert result["policies"][-2] == {"name": "w8a8", "description": "W8A8 for every forward pass"}
 
 
-def test_show_without_a_model_has_layers_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_without_a_model_has_layers_as_written_and_ends_at_max_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines, result = run(capsys, "show", "phase-batch-layer")
     assert [line.split() for line in lines[2:]] == [
         ["prefill", "1", "or", "more", "tokens", "w8a8"],
@@ -62,9 +64,6 @@ def test_show_without_a_model_has_layers_as_written(capsys: pytest.CaptureFixtur
     ]
     assert result["routes"][2] == {"phase": "decode", "min_tokens": 33, "max_tokens": None, "plan": "w8a8"}
     assert "num_layers" not in result
-
-
-def test_show_ends_at_max_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     lines, _ = run(capsys, "show", "phase-batch", "--max-tokens", "100")
     assert lines[2].split() == ["prefill", "1", "to", "100", "tokens", "w8a8"]
     assert lines[4].split() == ["decode", "33", "to", "100", "sequences", "w8a8"]

@@ -89,12 +89,15 @@ def test_tokens_of_the_cache_leave_a_memory() -> None:
 )
 def test_as_many_layers_as_fit_have_their_own(mib: float, plan: list[str]) -> None:
     """With two whole copies there is nothing to compute, and so no memory for that."""
-    found = fit(mib)
+    found, apart = fit(mib), fit(mib, mixable=[("w8a8",), ("w4a16",)])
     assert plan_of(found) == plan
     whole = mib == ONE_COPY + 4 * 8 - 3
     assert (["w8a8", "w4a16"] in found.together) == whole
     assert all({"w8a8", "w4a16"} - set(names) or whole for names in found.together)
     assert "from the first: no --sensitivity" in found.remark
+    # Layers that no plan can mix are all twice or none.
+    assert plan_of(apart) == [] and (["w8a8", "w4a16"] in apart.together) == whole
+    assert whole or "cannot mix" in apart.remark
 
 
 def test_what_is_computed_takes_the_weights_that_it_is_computed_from() -> None:
@@ -138,13 +141,6 @@ def test_memory_that_is_no_whole_number_of_mib_is_rounded_up() -> None:
         fit(ONE_COPY, held=more)
     assert "and 3.0 MiB to compute" in str(e.value)
     assert fit(ONE_COPY + 1 / MIB, held=more).memory
-
-
-def test_layers_that_no_plan_can_mix_are_all_twice_or_none() -> None:
-    apart = [("w8a8",), ("w4a16",)]
-    found = fit(ONE_COPY + 16, mixable=apart)
-    assert plan_of(found) == [] and "cannot mix" in found.remark
-    assert ["w8a8", "w4a16"] in fit(100, mixable=apart).together
 
 
 def sensitivity(folder: Path, lower: str = "w4a16", **changed: Any) -> Path:

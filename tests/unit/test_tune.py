@@ -267,13 +267,6 @@ def test_of_sets_that_fit_the_first_is_taken_unless_another_is_faster():
         assert decided(samples, variants=list(curves), together=together).variants == (chosen,)
 
 
-def test_a_set_that_keeps_no_bound_is_left_out():
-    samples = measured({"w8a8": lambda n: 0.010, "w4a16": lambda n: 0.005}, noise=0)
-    assert decided(samples, slo="tpot=8ms", together=[["w8a8"], ["w4a16"]]).variants == ("w4a16",)
-    with pytest.raises(FlexQuantError, match="tpot=8ms cannot be met: .* w8a8"):
-        decided(samples, slo="tpot=8ms", together=[["w8a8"]])
-
-
 def test_a_measured_plan_is_written_with_its_layers_and_without_its_times():
     names = ["w8a8", "w4a16", FROM_INT4]
     policies = find_policies(names, VARIANTS)
@@ -301,27 +294,30 @@ def test_bounds_take_the_most_precise_that_keeps_them():
     assert note.startswith(f"{slo} is kept up to")
 
 
-def test_an_unreachable_bound_names_the_nearest():
+@pytest.mark.parametrize(
+    ("slo", "together", "message"),
+    [
+        ("tpot=1ms", None, r"tpot=1ms cannot be met: .* w4a16; ask for tpot=\d+ms or more"),
+        ("tpot=1ms,ttft=2ms", None, r"^ttft=2ms cannot be met: .*tpot=1ms cannot be met: "),
+        ("tpot=8ms", [["w8a8"]], "tpot=8ms cannot be met: .* w8a8"),
+    ],
+)
+def test_an_unreachable_bound_names_the_nearest(slo, together, message):
     samples = measured({"w8a8": lambda n: 0.010, "w4a16": lambda n: 0.005}, noise=0)
-    for slo, message in (
-        ("tpot=1ms", r"tpot=1ms cannot be met: .* w4a16; ask for tpot=\d+ms or more"),
-        ("tpot=1ms,ttft=2ms", r"^ttft=2ms cannot be met: .*tpot=1ms cannot be met: "),
-    ):
-        with pytest.raises(FlexQuantError, match=message):
-            decided(samples, slo=slo)
+    with pytest.raises(FlexQuantError, match=message):
+        decided(samples, slo=slo, together=together)
+    # A set that keeps no bound is left out.
+    assert decided(samples, slo="tpot=8ms", together=[["w8a8"], ["w4a16"]]).variants == ("w4a16",)
 
 
 @pytest.mark.parametrize(
     "text", ["", "ttft", "ttft=3", "ttft=0ms", "tpot=-1ms", "itl=3ms", "ttft=1s,ttft=2s"]
 )
-def test_bad_bounds(text):
-    with pytest.raises(UsageError, match=r"in --slo is not a bound; write ttft=300ms"):
-        parse_slo(text)
-
-
-def test_bounds_are_read():
+def test_bounds_are_read_or_refused(text):
     slo = parse_slo("tpot=0.03s, ttft=300ms")
     assert slo == {"prefill": 0.3, "decode": 0.03} and str(Goal(slo=slo)) == "ttft=300ms,tpot=30ms"
+    with pytest.raises(UsageError, match=r"in --slo is not a bound; write ttft=300ms"):
+        parse_slo(text)
 
 
 def test_the_policy_says_what_was_decided(tmp_path):
@@ -487,7 +483,7 @@ def quality_file(tmp_path, **losses):
     return tmp_path / "quality.json"
 
 
-def test_lossy_variants_are_left_out(config, tmp_path):
+def test_lossy_variants_are_left_out_by_a_file_that_knows_all(config, tmp_path):
     variants = find_variants(config, ["w8a8", "w4a16", "w4a8"])
     file = quality_file(tmp_path, w8a8=0.01, w4a16=0.3, w4a8=0.4)
     kept, losses = leave_out_lossy(variants, file, 0.3)
@@ -497,13 +493,9 @@ def test_lossy_variants_are_left_out(config, tmp_path):
     for most, found in ((0.1, "only w8a8 loses"), (0.001, "no variant loses")):
         with pytest.raises(FlexQuantError, match=f"{found} at most {most} {told}"):
             leave_out_lossy(variants, file, most)
-
-
-def test_a_quality_file_has_to_know_the_variants(config, tmp_path):
-    variants = find_variants(config, None)
-    file = quality_file(tmp_path, w8a8=0.01)
-    with pytest.raises(FlexQuantError, match="has no result for w4a16, only for w8a8; run 'flexquant eval"):
-        leave_out_lossy(variants, file, 0.1)
+    unknown = "has no result for w4a16, w4a8, only for w8a8; run 'flexquant eval"
+    with pytest.raises(FlexQuantError, match=unknown):
+        leave_out_lossy(variants, quality_file(tmp_path, w8a8=0.01), 0.1)
     file.write_text("[]")
     with pytest.raises(FlexQuantError, match="cannot be read .* give the quality.json"):
         leave_out_lossy(variants, file, 0.1)
