@@ -143,12 +143,6 @@ def in_int4(tokens: int, rates: Parts = W4A16) -> Call:
     return call
 
 
-def dense_layer(call: Call, devices: int = 1) -> Parts:
-    """Return a layer of DENSE; 1, 2 or 4 devices hold 8 + 2 x 2, 4 + 2 x 1 or 2 + 2 x 1 heads of 48."""
-    heads = {1: 12, 2: 6, 4: 4}[devices]
-    return total(
-        call(heads * 48, 320),
-        call(320, 384 // devices),
-        call(1280 // devices, 320),
-        call(320, 640 // devices),
-    )
+def dense_layer(call: Call) -> Parts:
+    """Return a layer of DENSE, with 8 + 2 x 2 heads of 48."""
+    return total(call(12 * 48, 320), call(320, 384), call(1280, 320), call(320, 640))
