@@ -9,7 +9,7 @@
 # make test   lint, then the tests of every day: test-quantize and test-serve
 # make test-full   everything: also the tests marked "full", and test-oldest on the oldest supported vLLM
 # make mutants PATHS=flexquant/policy   break a copy of a room's source in many small ways, of which each should
-#             turn one of the room's unit tests red (RECORD=--record adds the counts to tests/mutants.json)
+#             turn one of the room's unit tests red
 # make coverage   the lines that no unit test reaches
 # make lint   ruff and mypy
 # make check-vllm   have mypy check FlexQuant against a published vLLM's types, without installing
@@ -99,7 +99,7 @@ test-oldest: .venv/oldest/.done .work/merged/$(TEST_NAME)/config.json
 	CUDA_VISIBLE_DEVICES= $(OLDEST)/python $(PYTEST) -m oldest $(OLDEST_TESTS)
 
 mutants: .venv/mutants/.done
-	OMP_NUM_THREADS=1 .venv/mutants/bin/python -m tests.mutants $(RECORD) $(PATHS)
+	OMP_NUM_THREADS=1 .venv/mutants/bin/python -m tests.mutants $(PATHS)
 
 coverage: .venv/serve/.done
 	$(SERVE)/python -m pytest --numprocesses $(JOBS) --cov flexquant --cov-report term:skip-covered tests/unit

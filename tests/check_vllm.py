@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -85,10 +86,10 @@ def type_errors(site: Path) -> list[str]:
     """Return mypy's errors in FlexQuant, and in benchmarks that import vLLM, with the vLLM in ``site``."""
     cache = ROOT / ".work" / "mypy" / site.name
     cache.mkdir(parents=True, exist_ok=True)
-    own = (ROOT / "pyproject.toml").read_text().partition("[tool.mypy]")[2].partition("\n[")[0]
+    own = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    own |= {"mypy_path": f"{ROOT}:{site}", "cache_dir": cache}
     settings = cache / "mypy.ini"
-    options = own.replace('"', "") + f"mypy_path = {ROOT}:{site}\ncache_dir = {cache}\n"
-    settings.write_text("[mypy]" + options + SETTINGS)
+    settings.write_text("\n".join(["[mypy]", *(f"{key} = {value}" for key, value in own.items()), SETTINGS]))
     imports = re.compile(r"^ *(?:from|import) (?:vllm|flexquant\.serving\.vllm_api)\b", re.MULTILINE)
     benchmarks = [f for f in (ROOT / "benchmarks").rglob("*.py") if imports.search(f.read_text())]
     uses = ROOT / "tests" / "vllm_uses.py"

@@ -31,40 +31,28 @@ from flexquant.checkpoint.folder import read_tensors
 
 StateDict = dict[str, torch.Tensor]
 
+GEMMA = {"sliding_window": 64, "query_pre_attn_scalar": 32}
 ARCHITECTURES = {
-    "llama": ("llama", {}),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-    "mistral": ("mistral", {"sliding_window": None}),
-    "vaultgemma": ("vaultgemma", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
-    "gemma2": ("gemma2", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
-    "gemma3": ("gemma3_text", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
+    **{"llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": None}},
+    **{"vaultgemma": GEMMA, "gemma2": GEMMA, "gemma3": GEMMA},
 }
+"""Model type -> fields of its configuration."""
 MIXTURES = {
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "qwen2_moe": (
-        "qwen2_moe",
-        {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
-    ),
-    "qwen3_moe": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
 LATENT = {
-    "deepseek_v2": (
-        "deepseek_v2",
-        {
-            "first_k_dense_replace": 99,
-            "num_key_value_heads": 4,
-            # The only widths that vLLM's CPU backend has.
-            "kv_lora_rank": 512,
-            "q_lora_rank": 64,
-            "qk_nope_head_dim": 64,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 64,
-        },
-    ),
+    "deepseek_v2": {
+        "first_k_dense_replace": 99,
+        "num_key_value_heads": 4,
+        # The only widths that vLLM's CPU backend has.
+        **{"kv_lora_rank": 512, "q_lora_rank": 64},
+        **{"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64},
+    },
 }
 """Configurations with multi-head latent attention."""
-LAYER_NORMS = {"stablelm": ("stablelm", {})}
+LAYER_NORMS: dict[str, dict[str, object]] = {"stablelm": {}}
 """Configurations whose norms have a bias."""
 LINEAR = re.compile(r"\.layers\..*(_proj|_proj_with_mqa|_proj_qkv|_proj_z|\.w[123])\.weight$")
 ROUTERS = "re:.*\\.(shared_expert_)?gate$"
@@ -73,7 +61,8 @@ EXPERTS = "re:.*\\.experts\\..*"
 
 
 def base_config(architecture: str = "llama", num_layers: int = 2, **overrides) -> PretrainedConfig:
-    model_type, extra = (ARCHITECTURES | MIXTURES | LATENT | LAYER_NORMS)[architecture]
+    extra = (ARCHITECTURES | MIXTURES | LATENT | LAYER_NORMS)[architecture]
+    model_type = "gemma3_text" if architecture == "gemma3" else architecture
     values = {
         "vocab_size": 320,
         "hidden_size": 128,

@@ -86,61 +86,55 @@ def without_what_follows(config: Config) -> Config:
     return config
 
 
-SAME: list[tuple[str, Config]] = [
-    ("llama", {"use_mrope": False, "quantization": {"bits": 4}, "trust_remote_code": True, "bias": False}),
-    ("llama", {"model_max_length": 2048, "mlp_bias": False, "auto_map": {"AutoConfig": "code.Config"}}),
-    ("llama", {"head_dim": None, "pretraining_tp": 2}),
-    ("mistral", {"head_dim": None}),
-    ("qwen2", {"head_dim": 32, "rope_scaling": None, "initializer_range": 0.5}),
-    ("mixtral", {"head_dim": None, "output_router_logits": True}),
-    ("gemma2", {"hidden_act": "gelu_pytorch_tanh"}),
-    ("exaone4", {"sliding_window_pattern": "LLLG"}),
-    ("mistral3", {"text_config.use_mrope": False, "vision_config.quantization": {}}),
-    ("mistral3", {"text_config.head_dim": None, "text_config.architectures": ["MistralForCausalLM"]}),
-]
-"""Edits of a config by which vLLM makes no other model of it."""
-OTHER: list[tuple[str, Config]] = [
-    ("llama", {"rope_theta": 20000.0}),
-    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
-    ("llama", {"bias": True}),
-    ("llama", {"attention_bias": True}),
-    ("llama", {"tie_word_embeddings": True}),
-    ("llama", {"torch_dtype": "float16"}),
-    ("llama", {"model_max_length": 77}),
-    ("mistral", {"sliding_window": 32}),
-    ("mistral", {"sliding_window": None}),
-    ("mistral", {"head_dim": 64}),
-    ("qwen2", {"rms_norm_eps": 1e-4}),
-    ("qwen3", {"attention_bias": True}),
-    ("qwen2_moe", {"num_experts_per_tok": 3}),
-    ("qwen3_moe", {"norm_topk_prob": True}),
-    ("qwen3_moe", {"decoder_sparse_step": 2}),
-    ("mixtral", {"num_experts_per_tok": 1}),
-    ("gemma2", {"final_logit_softcapping": 20.0}),
-    ("gemma2", {"attn_logit_softcapping": None}),
-    ("gemma2", {"query_pre_attn_scalar": 64}),
-    ("gemma3_text", {"rope_local_base_freq": 20000.0}),
-    ("gemma3_text", {"sliding_window_pattern": 2}),
-    ("phi3", {"partial_rotary_factor": 0.5}),
-    ("granite", {"embedding_multiplier": 12.0}),
-    ("granite", {"residual_multiplier": 0.22}),
-    ("granite", {"logits_scaling": 8.0}),
-    ("glm4", {"partial_rotary_factor": 0.25}),
-    ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
-    ("exaone4", {"layer_types": ["full_attention"] * 4}),
-    ("olmo2", {"rms_norm_eps": 1e-4}),
-    ("falcon_h1", {"key_multiplier": 0.5}),
-    ("qwen3_next", {"partial_rotary_factor": 0.5}),
-    ("qwen3_next", {"output_gate_type": "sigmoid"}),
-    ("lfm2", {"conv_bias": True}),
-    ("cohere2", {"logit_scale": 0.5}),
-    ("mistral3", {"text_config.rope_theta": 20000.0}),
-    ("mistral3", {"vision_config.hidden_act": "silu"}),
-    ("idefics3", {"scale_factor": 4}),
-    ("qwen2_5_vl", {"vision_config.fullatt_block_indexes": [0]}),
-    ("gemma3", {"text_config.final_logit_softcapping": 20.0}),
-]
-"""Edits of a config of which vLLM makes another model."""
+SAME: dict[str, list[Config]] = {
+    "llama": [
+        {"use_mrope": False, "quantization": {"bits": 4}, "trust_remote_code": True, "bias": False},
+        {"model_max_length": 2048, "mlp_bias": False, "auto_map": {"AutoConfig": "code.Config"}},
+        {"head_dim": None, "pretraining_tp": 2},
+    ],
+    "mistral": [{"head_dim": None}],
+    "qwen2": [{"head_dim": 32, "rope_scaling": None, "initializer_range": 0.5}],
+    "mixtral": [{"head_dim": None, "output_router_logits": True}],
+    "gemma2": [{"hidden_act": "gelu_pytorch_tanh"}],
+    "exaone4": [{"sliding_window_pattern": "LLLG"}],
+    "mistral3": [
+        {"text_config.use_mrope": False, "vision_config.quantization": {}},
+        {"text_config.head_dim": None, "text_config.architectures": ["MistralForCausalLM"]},
+    ],
+}
+"""Kind -> edits of its config by which vLLM makes no other model of it."""
+OTHER: dict[str, list[Config]] = {
+    "llama": [
+        {"rope_theta": 20000.0},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        *({"bias": True}, {"attention_bias": True}, {"tie_word_embeddings": True}),
+        *({"torch_dtype": "float16"}, {"model_max_length": 77}),
+    ],
+    "mistral": [{"sliding_window": 32}, {"sliding_window": None}, {"head_dim": 64}],
+    "qwen2": [{"rms_norm_eps": 1e-4}],
+    "qwen3": [{"attention_bias": True}],
+    "qwen2_moe": [{"num_experts_per_tok": 3}],
+    "qwen3_moe": [{"norm_topk_prob": True}, {"decoder_sparse_step": 2}],
+    "mixtral": [{"num_experts_per_tok": 1}],
+    "gemma2": [{"final_logit_softcapping": 20.0}, {"attn_logit_softcapping": None}]
+    + [{"query_pre_attn_scalar": 64}],
+    "gemma3_text": [{"rope_local_base_freq": 20000.0}, {"sliding_window_pattern": 2}],
+    "phi3": [{"partial_rotary_factor": 0.5}],
+    "granite": [{"embedding_multiplier": 12.0}, {"residual_multiplier": 0.22}, {"logits_scaling": 8.0}],
+    "glm4": [{"partial_rotary_factor": 0.25}],
+    "smollm3": [{"no_rope_layers": [1, 1, 1, 1]}],
+    "exaone4": [{"layer_types": ["full_attention"] * 4}],
+    "olmo2": [{"rms_norm_eps": 1e-4}],
+    "falcon_h1": [{"key_multiplier": 0.5}],
+    "qwen3_next": [{"partial_rotary_factor": 0.5}, {"output_gate_type": "sigmoid"}],
+    "lfm2": [{"conv_bias": True}],
+    "cohere2": [{"logit_scale": 0.5}],
+    "mistral3": [{"text_config.rope_theta": 20000.0}, {"vision_config.hidden_act": "silu"}],
+    "idefics3": [{"scale_factor": 4}],
+    "qwen2_5_vl": [{"vision_config.fullatt_block_indexes": [0]}],
+    "gemma3": [{"text_config.final_logit_softcapping": 20.0}],
+}
+"""Kind -> edits of its config of which vLLM makes another model."""
 
 
 def pairs() -> Iterator[Pair]:
@@ -158,7 +152,7 @@ def pairs() -> Iterator[Pair]:
     del top["text_config"][TIED], text[TIED]
     yield Pair("mistral3 with its tie at either level", top, text, True)
     for edits, alike in ((SAME, True), (OTHER, False)):
-        for kind, edit in edits:
+        for kind, edit in ((kind, edit) for kind, of_kind in edits.items() for edit in of_kind):
             new = config_of(kind)
             yield Pair(f"{kind} with {edit}", new, _edited(as_transformers_4_wrote_it(new), edit), alike)
 

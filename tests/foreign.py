@@ -76,11 +76,10 @@ def write_foreign(source: Path, output: Path, method: str, **settings: Any) -> P
         values, zeros, scales = unpacked(state, module)
         group_size = values.shape[1] // scales.shape[1]
         offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
-        tensors = (
-            awq_tensors(values, zeros, scales)
-            if method == "awq"
-            else gptq_tensors(values, zeros, scales, offset)
-        )
+        if method == "awq":
+            tensors = awq_tensors(values, zeros, scales)
+        else:
+            tensors = gptq_tensors(values, zeros, scales, offset)
         written |= {f"{module}.{part}": tensor for part, tensor in tensors.items()}
         for part in ("packed", "scale", "shape", "zero_point"):
             written.pop(f"{module}.weight_{part}", None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -50,12 +50,7 @@ class Hub:
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
     """Serve until the block is left; ``hub.url`` is the address."""
-
-    class Handler(_Handler):
-        pass
-
-    Handler.hub = hub
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     hub.url = f"http://127.0.0.1:{server.server_port}"
@@ -74,13 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
     def do_GET(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
         is_api = parts[:2] == ["api", "models"]
         model = "/".join(parts[2:4] if is_api else parts[:2])
@@ -99,6 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
             names = [{"rfilename": path} for path in _files(self.hub.models[model])]
             self._json({"id": model, "modelId": model, "sha": self.hub.commit(model), "siblings": names})
 
+    do_HEAD = do_GET
+
     def _entry(self, folder: Path, path: str) -> dict[str, object]:
         size = (folder / path).stat().st_size
         entry: dict[str, object] = {"type": "file", "path": path, "size": size, "oid": _etag(folder / path)}
@@ -115,14 +106,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         content = path.read_bytes()
         start = int(wanted.removeprefix("bytes=").split("-")[0]) if wanted else 0
-        self.send_response(206 if wanted else 200)
-        self.send_header("X-Repo-Commit", self.hub.commit(model))
-        self.send_header("ETag", f'"{_etag(path)}"')
-        self.send_header("Accept-Ranges", "bytes")
+        headers = {
+            "X-Repo-Commit": self.hub.commit(model),
+            "ETag": f'"{_etag(path)}"',
+            "Accept-Ranges": "bytes",
+        }
         if wanted:
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        self.send_header("Content-Length", str(len(content) - start))
-        self.end_headers()
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        self._begin(206 if wanted else 200, headers | {"Content-Length": str(len(content) - start)})
         if self.command == "HEAD":
             return
         if name in self.hub.damaged:
@@ -140,17 +131,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _json(self, content: object) -> None:
         body = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
+        self._begin(200, {"Content-Type": "application/json", "Content-Length": len(body)})
         self.wfile.write(body)
 
     def _fail(self, status: int, code: str) -> None:
+        self._begin(status, {"X-Error-Code": code, "X-Error-Message": code, "Content-Length": 0})
+
+    def _begin(self, status: int, headers: Mapping[str, object]) -> None:
         self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", code)
-        self.send_header("Content-Length", "0")
+        for name, value in headers.items():
+            self.send_header(name, str(value))
         self.end_headers()
 
 

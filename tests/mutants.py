@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Mutation tests of a room (``make mutants PATHS=flexquant/policy``), and how many mutants each file kept.
+"""Mutation tests of a room: ``make mutants PATHS=flexquant/policy``.
 
 mutmut knows one selection of tests for a whole project; here each room has its own, so that one without
 torch and vLLM is not slowed down by others. It works in a copy of the tree, ``.work/mutants/ROOM``, where
@@ -13,18 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
 import sys
-import time
-from collections import Counter
-from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-RECORD = ROOT / "tests" / "mutants.json"
 ROOMS = {
     "flexquant/policy": "cli_policy machine memory_fit policy policy_refusals routes yaml_document",
     "flexquant/checkpoint": (
@@ -73,28 +68,12 @@ def copy_tree(folder: Path, paths: list[str], room: str) -> None:
     )
 
 
-def counts(folder: Path) -> dict[str, dict[str, int]]:
-    """Return module -> mutants by what became of them, as `mutmut results` lists them."""
-    lines = mutmut(folder, "results", "--all", "true").splitlines()
-    found: dict[str, Counter[str]] = {}
-    for line in lines:
-        mutant, _, status = line.strip().rpartition(": ")
-        found.setdefault(mutant.rpartition(".")[0], Counter())[status] += 1
-    return {module: dict(sorted(statuses.items())) for module, statuses in sorted(found.items())}
-
-
-def mutmut(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "mutmut", *arguments]
-    return subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("paths", nargs="+", help=f"rooms or files of one of them: {', '.join(ROOMS)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--record", action="store_true", help=f"add the counts to {RECORD.relative_to(ROOT)}")
     arguments = parser.parse_args()
     paths = [path.rstrip("/") for path in arguments.paths]
     rooms = {room for room in ROOMS for path in paths if path == room or path.startswith(room + "/")}
@@ -105,32 +84,8 @@ def main() -> None:
     folder = ROOT / ".work" / "mutants" / room.replace("/", "-")
     shutil.rmtree(folder, ignore_errors=True)  # mutmut does not see that a test has changed
     copy_tree(folder, paths, room)
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
-    start = time.monotonic()
     run = [sys.executable, "-m", "mutmut", "run", "--max-children", str(arguments.jobs)]
     subprocess.run(run, cwd=folder, check=True)
-    files = counts(folder)
-    total = sum((Counter(statuses) for statuses in files.values()), Counter())
-    for module, statuses in {**files, "total": dict(total)}.items():
-        print(f"{module:45}", ", ".join(f"{count} {status}" for status, count in sorted(statuses.items())))
-    if arguments.record:
-        runs = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else []
-        runs.append(
-            {
-                "paths": paths,
-                "commit": commit,
-                "command": f"make mutants PATHS='{' '.join(paths)}'",
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores, {arguments.jobs} at a time",
-                "versions": {
-                    "python": platform.python_version(),
-                    **{name: version(name) for name in ("mutmut", "pytest")},
-                },
-                "minutes": round((time.monotonic() - start) / 60, 1),
-                "total": dict(sorted(total.items())),
-                "files": files,
-            }
-        )
-        RECORD.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.planning.device import parse_device
@@ -44,6 +45,22 @@ def planned(folder: Path, config: JsonObject) -> PlannedModel:
     return PlannedModel.read(str(folder))
 
 
+def language_model(
+    kind: str, hidden: int, layers: int, heads: tuple[int, int], intermediate: int, vocab: int, **more: Any
+) -> JsonObject:
+    """Return a ``config.json``; ``heads`` are those of queries and of keys."""
+    return {
+        "model_type": kind,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
 UNLIKE_FILE = """schema: flexquant.device/v1
 description: no two numbers alike
 memory_gib: 2
@@ -70,45 +87,11 @@ BF16, FP8, W4A16, MARLIN = (5e12, 55e9), (8e12, 75e9), (4e12, 80e9), (3e12, 90e9
 W8A8_BYTES, W8A8_OPERATIONS, ATTENTION = 70e9, 6e12, 4.5e12
 
 # Inputs are multiples of 64, not all of 128: INT4 has groups of 64.
-DENSE = {
-    "model_type": "qwen3",
-    "hidden_size": 320,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 48,
-    "intermediate_size": 640,
-    "vocab_size": 1001,
-    "tie_word_embeddings": False,
-}
-MIXTURE = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 80,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 192,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "vocab_size": 1000,
-    "tie_word_embeddings": False,
-}
-HYBRID = {
-    "model_type": "lfm2",
-    "hidden_size": 256,
-    "num_hidden_layers": 3,
-    "layer_types": ["conv", "full_attention", "conv"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 448,
-    "block_auto_adjust_ff_dim": False,
-    "vocab_size": 1000,
-    "tie_word_embeddings": True,
-}
-
-
+DENSE = language_model("qwen3", 320, 3, (8, 2), 640, 1001, head_dim=48, tie_word_embeddings=False)
+MIXTURE = language_model("qwen3_moe", 256, 2, (4, 2), 512, 1000, head_dim=80, tie_word_embeddings=False)
+MIXTURE |= {"moe_intermediate_size": 192, "num_experts": 6, "num_experts_per_tok": 2}
+HYBRID = language_model("lfm2", 256, 3, (4, 2), 448, 1000, tie_word_embeddings=True)
+HYBRID |= {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}
 MODELS = {"dense": DENSE, "mixture": MIXTURE, "hybrid": HYBRID}
 
 
@@ -160,12 +143,6 @@ def in_int4(tokens: int, rates: Parts = W4A16) -> Call:
     return call
 
 
-def dense_layer(call: Call, devices: int = 1) -> Parts:
-    """Return a layer of DENSE; 1, 2 or 4 devices hold 8 + 2 x 2, 4 + 2 x 1 or 2 + 2 x 1 heads of 48."""
-    heads = {1: 12, 2: 6, 4: 4}[devices]
-    return total(
-        call(heads * 48, 320),
-        call(320, 384 // devices),
-        call(1280 // devices, 320),
-        call(320, 640 // devices),
-    )
+def dense_layer(call: Call) -> Parts:
+    """Return a layer of DENSE, with 8 + 2 x 2 heads of 48."""
+    return total(call(12 * 48, 320), call(320, 384), call(1280, 320), call(320, 640))

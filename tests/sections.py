@@ -156,32 +156,14 @@ def stored_in(scheme: str, weight: torch.Tensor) -> StateDict:
 
 
 TARGETS = (
-    "re:.*q_proj",
-    "re:.*[qkv]_proj",
-    "re:.*qkv_proj",
-    "re:.*q.*_proj",
-    "re:.*(gate|up)_proj$",
-    "re:.*gate_proj",
-    "re:.*down_proj",
-    "re:.*mlp.*",
-    "re:.*self_attn",
-    "re:.*layers\\.0\\.",
-    "re:.*layers\\.1\\.mlp",
-    "model.layers.1.self_attn.k_proj",
-    "model.layers.0.mlp.up_proj",
-    "linear",
-    "Qwen2Attention",
-    "lm_head",
+    *("re:.*q_proj", "re:.*[qkv]_proj", "re:.*qkv_proj", "re:.*q.*_proj", "re:.*(gate|up)_proj$"),
+    *("re:.*gate_proj", "re:.*down_proj", "re:.*mlp.*", "re:.*self_attn", "re:.*layers\\.0\\."),
+    *("re:.*layers\\.1\\.mlp", "model.layers.1.self_attn.k_proj", "model.layers.0.mlp.up_proj"),
+    *("linear", "Qwen2Attention", "lm_head"),
 )
 OF_EXPERTS = (
-    "re:.*experts\\.",
-    "re:.*experts\\.0\\.",
-    "re:.*experts\\.1\\.down_proj",
-    "re:.*experts.*(gate|up)_proj",
-    "re:.*shared_expert\\.",
-    "re:.*w[13]$",
-    "re:.*w2",
-    "re:.*\\.gate$",
+    *("re:.*experts\\.", "re:.*experts\\.0\\.", "re:.*experts\\.1\\.down_proj"),
+    *("re:.*experts.*(gate|up)_proj", "re:.*shared_expert\\.", "re:.*w[13]$", "re:.*w2", "re:.*\\.gate$"),
 )
 ROUTERS = "re:.*\\.(shared_expert_)?gate$"
 

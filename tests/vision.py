@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,13 +88,8 @@ def idefics3() -> PretrainedConfig:
 
 
 def qwen2_5_vl() -> PretrainedConfig:
-    tower = {
-        "depth": 2,
-        "num_heads": 4,
-        "out_hidden_size": 128,
-        "window_size": 28,
-        "fullatt_block_indexes": [1],
-    }
+    tower = {"depth": 2, "num_heads": 4, "out_hidden_size": 128}
+    tower |= {"window_size": 28, "fullatt_block_indexes": [1]}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     return transformers.Qwen2_5_VLConfig(
         text_config=text("qwen2") | {"model_type": "qwen2_5_vl_text", "rope_parameters": rope},
@@ -116,10 +112,6 @@ def qwen3_5(config: type[PretrainedConfig] = transformers.Qwen3_5Config) -> Pret
         dtype="bfloat16",
         **ids("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"),
     )
-
-
-def qwen3_5_moe() -> PretrainedConfig:
-    return qwen3_5(transformers.Qwen3_5MoeConfig)
 
 
 def gemma3() -> PretrainedConfig:
@@ -181,16 +173,13 @@ KINDS = {
         in_16_bit=("re:.*in_proj_[ab]$",),
     ),
     "qwen3_5_moe": Kind(
-        qwen3_5_moe,
+        partial(qwen3_5, transformers.Qwen3_5MoeConfig),
         **qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
         in_16_bit=("re:.*in_proj_[ab]$", EXPERTS, ROUTERS),
     ),
     "gemma3": Kind(
         gemma3,
-        (
-            *("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
-            *("\n" * count for count in range(1, 5)),
-        ),
+        ("<start_of_image>", "<image_soft_token>", "<end_of_image>", "\n", "\n\n", "\n\n\n", "\n\n\n\n"),
         "<start_of_image>",
         {
             "processor_class": "Gemma3Processor",
@@ -202,11 +191,8 @@ KINDS = {
             },
         },
         ("re:.*vision_tower.*", "re:.*multi_modal_projector.*"),
-        names={
-            "boi_token": "<start_of_image>",
-            "image_token": "<image_soft_token>",
-            "eoi_token": "<end_of_image>",
-        },
+        names={"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+        | {"image_token": "<image_soft_token>"},
         tower="vision_tower.vision_model.",
     ),
     "mistral3": Kind(

@@ -2,16 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """vLLM internals that mypy cannot check, which FlexQuant needs beyond what its own types say.
 
-:data:`PUBLIC` names, which vLLM documents for users and plugins, are imported from vLLM wherever they are
-needed. Every other name is imported from :mod:`flexquant.serving.vllm_api`, which gives the reason. vLLM has
-types, so mypy finds what a version renames, moves or calls with other arguments. Two kinds of use are hidden
-from mypy: what FlexQuant does with objects of type Any, and the methods that vLLM calls (``vllm_uses.py``
-does the same with vLLM's types); and names in strings, environment variables and attributes that vLLM gives
-to any object (:data:`NAMES`). The benchmarks, which are not part of the package, import names from vLLM
-itself.
-
-``make check-vllm VERSION=...`` checks all of it against any published vLLM, without installing it;
-``flexquant/serving/VLLM_VERSIONS.md`` is its answer for the supported ones. Nothing here imports vLLM.
+:data:`PUBLIC` names are imported from vLLM wherever they are needed, every other from
+:mod:`flexquant.serving.vllm_api`, which gives the reason. mypy finds what a version renames, moves or calls
+with other arguments, but for two kinds of use: what FlexQuant does with objects of type Any, and the methods
+that vLLM calls (``vllm_uses.py`` does the same with vLLM's types); and names in strings, environment
+variables and attributes that vLLM gives to any object (:data:`NAMES`).
 """
 
 from __future__ import annotations
@@ -133,8 +128,8 @@ NAMES = (
     Names(
         "vllm.model_executor.layers.linear",
         {
-            "input_size_per_partition": "the size of a linear layer on this rank",
-            "output_size_per_partition": "the size of a linear layer on this rank",
+            "input_size_per_partition": "a linear's on this rank",
+            "output_size_per_partition": "the same",
         },
     ),
     # Goes when vLLM tells how much memory its CPU kernels hold.

@@ -48,11 +48,7 @@ def named(**values: object) -> list[edits.Edit]:
     return [edits.config(**values)]
 
 
-CODE = [
-    edits.file("configuration_own.py", OWN_CODE),
-    edits.file("modeling_own.py", OWN_CODE),
-    edits.file("tokenization_own.py", OWN_CODE),
-]
+CODE = [edits.file(f"{kind}_own.py", OWN_CODE) for kind in ("configuration", "modeling", "tokenization")]
 AUTO_MAP = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}
 KEYS: dict[str, list[edits.Edit]] = {
     "nothing": [],
@@ -99,15 +95,8 @@ KEYS: dict[str, list[edits.Edit]] = {
     ],
 }
 MAY_REFUSE = (
-    "attention of a layer",
-    "auto_map of the tokenizer",
-    "chat_template",
-    "model_type with a backbone",
-    "model_type that fetches",
-    "text_config",
-    "quant_method",
-    "torch_dtype",
-    "adapter_config.json",
+    *("attention of a layer", "auto_map of the tokenizer", "chat_template", "model_type with a backbone"),
+    *("model_type that fetches", "text_config", "quant_method", "torch_dtype", "adapter_config.json"),
 )
 """Keys whose values a command may refuse; with all others it does what it does without them."""
 COMMANDS = {

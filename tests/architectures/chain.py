@@ -11,6 +11,7 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -107,19 +108,14 @@ def run(work: Path) -> None:
         not_merged = None
     except Ended as e:
         not_merged = e
-    stock = {
-        variant: step(
-            STOCK_FAILS,
-            lambda v=variant: generate(work / v, None, PROMPTS, sampling=SAMPLING, **OPTIONS),
-            f"{variant}: ",
-        )[0]
-        for variant in VARIANTS
-    }
+
+    def answers(name: str, policies: list[str] | None) -> Any:
+        return generate(work / name, policies, PROMPTS, sampling=SAMPLING, **OPTIONS)
+
+    stock = {v: step(STOCK_FAILS, partial(answers, v, None), f"{v}: ")[0] for v in VARIANTS}
     if not_merged is not None:
         raise not_merged
-    served = step(
-        FAILS, lambda: generate(work / "merged", list(VARIANTS), PROMPTS, sampling=SAMPLING, **OPTIONS)
-    )
+    served = step(FAILS, lambda: answers("merged", list(VARIANTS)))
     for variant, found in zip(VARIANTS, served, strict=True):
         if found.answers != stock[variant].answers:
             check_stock_agrees_with_itself(variant, work)
@@ -163,14 +159,8 @@ def try_architecture(architecture: str, work: Path, output: Path) -> None:
     output.write_text(json.dumps(asdict(Outcome(architecture, kind, has, outcome, reason)), indent=1) + "\n")
 
 
-TORCHVISION = (
-    "torchvision",
-    "torchvision.io",
-    "torchvision.transforms",
-    "torchvision.transforms.functional",
-    "torchvision.transforms.v2",
-    "torchvision.transforms.v2.functional",
-)
+PARTS = ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
+TORCHVISION = [f"torchvision{part}" for part in PARTS]
 """Modules of torchvision of which vLLM's classes import names that a text model does not call."""
 
 

@@ -81,7 +81,8 @@ class Cell:
 
 def cells(architecture: str, work: Path) -> Iterator[Cell]:
     """Yield what comes of each change of an architecture's first layer, and of folding its norms."""
-    kind, own = source(architecture, []) or _made_of(architecture)
+    made_of = json.loads(SERVED_RESULTS.read_text())["architectures"].get(architecture, {})
+    kind, own = source(architecture, []) or (made_of["model_type"], {})
     model = random_model(small_config(kind, **own, **WITH_NORMS.get(architecture, {})))
     state, quantised, left_out = split(model)
     model.config.architectures = [architecture]
@@ -107,15 +108,10 @@ def cells(architecture: str, work: Path) -> Iterator[Cell]:
         yield Cell(FOLD, 0.0, *judge(work, model, quantised, left_out))
 
 
-def _made_of(architecture: str) -> tuple[str, dict[str, Any]]:
-    return json.loads(SERVED_RESULTS.read_text())["architectures"][architecture]["model_type"], {}
-
-
 def caches(model: PreTrainedModel) -> list[torch.Tensor]:
     """Return K, V and the states of every layer, each model asked with the same tokens."""
     cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(input_ids=torch.arange(24)[None] * 7 % 250, past_key_values=cache, use_cache=True)
+    logits(model, past_key_values=cache, use_cache=True)
     found: list[torch.Tensor] = []
     for layer in cache.layers:
         for own in ("keys", "values", "conv_states", "recurrent_states"):
@@ -125,9 +121,9 @@ def caches(model: PreTrainedModel) -> list[torch.Tensor]:
     return found
 
 
-def logits(model: PreTrainedModel) -> torch.Tensor:
+def logits(model: PreTrainedModel, **options: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(input_ids=torch.arange(24)[None] * 7 % 250).logits
+        found: torch.Tensor = model(input_ids=torch.arange(24)[None] * 7 % 250, **options).logits
     return found
 
 
@@ -176,55 +172,40 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def norms_and_readers(model: PreTrainedModel, layer: nn.Module) -> list[tuple[nn.Module, list[torch.Tensor]]]:
     """Return the norms of a layer whose output matrices read, and these matrices, [..., features]."""
     outputs: list[tuple[nn.Module, int]] = []
-    reading: dict[int, list[nn.Module]] = {}
+    reading: dict[int, list[torch.Tensor]] = {}
+    kept: list[Any] = []  # keeps tensors alive, so that no two get the same memory
 
-    def written(module: nn.Module, _: Any, output: Any) -> None:
-        if isinstance(output, torch.Tensor):
-            outputs.append((module, output.data_ptr()))
-
-    def read(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], torch.Tensor):
-            kept.append(args[0])
-            reading.setdefault(args[0].data_ptr(), []).append(module)
-
-    kept: list[torch.Tensor] = []  # keeps tensors alive, so that no two get the same memory
-    hooks = [m.register_forward_hook(lambda _, __, out: kept.append(out)) for m in layer.modules()]
-    for module in layer.modules():
+    def seen(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        kept.append((args, output))
         own = dict(module.named_parameters(recurse=False))
-        if "weight" in own and own["weight"].ndim == 1:
-            hooks.append(module.register_forward_hook(written))
-        if any(p.ndim >= 2 for p in own.values()):
-            hooks.append(module.register_forward_pre_hook(read))
+        if "weight" in own and own["weight"].ndim == 1 and isinstance(output, torch.Tensor):
+            outputs.append((module, output.data_ptr()))
+        if args and isinstance(args[0], torch.Tensor):
+            matrices = [p for p in own.values() if p.ndim >= 2]
+            reading.setdefault(args[0].data_ptr(), []).extend(matrices)
+
+    hooks = [module.register_forward_hook(seen) for module in layer.modules()]
     logits(model)
     for hook in hooks:
         hook.remove()
     found = []
     for norm, pointer in outputs:
         size = norm.get_parameter("weight").numel()
-        weights = [
-            p
-            for module in reading.get(pointer, [])
-            for p in module.parameters(recurse=False)
-            if p.ndim >= 2 and p.shape[-1] == size
-        ]
-        if weights:
+        if weights := [p for p in reading.get(pointer, []) if p.shape[-1] == size]:
             found.append((norm, weights))
     return found
 
 
 def norm_offset(norm: nn.Module) -> float:
     """Return what a norm adds to its weight: 0 or 1."""
-    x = torch.linspace(-1, 2, norm.get_parameter("weight").numel())
     weight = norm.get_parameter("weight")
     saved = weight.detach().clone()
     with torch.no_grad():
-        bias = torch.zeros(()) if getattr(norm, "bias", None) is None else norm.bias
         weight.zero_()
-        at_zero = (norm(x[None]) - bias).abs().sum()
-        weight.fill_(1)
-        at_one = (norm(x[None]) - bias).abs().sum()
+        output = norm(torch.linspace(-1, 2, weight.numel())[None])
         weight.copy_(saved)
-    return float((at_zero / (at_one - at_zero)).round())
+    bias = getattr(norm, "bias", None)
+    return float((output if bias is None else output - bias).any())
 
 
 def page(results: dict[str, Any]) -> str:
@@ -246,11 +227,9 @@ def page(results: dict[str, Any]) -> str:
         f"transformers {versions['transformers']}, torch {versions['torch']}.",
     ]
     architectures = sorted(results["architectures"].items(), key=lambda item: item[0].lower())
-    verdicts = {
-        name: [c["verdict"] for c in found if c["parameter"] == FOLD] for name, found in architectures
-    }
-    without = [name for name, of_fold in verdicts.items() if not of_fold]
-    wrong = [name for name, of_fold in verdicts.items() if of_fold not in ([], ["merged"])]
+    folds = {name: [c["verdict"] for c in found if c["parameter"] == FOLD] for name, found in architectures}
+    without = [name for name, verdicts in folds.items() if not verdicts]
+    wrong = [name for name, verdicts in folds.items() if verdicts not in ([], ["merged"])]
     lines += [
         "",
         "Folded norms (SmoothQuant) leave a model as it is. They are merged in all architectures but those",

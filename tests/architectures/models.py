@@ -15,66 +15,27 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.checkpoints import EXPERTS, StateDict, saved_tensors
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "n_embd": 128,
-    "d_model": 128,
-    "word_embed_proj_dim": 128,
-    "intermediate_size": 256,
-    "ffn_dim": 256,
-    "num_hidden_layers": 4,
-    "n_layer": 4,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rotary_dim": 16,
-    "max_position_embeddings": 2048,
-    "n_positions": 2048,
-    "initializer_range": 0.08,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-    "pad_token_id": 257,
-    "sliding_window": 64,
-    "vocab_size_per_layer_input": 320,
-    "hidden_size_per_layer_input": 64,
-    # experts
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 128,
-    "moe_shared_expert_intermediate_size": 128,
-    "shared_intermediate_size": 128,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    # multi-head latent attention, at the only widths that vLLM's CPU backend has
-    "q_lora_rank": 64,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
-    # state spaces
-    "state_size": 16,
-    "mamba_d_state": 16,
-    "mamba_chunk_size": 64,
-    "mamba_d_head": 8,
-    "mamba_n_heads": 32,
-    "mamba_n_groups": 1,
-    "mamba_d_ssm": 256,
-    "mamba_num_heads": 32,
-    "mamba_head_dim": 8,
-    "ssm_state_size": 16,
-    "n_groups": 1,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
+VALUES: dict[float, str] = {
+    320: "vocab_size vocab_size_per_layer_input",
+    128: "hidden_size n_embd d_model word_embed_proj_dim shared_expert_intermediate_size "
+    "moe_shared_expert_intermediate_size shared_intermediate_size linear_key_head_dim linear_value_head_dim",
+    256: "intermediate_size ffn_dim mamba_d_ssm bos_token_id",
+    257: "eos_token_id pad_token_id",
+    4: "num_hidden_layers n_layer num_attention_heads n_head num_local_experts num_experts n_routed_experts "
+    "linear_num_value_heads",
+    2: "num_key_value_heads num_experts_per_tok linear_num_key_heads",
+    1: "n_shared_experts n_group topk_group first_k_dense_replace mamba_n_groups n_groups",
+    32: "head_dim mamba_n_heads mamba_num_heads",
+    16: "rotary_dim state_size mamba_d_state ssm_state_size",
+    8: "mamba_d_head mamba_head_dim",
+    64: "sliding_window hidden_size_per_layer_input moe_intermediate_size mamba_chunk_size "
+    "q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
+    # Of multi-head latent attention, the only width that vLLM's CPU backend has.
+    512: "kv_lora_rank",
+    2048: "max_position_embeddings n_positions",
+    0.08: "initializer_range",
 }
+SMALL: dict[str, Any] = {name: value for value, names in VALUES.items() for name in names.split()}
 """Values of a configuration's fields. Dimensions are multiples of 64, for INT4 in groups of 64."""
 OF_ONE: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 32},

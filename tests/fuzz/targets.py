@@ -29,15 +29,9 @@ from tests.fuzz.checkpoint_files import write_folder
 LAYERS, MAX_TOKENS = 6, 96
 SHARD = "model-00001-of-00002.safetensors"
 
-
-def _folder() -> Path:
-    """Return a temporary folder, in memory where the system has a folder for that."""
-    memory = Path("/dev/shm")
-    folder = tempfile.mkdtemp(prefix="flexquant-fuzz-", dir=memory if os.access(memory, os.W_OK) else None)
-    return Path(folder)
-
-
-FOLDER = _folder()
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+FOLDER = Path(tempfile.mkdtemp(prefix="flexquant-fuzz-", dir=MEMORY))
+"""A temporary folder, in memory where the system has a folder for that."""
 
 
 def sound(target: str) -> list[bytes]:
@@ -129,16 +123,8 @@ def yaml_document(data: bytes) -> None:
 Target = Callable[[bytes], None]
 TARGETS: dict[str, Target] = {
     target.__name__: target
-    for target in (
-        policy,
-        recipe,
-        device,
-        merged_config,
-        safetensors_header,
-        safetensors_index,
-        sources,
-        yaml_document,
-    )
+    for target in (policy, recipe, device, merged_config, safetensors_header, safetensors_index)
+    + (sources, yaml_document)
 }
 
 

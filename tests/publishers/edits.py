@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -97,28 +98,23 @@ def renamed(name: str) -> Edit:
 def settings_in(name: str, **new_names: str) -> Edit:
     """Move the quantisation's settings into a file of their own, some of them under new names."""
 
-    def apply(folder: Path) -> None:
-        content = json.loads((folder / "config.json").read_text())
+    def move(content: JsonObject, folder: Path) -> None:
         found = content.pop("quantization_config")
         found.pop("quant_method")
         (folder / name).write_text(json.dumps({new_names.get(key, key): v for key, v in found.items()}))
-        (folder / "config.json").write_text(json.dumps(content))
 
-    return apply
+    return lambda folder: edit_json("config.json", lambda content: move(content, folder))(folder)
 
 
 def stored_in(dtype: str) -> Edit:
     """Store what is in bf16 in another dtype."""
+    other = getattr(torch, dtype)
 
-    def apply(folder: Path) -> None:
-        def cast(state: dict[str, torch.Tensor]) -> None:
-            other = getattr(torch, dtype)
-            state |= {key: t.to(other) for key, t in state.items() if t.dtype is torch.bfloat16}
+    @tensors
+    def cast(state: dict[str, torch.Tensor]) -> None:
+        state |= {key: t.to(other) for key, t in state.items() if t.dtype is torch.bfloat16}
 
-        tensors(cast)(folder)
-        config(dtype=dtype)(folder)
-
-    return apply
+    return both(cast, config(dtype=dtype))
 
 
 in_half = stored_in("float16")
@@ -227,19 +223,12 @@ def requantised(
     return tensors(quantise)
 
 
-def as_transformers_4(folder: Path) -> None:
+@partial(edit_json, "config.json")
+def as_transformers_4(content: JsonObject) -> None:
     """Write a Llama config as transformers 4 did."""
-
-    def apply(content: JsonObject) -> None:
-        rope = content.pop("rope_parameters")
-        content |= {
-            "rope_theta": rope["rope_theta"],
-            "rope_scaling": None,
-            "torch_dtype": content.pop("dtype"),
-        }
-        content["transformers_version"] = "4.44.2"
-
-    edit_json("config.json", apply)(folder)
+    rope_theta = content.pop("rope_parameters")["rope_theta"]
+    content |= {"rope_theta": rope_theta, "rope_scaling": None, "torch_dtype": content.pop("dtype")}
+    content["transformers_version"] = "4.44.2"
 
 
 def merges_as_strings(content: JsonObject) -> None:
@@ -253,14 +242,8 @@ def swapped_tokens(content: JsonObject) -> None:
 
 def left_by_calibration(content: JsonObject) -> None:
     content["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
-    content["padding"] = {
-        "strategy": {"Fixed": 8},
-        "direction": "Left",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "</s>",
-    }
+    content["padding"] = {"strategy": {"Fixed": 8}, "direction": "Left", "pad_to_multiple_of": None}
+    content["padding"] |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "</s>"}
 
 
 def cache_scales(state: dict[str, torch.Tensor]) -> None:

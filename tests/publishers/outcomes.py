@@ -31,16 +31,18 @@ Of the other {not_served} it does not load one of the two either.
 """
 REASON = re.compile(r"(?:\([^)]*\)|(?!, (?:which|and vLLM|but) )[^;(])*")
 """Matches a message up to its explanation, or to its advice behind a semicolon outside of parentheses."""
-NOT_SERVED = (
-    "AutoAWQ's GEMV",
-    "AutoGPTQ with desc_act",
-    "GPTQ packed for Marlin",
-    "GPTQModel, other groups for a part of what vLLM fuses",
-    "AutoRound in FP8 without blocks",
-    "Quark's INT8, other settings for a part of what vLLM fuses",
-    "ModelOpt's INT8",
-)
-"""Pairs that are refused, with a checkpoint that stock vLLM does not load."""
+NOT_SERVED = {
+    "AutoAWQ's GEMV": "exceeds dimension size",
+    "AutoGPTQ with desc_act": "desc_act=True",
+    "GPTQ packed for Marlin": "down_proj.B'",
+    "GPTQModel, other groups for a part of what vLLM fuses": "AssertionError",
+    "AutoRound in FP8 without blocks": "Unsupported packing_format: auto_round:fp8_static",
+    "Quark's INT8, other settings for a part of what vLLM fuses": (
+        "different quantization configuration for ['q_proj', 'k_proj', 'v_proj']"
+    ),
+    "ModelOpt's INT8": "ModelOpt currently only supports",
+}
+"""Pairs that are refused, with a checkpoint that stock vLLM does not load -> what stock vLLM says of it."""
 SERVED_APART = {
     "differ in what one checkpoint has once, and an option chooses": (
         "bf16 and fp16",

@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoints import EXPERTS, make_checkpoint
+import torch
+
+from tests.checkpoints import EXPERTS, StateDict, make_checkpoint
 from tests.foreign import write_foreign
 from tests.publishers import edits
 from tests.publishers.edits import Edit
@@ -65,24 +67,19 @@ class Shape:
         return {"w8a8": w8a8, "w4a16": w4a16}
 
 
-def _smooth_v_to_o(state: dict[str, Any]) -> None:
+def _smooth_v_to_o(state: StateDict) -> StateDict:
     """Fold a scale between V and O, as AWQ does in models without grouped queries."""
-    import torch
-
     scale = torch.linspace(0.5, 2.0, 128, dtype=torch.bfloat16)
+    folded = {}
     for layer in range(2):
-        name = f"model.layers.{layer}.self_attn"
-        state[f"{name}.v_proj.weight"] = state[f"{name}.v_proj.weight"] * scale[:, None]
-        state[f"{name}.o_proj.weight"] = state[f"{name}.o_proj.weight"] / scale
+        v, o = (f"model.layers.{layer}.self_attn.{part}_proj.weight" for part in "vo")
+        folded |= {v: state[v] * scale[:, None], o: state[o] / scale}
+    return state | folded
 
 
-def _in_place(edit: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    def apply(state: dict[str, Any]) -> dict[str, Any]:
-        edit(state)
-        return state
-
-    return apply
-
+BESIDE_16_BIT = partial(Shape, schemes=(None, "w4a16"))
+"""A pair whose first is given in 16 bit, to be quantised by its edits."""
+QUARK = partial(quark_int8, by="per_tensor", static=True)
 
 SHAPES = (
     Shape("llm-compressor, both"),
@@ -161,44 +158,33 @@ SHAPES = (
     Shape("GPTQ with zero points", form={"method": "gptq", "sym": False}, stock=None),
     Shape("AutoRound as GPTQ", form={"method": "gptq", **GPTQ_AS_AUTO_ROUND}),
     Shape("AutoRound as AWQ", form={"method": "awq", **AWQ_AS_AUTO_ROUND}),
-    Shape(
-        "AutoRound in block FP8 and INT4", first=(edits.auto_round_fp8,), schemes=(None, "w4a16"), stock=None
-    ),
-    Shape(
+    BESIDE_16_BIT("AutoRound in block FP8 and INT4", first=(edits.auto_round_fp8,), stock=None),
+    BESIDE_16_BIT(
         "AutoRound in FP8 without blocks",
         first=(edits.auto_round_fp8, edits.section(packing_format="auto_round:fp8_static", group_size=-1)),
-        schemes=(None, "w4a16"),
     ),
-    Shape(
-        "block FP8 (DeepSeek, Qwen) and INT4", first=(edits.block_fp8,), schemes=(None, "w4a16"), stock=None
-    ),
-    Shape(
+    BESIDE_16_BIT("block FP8 (DeepSeek, Qwen) and INT4", first=(edits.block_fp8,), stock=None),
+    BESIDE_16_BIT(
         "block FP8 scaled by powers of two (DeepSeek V3.1) and INT4",
         first=(partial(edits.block_fp8, scale_fmt="ue8m0"),),
-        schemes=(None, "w4a16"),
         stock=None,
     ),
-    Shape("16 bit and INT4", schemes=(None, "w4a16")),
-    Shape("Quark's INT8", first=(quark_int8(by="per_tensor", static=True),), schemes=(None, "w4a16")),
-    Shape(
+    BESIDE_16_BIT("16 bit and INT4"),
+    BESIDE_16_BIT("Quark's INT8", first=(QUARK(),)),
+    BESIDE_16_BIT(
         "Quark's INT8, weights per channel and activations per token",
         first=(quark_int8(by="per_channel", static=False),),
-        schemes=(None, "w4a16"),
     ),
-    Shape(
+    BESIDE_16_BIT(
         "Quark's INT8, activations with zero points",
         first=(quark_int8(by="per_channel", static=True, symmetric=False),),
-        schemes=(None, "w4a16"),
     ),
-    Shape(
-        "Quark's INT8, other settings for some layers",
-        first=(quark_int8(by="per_tensor", static=True, layers={"*down_proj": QUARK_CHANNELS}),),
-        schemes=(None, "w4a16"),
+    BESIDE_16_BIT(
+        "Quark's INT8, other settings for some layers", first=(QUARK(layers={"*down_proj": QUARK_CHANNELS}),)
     ),
-    Shape(
+    BESIDE_16_BIT(
         "Quark's INT8, other settings for a part of what vLLM fuses",
-        first=(quark_int8(by="per_tensor", static=True, layers={"*v_proj": QUARK_CHANNELS}),),
-        schemes=(None, "w4a16"),
+        first=(QUARK(layers={"*v_proj": QUARK_CHANNELS}),),
     ),
     Shape(
         "ModelOpt's INT8",
@@ -206,11 +192,8 @@ SHAPES = (
     ),
     Shape("bf16 and fp16", second=(edits.in_half,)),
     Shape("bf16 and fp16, with `--dtype`", second=(edits.in_half,), options={"dtype": "bfloat16"}),
-    Shape(
-        "32 bit and INT4, with `--dtype`",
-        first=(edits.stored_in("float32"),),
-        options={"dtype": "bfloat16"},
-        schemes=(None, "w4a16"),
+    BESIDE_16_BIT(
+        "32 bit and INT4, with `--dtype`", first=(edits.stored_in("float32"),), options={"dtype": "bfloat16"}
     ),
     Shape(
         "transformers 4 and 5",
@@ -265,7 +248,7 @@ SHAPES = (
         "the same, AWQ with v to o folded",
         form={"method": "awq"},
         model={"num_key_value_heads": 4},
-        transform=_in_place(_smooth_v_to_o),
+        transform=_smooth_v_to_o,
     ),
     Shape("Qwen 2.5, GPTQ", form={"method": "gptq"}, architecture="qwen2"),
     Shape("Qwen 3, AWQ", form={"method": "awq"}, architecture="qwen3"),

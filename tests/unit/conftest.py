@@ -49,21 +49,19 @@ def w4a16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("int8")
-    sources = {name: make_checkpoint(folder / name, scheme=name) for name in ("w8a8", "w4a16")}
-    merge_checkpoints(sources, folder / "merged")
+    return merge_of(tmp_path_factory.mktemp("int8"), "w8a8")
+
+
+def merge_of(folder: Path, eight_bit: str, policy: str | None = None, **options: object) -> Path:
+    names = (eight_bit, "w4a16")
+    sources = {name: make_checkpoint(folder / name, scheme=name, **options) for name in names}
+    merge_checkpoints(sources, folder / "merged", policy=policy)
     return folder / "merged"
 
 
 @pytest.fixture(scope="session")
 def merged_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fp8")
-    sources = {
-        name: make_checkpoint(folder / name, scheme=name, tie_word_embeddings=True)
-        for name in ("fp8", "w4a16")
-    }
-    merge_checkpoints(sources, folder / "merged", policy="fp8-phase-batch")
-    return folder / "merged"
+    return merge_of(tmp_path_factory.mktemp("fp8"), "fp8", "fp8-phase-batch", tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,6 @@ from flexquant.planning.advising import (
     Outcome,
     choose,
     explain,
-    find_way,
     format_advice,
     try_ways,
     ways,
@@ -35,40 +34,12 @@ from flexquant.planning.device import load_device
 from flexquant.planning.planned_model import MARLIN_TILES, PlannedModel
 from flexquant.planning.roofline import Batches, Load
 from tests.checkpoints import make_checkpoint
-from tests.prediction import planned
+from tests.prediction import language_model, planned
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-}
-SMOLLM2 = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 1536,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
-MIXTURE = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 1024,
-}
+LLAMA_8B = language_model("llama", 4096, 32, (32, 8), 14336, 128256)
+SMOLLM2 = language_model("llama", 576, 30, (9, 3), 1536, 49152, tie_word_embeddings=True)
+MIXTURE = language_model("qwen3_moe", 2048, 4, (32, 4), 6144, 1024, head_dim=128)
+MIXTURE |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 TRAFFIC = Batches(1024, 256, (1, 8, 32))
 
 
@@ -114,6 +85,11 @@ def test_bytes_of_a_known_model(tmp_path: Path) -> None:
     assert shape.resident_bytes == pytest.approx(weights * 4.125 / 8 + 2 * outside, rel=1e-3)
     half = model.shape(("w8a8",), 2, {})
     assert half.resident_bytes == pytest.approx(weights / 2 + outside, rel=2e-3)
+    # Groups are as small as the inputs need, 576 = 9 x 64; a head that is tied to the embedding is no more.
+    model = planned(tmp_path, SMOLLM2)
+    weights = 30 * (576 * (576 + 960 + 3072) + 1536 * 576)
+    expected = weights * 4.25 / 8 + 2 * 49152 * 576
+    assert model.shape(("w4a16",), 1, {}).resident_bytes == pytest.approx(expected, rel=1e-3)
 
 
 def test_what_a_nested_config_leaves_out_is_the_default(tmp_path: Path) -> None:
@@ -123,13 +99,6 @@ def test_what_a_nested_config_leaves_out_is_the_default(tmp_path: Path) -> None:
     assert model.shape(("w8a8",), 1, {}).resident_bytes == pytest.approx(6.74e9, rel=0.05)
     assert model.has_towers
     assert not planned(tmp_path, LLAMA_8B).has_towers
-
-
-def test_groups_are_as_small_as_the_inputs_need(tmp_path: Path) -> None:
-    """576 = 9 x 64 inputs; a head that is tied to the embedding is there once."""
-    model = planned(tmp_path, SMOLLM2).shape(("w4a16",), 1, {})
-    weights = 30 * (576 * (576 + 960 + 3072) + 1536 * 576)
-    assert model.resident_bytes == pytest.approx(weights * 4.25 / 8 + 2 * 49152 * 576, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +111,7 @@ def test_groups_are_as_small_as_the_inputs_need(tmp_path: Path) -> None:
         ({}, "config.json: transformers cannot build the model"),
     ],
 )
-def test_a_config_that_is_no_language_model_is_refused(
-    config: dict[str, Any], problem: str, tmp_path: Path
-) -> None:
+def test_a_config_that_is_no_language_model_is_refused(config: Any, problem: str, tmp_path: Path) -> None:
     with pytest.raises(FlexQuantError, match=problem):
         planned(tmp_path, config)
     with pytest.raises(FlexQuantError, match="no such folder"):
@@ -285,6 +252,9 @@ def made(*seconds: float | None) -> list[Outcome]:
         ((1, 1, 2, 1.1, 1.2), "stock FP8", "a request takes 10.0% more time with one copy"),
         # The simplest that is good enough, not the fastest.
         ((1.02, 1.01, 1, 1.1, 1.2), "stock FP8", "take stock FP8"),
+        # Just above the margin, and just below it.
+        ((2, 2, 1, 2, 1 - MARGIN - 0.001), TWO_COPIES, ""),
+        ((2, 2, 1, 2, 1 - MARGIN + 0.001), "stock W4A16", ""),
         ((None, None, 1, None, None), "stock W4A16", "neither one copy nor two can be served"),
         ((None, None, None, 1, None), ONE_COPY, "Take one copy: nothing without FlexQuant serves the model"),
         ((None,) * 5, None, "None of these can serve the model .* --tensor-parallel-size"),
@@ -295,13 +265,6 @@ def test_the_choice_and_why(seconds: tuple[float | None, ...], choice: str | Non
     found = choose(outcomes)
     assert (found and found.way.name) == choice
     assert re.search(text, explain(outcomes)), explain(outcomes)
-
-
-def test_a_way_with_flexquant_is_better_by_the_margin() -> None:
-    """Just above the margin it is chosen, just below it is not."""
-    for share, expected in ((1 - MARGIN - 0.001, TWO_COPIES), (1 - MARGIN + 0.001, "stock W4A16")):
-        found = choose(made(2, 2, 1, 2, share))
-        assert found is not None and found.way.name == expected
 
 
 def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
@@ -328,24 +291,16 @@ def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
 
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     planned(tmp_path, LLAMA_8B)
-    options = ["--device", "l20", "--concurrency", "1,4", "--input-len", "512", "--tensor-parallel-size", "2"]
-    assert cli.main(["advise", str(tmp_path), *options, "--json"]) == 0
+    command = ["advise", str(tmp_path), "--device", "l20", "--tensor-parallel-size"]
+    assert cli.main([*command, "2", "--concurrency", "1,4", "--input-len", "512", "--json"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tmp_path} on 2 x NVIDIA L20, 48 GB (l20)"
     assert lines[2].startswith("requests of 512 + 256 tokens")
     assert [line[:12].rstrip() for line in lines[5:10]] == [way.name for way in ways(load_device("l20"))]
     found = json.loads(last)
-    traffic = Batches(512, 256, (1, 4))
-    one = find_way(try_ways(PlannedModel.read(str(tmp_path)), load_device("l20"), traffic, 2, 0.9), ONE_COPY)
+    one = tried(tmp_path, LLAMA_8B, "l20", 2, Batches(512, 256, (1, 4)))[ONE_COPY]
     assert found["ways"][ONE_COPY]["kv_cache_tokens"] == one.kv_cache_tokens
     assert found["ways"][ONE_COPY]["loads"]["4"]["ttft"] == one.loads[4].ttft
     assert found["choice"] == "stock W4A16" and found["helps"] is False
-
-
-def test_a_model_that_cannot_be_predicted_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    planned(tmp_path, LLAMA_8B)
-    argv = ["advise", str(tmp_path), "--device", "l20", "--tensor-parallel-size", "3"]
-    assert cli.main(argv) == 1
+    assert cli.main([*command, "3"]) == 1
     assert "32 attention heads and 8 KV heads, which 3 devices cannot share" in capsys.readouterr().err

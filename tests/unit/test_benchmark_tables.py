@@ -12,7 +12,7 @@ import pytest
 from benchmarks.speed import kernels
 from benchmarks.speed.comparing import compare_beside
 from benchmarks.speed.report import write_report
-from benchmarks.speed.results import ROOT, Results, read_cells
+from benchmarks.speed.results import ROOT, Results, read_lines
 from benchmarks.speed.tables import (
     by_workload,
     decode_ms,
@@ -105,20 +105,15 @@ def test_ratio_tables_pair_rounds_by_hand():
 def test_kernel_and_memory_tables_by_hand():
     times = {"microseconds": 12.5, "microseconds_quartiles": [12.25, 13.0]}
     found = {"kernel": "SomeKernel", **times, "gb_per_s": 1234.0, "tflop_per_s": 0.125}
-    parameters = {"layer": "o_proj", "outputs": 8, "inputs": 16, "tokens": 16}
+    layer = {"layer": "o_proj", "outputs": 8, "inputs": 16}
+    start = {"start_seconds": 61.4, "kv_cache_tokens": 117760, "kv_cache_gib": 1.0, "checkpoint_gib": 0.125}
     cells = [
-        {"part": "kernels", "parameters": parameters, "result": {"w8a8": found}},
-        {
-            "part": "kernels",
-            "parameters": {**parameters, "tokens": 2},
-            "result": {"w8a8": found, "fp8": {"unavailable": "ValueError: no"}},
-        },
-        {
-            "part": "start",
-            "parameters": {"subject": "w8a8"},
-            "result": {"start_seconds": 61.4, "kv_cache_tokens": 117760}
-            | {"kv_cache_gib": 1.0, "checkpoint_gib": 0.125},
-        },
+        {"part": part, "parameters": parameters, "result": result}
+        for part, parameters, result in (
+            ("kernels", {**layer, "tokens": 16}, {"w8a8": found}),
+            ("kernels", {**layer, "tokens": 2}, {"w8a8": found, "fp8": {"unavailable": "ValueError: no"}}),
+            ("start", {"subject": "w8a8"}, start),
+        )
     ]
     text = "12.5 µs (12.25 – 13), 1.23e+03 GB/s, 0.125 TFLOP/s"
     assert rows(kernel_table(kernel_results(cells)["o_proj", 8, 16])) == [
@@ -147,15 +142,18 @@ def test_report_of_hand_made_cells(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cells", sorted((ROOT / "benchmarks/results").glob("*/cells.jsonl")), ids=lambda file: file.parent.name
+    "file", sorted((ROOT / "benchmarks/results").glob("*/cells.jsonl")), ids=lambda file: file.parent.name
 )
-def test_the_committed_cells_make_the_report_that_git_does_not_keep(cells, tmp_path):
-    shutil.copy(cells, tmp_path)
+def test_the_committed_cells_are_whole_and_make_the_report_that_git_does_not_keep(file, tmp_path, capsys):
+    header, cells = read_lines(file.parent)
+    assert capsys.readouterr().out == ""
+    assert cells and all({"result", "failure"} & cell.keys() for cell in cells)
+    assert {cell["parameters"]["model"] for cell in cells} == {header["model"]}
+    shutil.copy(file, tmp_path)
     write_report(tmp_path)
     report = (tmp_path / "report.md").read_text()
     for part, title in PARTS.items():
-        measured = any(cell["part"] == part and "result" in cell for cell in read_cells(tmp_path))
-        assert (title in report) == measured, part
+        assert (title in report) == any(c["part"] == part and "result" in c for c in cells), part
 
 
 # verdicts

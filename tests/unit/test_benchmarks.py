@@ -1,67 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The child processes of the speed benchmarks, what they note and write, and refusals of the commands."""
+"""The speed benchmarks' notes and refusals, their order of cells, and the rounds that noise adds."""
 
 from __future__ import annotations
 
 import gc
-import json
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.result import write_result
 from benchmarks.speed.bench_client import bench
-from benchmarks.speed.command_line import make_parser
-from benchmarks.speed.results import ROOT, Results
-from benchmarks.speed.serving import STALLED, short_of_memory, stalled_seconds
-from benchmarks.speed.worker import Worker, WorkerError
+from benchmarks.speed.kernels import has_stock_w4a8
+from benchmarks.speed.models import Model
+from benchmarks.speed.results import Results
+from benchmarks.speed.rounds import Plan
+from benchmarks.speed.servers import ServerOptions
+from benchmarks.speed.serving import STALLED, ServingRun, short_of_memory, stalled_seconds
+from benchmarks.speed.shapes import SHAPES
+from benchmarks.speed.subjects import parse_subject
 from benchmarks.speed.workloads import Workload
+from flexquant.evaluation.comparison import Effort
 from tests.checkpoints import make_checkpoint
-
-# the child processes
-
-CHILD = """
-import os, time
-from benchmarks.speed.worker import answer_requests
-
-def answer(request):
-    if request == "end":
-        os._exit(3)
-    if request == "sleep":
-        time.sleep(600)
-    print("this is no reply")
-    return [os.getpid(), 1 / request]
-
-print("nor is this")
-answer_requests(answer)
-"""
-
-
-def test_worker_survives_errors_and_comes_back_after_a_loss(tmp_path):
-    (tmp_path / "child_for_test.py").write_text(CHILD)
-    path = f"{tmp_path}:{ROOT}"
-    worker = Worker("child_for_test", tmp_path / "log", {"PYTHONPATH": path})
-    try:
-        first, half = worker.call(2, timeout=60)
-        assert half == 0.5
-        with pytest.raises(WorkerError, match="^ZeroDivisionError: division by zero$"):
-            worker.call(0, timeout=60)
-        assert worker.call(1, timeout=60) == [first, 1.0]
-        with pytest.raises(WorkerError, match="ended with code 3; see .*log"):
-            worker.call("end", timeout=60)
-        second, _ = worker.call(1, timeout=60)
-        assert second != first
-        with pytest.raises(WorkerError, match="no answer within 1 s"):
-            worker.call("sleep", timeout=1)
-        assert worker.call(1, timeout=60)[0] != second
-    finally:
-        worker.close()
-    log = (tmp_path / "log").read_text()
-    assert "this is no reply" in log and "nor is this" in log and "Traceback" in log
 
 
 def test_a_call_leaves_nothing_that_is_never_collected(tmp_path: Path) -> None:
@@ -80,27 +43,15 @@ full avg10=0.10 avg60=19.99 avg300=30.56 total=186911466
 """
 
 
-def test_the_time_that_all_programs_waited(tmp_path: Path) -> None:
+def test_measurements_that_were_disturbed_are_counted(tmp_path: Path) -> None:
     (tmp_path / "memory").write_text(TOLD)
     assert stalled_seconds(tmp_path / "memory") == 186.911466
     assert stalled_seconds(tmp_path / "missing") == 0
     assert stalled_seconds() >= 0
-
-
-def test_measurements_that_were_disturbed_are_counted() -> None:
     calm = {"duration": 2.0, STALLED: 0.01}
     assert short_of_memory([calm, {"duration": 2.0}]) == ""
     told = short_of_memory([calm, {"duration": 2.0, STALLED: 0.3}])
     assert told.startswith("In 1 of 2 measurements") and "fewer subjects" in told
-
-
-def test_a_result_has_a_record_a_line(tmp_path: Path) -> None:
-    records = [{"ms": [1.5, 2.0], "name": f"record {number} µs"} for number in range(40)]
-    document = {"cells": {"a": records, "b": []}, "machine": {"cores": 2}}
-    write_result(tmp_path / "result.json", document)
-    text = (tmp_path / "result.json").read_text(encoding="utf-8")
-    assert json.loads(text) == document
-    assert [line.count("record") for line in text.splitlines() if "record" in line] == [1] * len(records)
 
 
 # the command line
@@ -164,38 +115,103 @@ def test_a_variant_that_is_not_given_is_missed_before_anything_is_measured(comma
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checkpoint_of_another_shape_is_refused(command, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_head": 12}')
-    code, error = command("run", "--model", f"bf16={tmp_path}", "--output", tmp_path / "results")
-    assert code == 1
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert "num_attention_heads" in error
+SMALL, LARGE = Workload(1, 8, 4), Workload(8, 8, 4)
 
 
-@pytest.mark.parametrize("option", ["--parts", "--subjects", "--schemes", "--layers", "--tokens"])
-def test_an_empty_list_is_refused(capsys, option):
-    with pytest.raises(SystemExit) as caught:
-        make_parser("").parse_args(["run", "--model", "tiny", option, ","])
-    assert caught.value.code == 2
-    assert f"argument {option}: " in capsys.readouterr().err
+def test_rounds_go_forward_and_backward():
+    subjects = [parse_subject(name) for name in ("bf16", "w8a8", "flexquant:phase-batch")]
+    plan = Plan([SMALL, LARGE], subjects, Effort(2, 2))
+    names = [subject.name for subject in subjects]
+    assert [(c.round, c.workload, c.subject.name) for c in plan.first] == [
+        (number, workload, name)
+        for number, order in ((0, names), (1, names[::-1]))
+        for workload in (SMALL, LARGE)
+        for name in order
+    ]
 
 
-def test_report_of_anything_else_is_refused(command, tmp_path):
-    (tmp_path / "empty").mkdir()
-    for folder in (tmp_path / "absent", tmp_path / "empty"):
-        code, error = command("report", folder)
-        assert code == 1
-        assert error == (
-            f"error: {folder} is not a folder of speed results (no readable cells.jsonl); "
-            "give the --output of a run\n"
-        )
-    Results(tmp_path / "begun", "tiny", "abc")
-    code, error = command("report", tmp_path / "begun")
-    assert (code, error) == (1, f"error: {tmp_path / 'begun'} holds no results yet; start the run again\n")
+def result(milliseconds: float) -> dict[str, float]:
+    """Return the result of a server on which everything takes ``milliseconds``."""
+    names = ("median_ttft_ms", "median_tpot_ms")
+    return dict.fromkeys(names, milliseconds) | {"output_throughput": 1 / milliseconds}
 
 
-def test_help_names_every_part(capsys):
-    with pytest.raises(SystemExit) as caught:
-        make_parser("").parse_args(["run", "--help"])
-    assert caught.value.code == 0
-    assert "of kernels,serving" in capsys.readouterr().out
+def steady(number: int) -> float:
+    return 1.0
+
+
+def stalled_once(number: int) -> float:
+    return 1.05 if number == 0 else 1.0
+
+
+def noisy(number: int) -> float:
+    return 1.1 if number % 2 else 0.9
+
+
+@pytest.mark.parametrize(
+    ("effort", "small", "large", "rounds"),
+    [
+        (Effort(6, 12), steady, steady, (6, 6)),
+        (Effort(6, 12), steady, noisy, (6, 12)),
+        (Effort(6, 12, width=0.5), steady, noisy, (6, 6)),
+        # The interval of six rounds is as wide as the stall, 5 %; that of seven ends at half of it.
+        (Effort(6, 12), stalled_once, steady, (7, 6)),
+        (Effort(2, 2), noisy, noisy, (2, 2)),
+    ],
+)
+def test_a_workload_gets_more_rounds_until_its_ratios_are_narrow_or_the_most_are_measured(
+    effort, small, large, rounds
+):
+    """FlexQuant takes the workload's time in each round; the static subjects take 1."""
+    subjects = [parse_subject(name) for name in ("w8a8", "w4a16", "flexquant:phase-batch")]
+    times = {SMALL: small, LARGE: large}
+    plan = Plan([*times], subjects, effort)
+    found = {workload: {subject.name: {} for subject in subjects} for workload in times}
+
+    def take(cells):
+        for cell in cells:
+            measured = found[cell.workload][cell.subject.name]
+            assert cell.round == len(measured)
+            time = times[cell.workload] if cell.subject.is_merged else steady
+            measured[cell.round] = result(time(cell.round))
+
+    take(plan.first)
+    for cells in plan.added(lambda workload: found[workload]):
+        take(cells)
+    assert tuple(len(found[workload]["w8a8"]) for workload in times) == rounds
+
+
+def left(folder: Path, rounds: int, times: Callable[[int], float], *more: str) -> int:
+    """Return how many cells a run without time leaves if it goes on from ``rounds`` rounds.
+
+    ``more`` names subjects that have no rounds.
+    """
+    subjects = [parse_subject(name) for name in ("w8a8", "flexquant:phase", *more)]
+    plan = Plan([SMALL], subjects, Effort(6, 8))
+    model = Model("tiny", SHAPES["tiny"], None, folder / "work")
+    options = ServerOptions(64, 8, eager=True, kv_cache_gib=1, memory_share=0.5)
+    timeouts = {"deadline": 0.0, "start_timeout": 1.0, "cell_timeout": 1.0}
+    results = Results(folder / "results", "tiny", "abc")
+    run = ServingRun(model, results, options, folder, on_gpu=False, **timeouts)
+    for number in range(rounds):
+        for cell in plan.cells(SMALL, number):
+            if cell.subject.name not in more:
+                time = times if cell.subject.is_merged else steady
+                results.save("serving", run._parameters(cell), 1, result=result(time(number)))
+    return run.measure(plan)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "times", "cells"),
+    [(0, noisy, 12), (5, noisy, 2), (6, noisy, 2), (7, noisy, 2), (8, noisy, 0), (9, noisy, 0)]
+    + [(6, steady, 0), (6, stalled_once, 2), (7, stalled_once, 0)],
+)
+def test_a_run_goes_on_with_the_rounds_that_are_there(tmp_path, rounds, times, cells):
+    """The first six rounds in any case; then one at a time, two cells each, until there are eight."""
+    assert left(tmp_path, rounds, times) == cells
+
+
+@pytest.mark.parametrize("subject", ["w4a8", "w4a16"])
+def test_a_subject_that_cannot_run_here_is_not_waited_for(tmp_path, subject):
+    can_run = subject != "w4a8" or has_stock_w4a8()  # with AMX or zentorch
+    assert left(tmp_path, 6, steady, subject) == (6 if can_run else 0)

@@ -41,20 +41,20 @@ def merged(folder: Path, nested: bool = False, num_layers: int = 6, **section: A
     return str(folder)
 
 
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    lines, result = run(capsys, "list")
+@pytest.mark.parametrize("argv", [["list", "--json"], ["--json", "list"]])
+def test_list(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    assert cli.main(["policy", *argv]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == builtin_policies()
     assert [line.split()[0] for line in lines if line.endswith("(default)")] == ["phase-batch"]
+    result = json.loads(last)
     assert result["default"] == "phase-batch"
     assert result["policies"][-2] == {"name": "w8a8", "description": "W8A8 for every forward pass"}
 
 
-def test_json_may_precede_the_action(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["policy", "--json", "list"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["default"] == "phase-batch"
-
-
-def test_show_without_a_model_has_layers_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_without_a_model_has_layers_as_written_and_ends_at_max_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines, result = run(capsys, "show", "phase-batch-layer")
     assert [line.split() for line in lines[2:]] == [
         ["prefill", "1", "or", "more", "tokens", "w8a8"],
@@ -64,9 +64,6 @@ def test_show_without_a_model_has_layers_as_written(capsys: pytest.CaptureFixtur
     ]
     assert result["routes"][2] == {"phase": "decode", "min_tokens": 33, "max_tokens": None, "plan": "w8a8"}
     assert "num_layers" not in result
-
-
-def test_show_ends_at_max_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     lines, _ = run(capsys, "show", "phase-batch", "--max-tokens", "100")
     assert lines[2].split() == ["prefill", "1", "to", "100", "tokens", "w8a8"]
     assert lines[4].split() == ["decode", "33", "to", "100", "sequences", "w8a8"]
@@ -90,18 +87,15 @@ def test_show_tells_the_times_beside_the_plans(capsys: pytest.CaptureFixture[str
     assert row.split()[-1] == "w4a16"
 
 
-def test_show_takes_the_stored_policy_of_the_model(
+def test_show_takes_the_stored_policy_of_the_model_or_the_default(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    assert run(capsys, "show")[1]["policy"] == "phase-batch"
+    assert run(capsys, "show", "--model", merged(tmp_path))[1]["policy"] == "phase-batch"
     folder = merged(tmp_path, policy=load_policy("w4a16").document)
     _, result = run(capsys, "show", "--model", folder)
     assert result["policy"] == "the checkpoint's policy"
     assert {route["plan"] for route in result["routes"]} == {"w4a16"}
-
-
-def test_show_falls_back_to_the_default(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run(capsys, "show")[1]["policy"] == "phase-batch"
-    assert run(capsys, "show", "--model", merged(tmp_path))[1]["policy"] == "phase-batch"
 
 
 def test_validate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -110,25 +104,19 @@ def test_validate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lines, result = run(capsys, "validate", str(path))
     assert lines == [f"{path} is valid: 2 rules, variants fp8, w8a8"]
     assert result == {"policy": str(path), "valid": True, "rules": 2, "variants": ["fp8", "w8a8"]}
-
-
-def test_validate_refuses_a_bad_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
     path.write_text("schema: flexquant.policy/v1\nrules:\n  - use: 8\n")
     assert f"error: {path}, line 3: rules[0].use is 8;" in fail(capsys, "validate", str(path))
 
 
-def test_show_refuses_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_refuses_an_unknown_policy_and_one_that_does_not_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert "unknown policy 'fast'" in fail(capsys, "show", "fast")
-
-
-def test_show_refuses_a_policy_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    layered = "show", "phase-batch-layer", "--model"
     few = merged(tmp_path, num_layers=3)
-    assert "names layer 3, but the model has 3 layers" in fail(
-        capsys, "show", "phase-batch-layer", "--model", few
-    )
+    assert "names layer 3, but the model has 3 layers" in fail(capsys, *layered, few)
     apart = merged(tmp_path, mixable=(("w8a8",), ("w4a16",)))
-    assert "without 'layers'" in fail(capsys, "show", "phase-batch-layer", "--model", apart)
+    assert "without 'layers'" in fail(capsys, *layered, apart)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +125,7 @@ def test_show_refuses_a_policy_that_does_not_fit(capsys: pytest.CaptureFixture[s
         (None, "has no file 'config.json'"),
         ("{", "is not valid JSON"),
         ("[]", "holds a JSON list"),
-        ('{"hidden_size": 8}', "not a merged checkpoint"),
         ('{"text_config": null, "num_hidden_layers": 2}', "not a merged checkpoint"),
-        ('{"num_hidden_layers": 2}', "not a merged checkpoint"),
     ],
 )
 def test_show_refuses_a_folder_that_is_not_merged(
@@ -148,9 +134,7 @@ def test_show_refuses_a_folder_that_is_not_merged(
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     message = fail(capsys, "show", "w8a8", "--model", str(tmp_path))
-    assert str(tmp_path) in message
-    assert problem in message
-    assert "flexquant merge" in message
+    assert all(part in message for part in (str(tmp_path), problem, "flexquant merge"))
 
 
 @pytest.mark.parametrize(

@@ -29,20 +29,8 @@ from flexquant.evaluation.comparison import (
 
 @pytest.mark.parametrize(
     ("rounds", "outside"),
-    [
-        (1, 0),
-        (5, 0),
-        (6, 0),
-        (7, 2),
-        (8, 3),
-        (9, 5),
-        (10, 8),
-        (11, 10),
-        (12, 13),
-        (15, 25),
-        (20, 52),
-        (30, 137),
-    ],
+    [(1, 0), (5, 0), (6, 0), (7, 2), (8, 3), (9, 5), (10, 8), (11, 10), (12, 13)]
+    + [(15, 25), (20, 52), (30, 137)],
 )
 def test_as_many_averages_are_left_out_as_the_tables_say(rounds, outside):
     """The tables hold the signed-rank test's critical values, 5 % two-sided; 5 rounds or fewer have none."""
@@ -78,10 +66,9 @@ def test_a_difference_needs_an_interval_without_1(ratios, low, high, verdict, wo
     assert (found.verdict, found.words()) == (verdict, words)
 
 
-def test_equality_is_never_told_closer_than_it_is():
-    assert Comparison(1.0, 0.9, 1.1, 6).words() == "equal within 10 %"
-    assert Comparison(1.0, 0.8999, 1.1, 6).words() == "equal within 11 %"
-    assert Comparison(1.0, 1.0, 1.0121, 6).words() == "equal within 1.3 %"
+@pytest.mark.parametrize(("low", "high", "percent"), [(0.9, 1.1, 10), (0.8999, 1.1, 11), (1, 1.0121, 1.3)])
+def test_equality_is_never_told_closer_than_it_is(low, high, percent):
+    assert Comparison(1.0, low, high, 6).words() == f"equal within {percent} %"
 
 
 def test_an_interval_is_narrow_by_its_width_alone():

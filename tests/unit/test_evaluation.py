@@ -31,6 +31,7 @@ from flexquant.merge import merge_checkpoints
 from flexquant.policy.plans import Plan
 from tests.checkpoints import make_checkpoint
 from tests.policies import THRESHOLD, rules
+from tests.publishers import edits
 
 SMALL = Settings(batch_sizes=(2,), samples=2, prompt_tokens=8, tokens=4)
 
@@ -60,14 +61,10 @@ def test_kl_divergence_by_hand():
     other = torch.tensor([0.125, 0.125, 0.75]).log()
     expected = 0.5 * math.log(4) + 0.25 * math.log(2) + 0.25 * math.log(1 / 3)
     assert kl_divergence(reference, other).item() == pytest.approx(expected)
-    assert kl_divergence(other, other) == 0
-
-
-def test_tokens_that_the_reference_rules_out_add_nothing():
-    reference = torch.tensor([1.0, 0.0]).log()
-    other = torch.tensor([0.5, 0.5]).log()
-    assert kl_divergence(reference, other).item() == pytest.approx(math.log(2))
-    assert kl_divergence(reference, reference) == 0
+    # A token that the reference rules out adds nothing.
+    certain, even = torch.tensor([1.0, 0.0]).log(), torch.tensor([0.5, 0.5]).log()
+    assert kl_divergence(certain, even).item() == pytest.approx(math.log(2))
+    assert kl_divergence(other, other) == kl_divergence(certain, certain) == 0
 
 
 # summary
@@ -80,53 +77,52 @@ def test_summary_by_hand():
         kl=np.array([[0.1, 0.3], [0.0, 0.0]], dtype=np.float32),
         same_top=np.array([[True, False], [True, True]]),
     )
-    quality = summarise_scores(scores, reference)
-    assert (quality.tokens, quality.rows) == (4, 2)
-    assert quality.log_perplexity == pytest.approx(2.25)
-    assert quality.perplexity == pytest.approx(math.exp(2.25))
-    assert quality.log_perplexity_difference == pytest.approx(0.25)
-    # Row means 0.5 and 0: standard deviation 0.5/sqrt(2), over sqrt(2) rows.
-    assert quality.log_perplexity_difference_error == pytest.approx(0.25)
-    assert quality.mean_kl == pytest.approx(0.1)
-    assert quality.mean_kl_error == pytest.approx(0.1)
-    assert quality.p99_kl == pytest.approx(np.quantile([0.1, 0.3, 0, 0], 0.99))
-    assert quality.first_token_kl == pytest.approx(0.05)
-    assert quality.top1_agreement == 0.75
-
-
-def test_summary_without_reference_has_perplexity_only():
-    quality = summarise_scores(Scores(nll=np.full((3, 2), math.log(7))))
-    assert quality.perplexity == pytest.approx(7)
-    assert quality.mean_kl is quality.top1_agreement is quality.log_perplexity_difference is None
+    assert vars(summarise_scores(scores, reference)) == {
+        "tokens": 4,
+        "rows": 2,
+        "log_perplexity": pytest.approx(2.25),
+        "perplexity": pytest.approx(math.exp(2.25)),
+        "log_perplexity_difference": pytest.approx(0.25),
+        # Row means 0.5 and 0: standard deviation 0.5/sqrt(2), over sqrt(2) rows.
+        "log_perplexity_difference_error": pytest.approx(0.25),
+        "mean_kl": pytest.approx(0.1),
+        "mean_kl_error": pytest.approx(0.1),
+        "p99_kl": pytest.approx(np.quantile([0.1, 0.3, 0, 0], 0.99)),
+        "first_token_kl": pytest.approx(0.05),
+        "top1_agreement": 0.75,
+    }
+    alone = summarise_scores(Scores(nll=np.full((3, 2), math.log(7))))
+    assert alone.perplexity == pytest.approx(7)
+    assert alone.mean_kl is alone.top1_agreement is alone.log_perplexity_difference is None
 
 
 def test_a_standard_error_is_over_the_rows():
     """Means of 1.5, 5 and 1 lie -1, 2.5 and -1.5 from theirs, whose squares are 9.5 in all."""
     found = standard_error(np.array([[1.0, 2.0], [3.0, 7.0], [0.0, 2.0]]))
     assert found == pytest.approx(math.sqrt(9.5 / 2 / 3), rel=1e-12)
-    assert standard_error(np.array([[1.0, 2.0]])) is None, "of one row there is none"
+    assert standard_error(np.array([[1.0, 2.0]])) is None
 
 
 # answers
 
 
-def test_answers_by_hand():
-    reference = [[1, 2, 3, 4], [5, 6], [7]]
-    agreement = compare_answers(reference, [[1, 2, 9, 4], [5, 6], [8, 7]])
-    assert (agreement.questions, agreement.identical) == (3, 1)
-    assert agreement.matched == pytest.approx((2 / 4 + 1 + 0) / 3)
-    longer = compare_answers([[1, 2]], [[1, 2, 3]])
-    assert (longer.identical, longer.matched) == (0, 1), "an answer that goes on is not identical"
-
-
-def test_most_tokens_of_a_batch():
-    assert most_tokens([[1] * 5, [1], [1] * 4, [1] * 3, [1] * 9], batch_size=2) == 9
+@pytest.mark.parametrize(
+    ("reference", "answers", "identical", "matched"),
+    [
+        ([[1, 2, 3, 4], [5, 6], [7]], [[1, 2, 9, 4], [5, 6], [8, 7]], 1, (2 / 4 + 1 + 0) / 3),
+        ([[1, 2]], [[1, 2, 3]], 0, 1),  # an answer that goes on
+    ],
+)
+def test_answers_by_hand(reference, answers, identical, matched):
+    agreement = compare_answers(reference, answers)
+    assert (agreement.questions, agreement.identical) == (len(reference), identical)
+    assert agreement.matched == pytest.approx(matched)
 
 
 def test_a_pass_holds_the_longest_prompts_of_a_batch():
-    assert engine_options(2, 8, 64, batch_tokens=100)["max_num_batched_tokens"] == 100
-    assert engine_options(2, 8, 64, batch_tokens=9)["max_num_batched_tokens"] == 64
-    assert engine_options(16, 8, 64)["max_num_batched_tokens"] == 128
+    assert most_tokens([[1] * 5, [1], [1] * 4, [1] * 3, [1] * 9], batch_size=2) == 9
+    for asked, held in (((2, 8, 64, 100), 100), ((2, 8, 64, 9), 64), ((16, 8, 64), 128)):
+        assert engine_options(*asked)["max_num_batched_tokens"] == held
 
 
 # schedule
@@ -138,23 +134,6 @@ def schedule(subject, names, batch_sizes=(4, 8), questions_tokens=None):
         (run.name, run.batch_size): run
         for run in make_schedule(candidates, subject, batch_sizes, 16, questions_tokens)
     }
-
-
-def test_runs_with_the_same_two_plans_share_their_numbers(subject, folder):
-    runs = schedule(subject, ["w8a8", "w4a16", "phase", str(folder / "threshold.yaml")])
-    assert {key: run.same_as for key, run in runs.items()} == {
-        ("w8a8", 4): None,
-        ("w4a16", 4): None,
-        ("phase", 4): None,
-        ("threshold.yaml", 4): ("phase", 4),
-        ("w8a8", 8): ("w8a8", 4),
-        ("w4a16", 8): ("w4a16", 4),
-        ("phase", 8): ("phase", 4),
-        ("threshold.yaml", 8): ("w8a8", 4),
-    }
-    assert runs["phase", 4].prefill_plan.name == "w8a8"
-    assert runs["phase", 4].decode_plan.name == "w4a16"
-    assert not any(run.answers for run in runs.values())
 
 
 def test_answers_are_the_same_only_if_smaller_batches_are(subject, folder):
@@ -171,8 +150,11 @@ def test_answers_are_the_same_only_if_smaller_batches_are(subject, folder):
 # candidates
 
 
-def test_default_policies_are_the_variants_and_the_default(subject):
+def test_default_policies_are_the_variants_and_the_default_or_the_stored_one(subject, folder, tmp_path):
     assert list(find_candidates(subject, None)) == ["w8a8", "w4a16", "phase-batch"]
+    sources = {"w8a8": folder / "w8a8", "w4a16": folder / "w4a16"}
+    merge_checkpoints(sources, tmp_path / "merged", policy="phase")
+    assert list(find_candidates(Subject(tmp_path / "merged"), None)) == ["w8a8", "w4a16", "stored"]
 
 
 def test_a_variant_of_any_name_is_a_policy(folder, tmp_path):
@@ -185,12 +167,6 @@ def test_a_variant_of_any_name_is_a_policy(folder, tmp_path):
         "phase": ("phase",),
         "stored": ("phase", "eight"),
     }
-
-
-def test_a_stored_policy_is_the_default(folder, tmp_path):
-    sources = {"w8a8": folder / "w8a8", "w4a16": folder / "w4a16"}
-    merge_checkpoints(sources, tmp_path / "merged", policy="phase")
-    assert list(find_candidates(Subject(tmp_path / "merged"), None)) == ["w8a8", "w4a16", "stored"]
 
 
 def test_two_files_of_one_name_are_refused(subject, folder, tmp_path):
@@ -231,38 +207,27 @@ def test_bytes_per_weight_by_hand(subject, tmp_path):
 
 
 def trace_of(tmp_path, *passes) -> Path:
+    """Add a policy and its passes to a trace."""
     keys = ("phase", "tokens", "sequences", "plan")
-    lines = [{"policy": "phase"}, *(dict(zip(keys, p, strict=True)) for p in passes)]
-    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with (tmp_path / "trace.jsonl").open("a") as trace:
+        for line in ({"policy": "phase"}, *(dict(zip(keys, p, strict=True)) for p in passes)):
+            trace.write(json.dumps(line) + "\n")
     return tmp_path / "trace.jsonl"
 
 
-def test_passes_as_meant(tmp_path):
+def test_passes_are_those_since_the_policy_was_changed(tmp_path):
     decode = ("decode", 2, 2, "w4a16")
+    trace_of(tmp_path, ("prefill", 16, 2, "w8a8"), ("decode", 2, 2, "w8a8"))
     passes = Passes.from_trace(trace_of(tmp_path, ("prefill", 16, 2, "w8a8"), decode, decode))
     assert passes.by_plan == {"decode": {"w4a16": 2}, "prefill": {"w8a8": 1}}
     assert passes.decode_batch_sizes == {2: 2}
     assert passes.deviations("w8a8", {"w4a16": 2}, batch_size=2, batches=1) == []
 
 
-def test_passes_are_those_since_the_policy_was_changed(tmp_path):
-    trace = trace_of(tmp_path, ("prefill", 16, 2, "w8a8"), ("decode", 2, 2, "w8a8"))
-    before = trace.read_text()
-    trace_of(tmp_path, ("prefill", 16, 2, "w8a8"), ("decode", 2, 2, "w4a16"))
-    trace.write_text(before + trace.read_text())
-    assert Passes.from_trace(trace).by_plan == {"decode": {"w4a16": 1}, "prefill": {"w8a8": 1}}
-
-
 def test_passes_that_deviate_are_told(tmp_path):
-    passes = Passes.from_trace(
-        trace_of(
-            tmp_path,
-            ("prefill", 16, 2, "w8a8"),
-            ("mixed", 9, 2, "w8a8"),
-            ("decode", 2, 2, "w4a16"),
-            ("decode", 1, 1, "w8a8"),
-        )
-    )
+    prompts = ("prefill", 16, 2, "w8a8"), ("mixed", 9, 2, "w8a8")
+    decodes = ("decode", 2, 2, "w4a16"), ("decode", 1, 1, "w8a8")
+    passes = Passes.from_trace(trace_of(tmp_path, *prompts, *decodes))
     assert passes.deviations("w8a8", {"w4a16": 2}, batch_size=2, batches=1) == [
         "decode passes were 1 of w4a16, 1 of w8a8, but 2 of w4a16 were meant",
         "mixed passes were 1 of w8a8, but none were meant",
@@ -273,12 +238,9 @@ def test_passes_that_deviate_are_told(tmp_path):
 # text and questions
 
 
-def test_questions_that_come_along():
+def test_questions_that_come_along_and_those_of_a_file_which_end_at_a_newline_alone(tmp_path):
     questions = read_questions(None)
     assert len(questions) == len(set(questions)) == 24
-
-
-def test_a_question_ends_at_a_newline_alone(tmp_path):
     file = tmp_path / "questions.txt"
     file.write_text("Which poem?\u2028It has two lines.\r\n\nWhy?\n", encoding="utf-8")
     assert read_questions(file) == ["Which poem?\u2028It has two lines.", "Why?"]
@@ -295,7 +257,10 @@ def test_questions_take_the_chat_template_if_there_is_one(folder):
 # output
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(folder, tmp_path, capsys):
+@pytest.mark.parametrize(("option", "file"), [("--output", ""), ("--plot", "plot.png")])
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(
+    folder, tmp_path, capsys, option, file
+):
     command = ["eval", str(folder / "merged"), "--text", str(folder / "text.txt"), "--batch-sizes", "2"]
     command += ["--samples", "2", "--prompt-tokens", "8", "--tokens", "4", "--policies", "w8a8"]
     (tmp_path / "file").write_text("mine")
@@ -340,6 +305,8 @@ def test_refused_inputs(folder, tmp_path):
     refused(folder, "no such folder", checkpoint=tmp_path / "none")
     refused(folder, "not a merged checkpoint", checkpoint=folder / "w8a8")
     refused(folder, "there is no file", text=tmp_path / "none.txt")
+    (tmp_path / "short.txt").write_text("12345678901")
+    refused(folder, r"has 11 tokens, but 2 samples of 12 tokens need 24", text=tmp_path / "short.txt")
     refused(folder, "unknown policy 'w5a5'.*variant of the checkpoint: w8a8, w4a16", policies=["w5a5"])
     refused(folder, "no policy is given", policies=[])
     refused(folder, "stores no policy", policies=["stored"])
@@ -358,43 +325,30 @@ def test_the_environment_is_the_callers_again(folder, tmp_path, monkeypatch, val
     assert os.environ.get(name) == value
 
 
-def test_refused_text_says_how_many_tokens_there_are(folder, tmp_path):
-    (tmp_path / "short.txt").write_text("12345678901")
-    refused(folder, r"has 11 tokens, but 2 samples of 12 tokens need 24", text=tmp_path / "short.txt")
-
-
 def test_refused_references(folder, tmp_path):
     refused(folder, "the reference .* cannot be read", reference=tmp_path / "none")
     refused(folder, "the reference .* quantised already .compressed-tensors.", reference=folder / "w8a8")
-    refused(
-        folder,
-        "a vocabulary of 384 tokens, but .* one of 320",
-        reference=make_checkpoint(tmp_path / "wider", scheme=None, vocab_size=384),
-    )
+    wider = make_checkpoint(tmp_path / "wider", scheme=None, vocab_size=384)
+    refused(folder, "a vocabulary of 384 tokens, but .* one of 320", reference=wider)
     other = make_checkpoint(tmp_path / "other", scheme=None)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocab = tokenizer["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    edits.tokenizer(edits.swapped_tokens)(other)
     refused(folder, "the tokenizers of the reference .* differ", reference=other)
 
 
-def test_refused_on_the_command_line(folder, tmp_path, capsys):
-    def error(*options: str) -> tuple[int, str]:
-        code = main(["eval", str(folder / "merged"), "--text", str(folder / "text.txt"), *options])
-        return code, capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [("8,x", "'x' is not a whole number"), ("0", "'0' is not"), (",", "the list is empty")],
+)
+def test_batch_sizes_that_are_no_numbers(capsys, sizes, found):
+    with pytest.raises(SystemExit, match="2"):
+        main(["eval", "folder", "--text", "file", "--batch-sizes", sizes])
+    assert f"argument --batch-sizes: {found}" in capsys.readouterr().err
 
-    for wrong, found in (
-        ("8,x", "'x' is not a whole number"),
-        ("0", "'0' is not"),
-        (",", "the list is empty"),
-    ):
-        with pytest.raises(SystemExit) as exit_:
-            error("--batch-sizes", wrong)
-        assert exit_.value.code == 2
-        assert f"argument --batch-sizes: {found}" in capsys.readouterr().err
-    code, message = error("--questions", str(tmp_path / "q.txt"))
-    assert code == 2 and "--questions needs --reference" in message
+
+def test_questions_need_a_reference_and_a_file_that_holds_some(folder, tmp_path, capsys):
+    command = ["eval", str(folder / "merged"), "--text", str(folder / "text.txt")]
+    command += ["--questions", str(tmp_path / "q.txt")]
+    assert main(command) == 2 and "--questions needs --reference" in capsys.readouterr().err
     (tmp_path / "q.txt").write_text("\n \n")
-    code, message = error("--questions", str(tmp_path / "q.txt"), "--reference", str(folder / "model"))
-    assert code == 1 and "holds no questions; write one a line, or pass --no-questions" in message
+    assert main([*command, "--reference", str(folder / "model")]) == 1
+    assert "holds no questions; write one a line, or pass --no-questions" in capsys.readouterr().err

@@ -150,15 +150,19 @@ def test_the_home_of_nobody_is_refused() -> None:
         find_model("~no-such-user/w8a8")
 
 
-def test_a_folder_that_is_missing_where_there_is_no_network_is_called_missing(cache: Cache) -> None:
-    for environment in ({"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
-        done = cache.run("inspect", "models/w8a8", status=1, **environment)
-        assert "no folder has this name, and it is not in the cache" in done.stderr
-
-
-def test_a_name_that_no_model_can_have_is_called_a_missing_folder(cache: Cache, hub: Hub) -> None:
-    done = cache.run("inspect", "models/w8a8--half", status=1)
-    assert "no folder has this name, and no model can have it" in done.stderr
+@pytest.mark.parametrize(
+    ("model", "environment", "said"),
+    [
+        ("models/w8a8", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "and it is not in the cache"),
+        ("models/w8a8", {"HF_HUB_OFFLINE": "1"}, "and it is not in the cache"),
+        ("models/w8a8--half", {}, "and no model can have it"),
+    ],
+)
+def test_a_folder_that_is_missing_where_the_hub_cannot_be_asked_is_called_missing(
+    cache: Cache, hub: Hub, model: str, environment: dict[str, str], said: str
+) -> None:
+    done = cache.run("inspect", model, status=1, **environment)
+    assert f"no folder has this name, {said}" in done.stderr
     assert hub.requests == []
 
 

@@ -89,12 +89,15 @@ def test_tokens_of_the_cache_leave_a_memory() -> None:
 )
 def test_as_many_layers_as_fit_have_their_own(mib: float, plan: list[str]) -> None:
     """With two whole copies there is nothing to compute, and so no memory for that."""
-    found = fit(mib)
+    found, apart = fit(mib), fit(mib, mixable=[("w8a8",), ("w4a16",)])
     assert plan_of(found) == plan
     whole = mib == ONE_COPY + 4 * 8 - 3
     assert (["w8a8", "w4a16"] in found.together) == whole
     assert all({"w8a8", "w4a16"} - set(names) or whole for names in found.together)
     assert "from the first: no --sensitivity" in found.remark
+    # Layers that no plan can mix are all twice or none.
+    assert plan_of(apart) == [] and (["w8a8", "w4a16"] in apart.together) == whole
+    assert whole or "cannot mix" in apart.remark
 
 
 def test_what_is_computed_takes_the_weights_that_it_is_computed_from() -> None:
@@ -138,13 +141,6 @@ def test_memory_that_is_no_whole_number_of_mib_is_rounded_up() -> None:
         fit(ONE_COPY, held=more)
     assert "and 3.0 MiB to compute" in str(e.value)
     assert fit(ONE_COPY + 1 / MIB, held=more).together
-
-
-def test_layers_that_no_plan_can_mix_are_all_twice_or_none() -> None:
-    apart = [("w8a8",), ("w4a16",)]
-    found = fit(ONE_COPY + 16, mixable=apart)
-    assert plan_of(found) == [] and "cannot mix" in found.remark
-    assert ["w8a8", "w4a16"] in fit(100, mixable=apart).together
 
 
 def sensitivity(folder: Path, lower: str = "w4a16", **changed: Any) -> Path:
@@ -236,19 +232,10 @@ def test_the_table_tells_measured_times_from_interpolated_ones() -> None:
         "w8a8 alone, 0": ["8.00", "42.0 MiB", "58", "8", "8"],
         "w4a16 alone, 0": ["4.00", "26.0 MiB", "74", "20", "20"],
     }
-
-
-def test_numbers_of_the_table_end_below_each_other_and_names_begin_so() -> None:
-    found = fit(ONE_COPY + 16)
-    _, _, head, first, *_, last = found.report(tuned(found, plan_of(found)[0])).notes
-    assert head.endswith("  KV tokens  TTFT 64  TPOT 64")
-    assert first.endswith("         42        8        8  does not fit")
-    assert last.endswith("         74       20       20") and first.startswith("two copies: ")
-
-
-def test_what_is_chosen_is_what_the_policy_loads() -> None:
-    assert rows(fit(ONE_COPY + 16), FROM_INT4)["one copy, 0"][-1] == "chosen"
-    assert rows(fit(100), "w8a8")["two copies: w8a8, w4a16, 4"][-1] == "chosen"
+    _, _, head, first, *_, last = found.report(tuned(found, plan)).notes
+    assert head.endswith("  KV tokens  TTFT 64  TPOT 64"), "numbers end below each other, and names begin so"
+    assert first.endswith("         42        8        8  does not fit") and first.startswith("two copies: ")
+    assert last.endswith("         74       20       20")
 
 
 def test_the_table_has_steps_of_a_quarter_of_the_layers_rounded_down() -> None:
@@ -256,7 +243,12 @@ def test_the_table_has_steps_of_a_quarter_of_the_layers_rounded_down() -> None:
     assert [choice.twice for choice in found.choices] == [6, 4, 3, 1, 0, 0, 0]
 
 
-def test_other_variants_are_compared_too() -> None:
-    found = fit(42, names=("w8a8", "w4a16", FROM_INT4, "w4a8"), held=loaded(w4a8=4))
-    assert ["w4a16", "w4a8"] in found.together
-    assert rows(found, "w4a8")["w4a8, w4a16, 0"][-1] == "chosen"
+def test_what_is_chosen_is_what_the_policy_loads_also_of_other_variants() -> None:
+    other = fit(42, names=("w8a8", "w4a16", FROM_INT4, "w4a8"), held=loaded(w4a8=4))
+    assert ["w4a16", "w4a8"] in other.together
+    for found, prefill, row in (
+        (fit(ONE_COPY + 16), FROM_INT4, "one copy, 0"),
+        (fit(100), "w8a8", "two copies: w8a8, w4a16, 4"),
+        (other, "w4a8", "w4a8, w4a16, 0"),
+    ):
+        assert rows(found, prefill)[row][-1] == "chosen"

@@ -4,19 +4,18 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shutil
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import programs
+from tests.imports import imports
 
 PROJECT = tomllib.loads((programs.ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml"}
@@ -27,24 +26,16 @@ ENGINE_AND_PLOTS = ["gpu", "eval"]
 
 
 def declared(extras: list[str]) -> set[str]:
-    requirements = [
-        *PROJECT["dependencies"],
-        *(r for e in extras for r in PROJECT["optional-dependencies"][e]),
-    ]
+    optional = PROJECT["optional-dependencies"]
+    requirements = [*PROJECT["dependencies"], *(r for extra in extras for r in optional[extra])]
     return {re.match(r"[\w.-]+", r)[0].lower().replace("_", "-") for r in requirements}
 
 
-def imported(file: Path) -> Iterator[str]:
-    """Yield the distributions that a file imports, at its top or inside of functions."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            modules = [node.module]
-        else:
-            continue
-        for top in {module.split(".")[0] for module in modules} - sys.stdlib_module_names - {"flexquant"}:
-            yield DISTRIBUTIONS.get(top, top).replace("_", "-")
+def imported(file: Path) -> set[str]:
+    """Return the distributions that a file imports, at its top or inside of functions."""
+    tops = {module.split(".")[0] for module, _ in imports(file.read_text(encoding="utf-8"))}
+    others = tops - sys.stdlib_module_names - {"flexquant"}
+    return {DISTRIBUTIONS.get(top, top).replace("_", "-") for top in others}
 
 
 @pytest.mark.parametrize("folder", ["flexquant", "merge", "policies"])
@@ -55,7 +46,7 @@ def test_every_import_is_declared(folder):
     for file in files:
         place = file.relative_to(programs.ROOT / folder)
         extras = EXTRAS_OF_FILES.get(str(place)) or EXTRAS_OF_FOLDERS.get(place.parts[0], ENGINE_AND_PLOTS)
-        if unknown := sorted(set(imported(file)) - declared(extras)):
+        if unknown := sorted(imported(file) - declared(extras)):
             missing[str(place)] = unknown
     assert not missing
 
@@ -88,16 +79,11 @@ def test_wheel_contents(tmp_path):
         names = set(archive.namelist())
         metadata = next(n for n in names if n.endswith("entry_points.txt"))
         entry_points = archive.read(metadata).decode()
-    for folder, package in (
-        ("flexquant", "flexquant"),
-        ("merge", "flexquant/merge"),
-        ("policies", "flexquant/policies"),
-    ):
-        kinds = ("*.py", "*.yaml", "*.txt", "*.jsonl", "*.html")
+    for folder in ("flexquant", "flexquant/merge", "flexquant/policies"):
+        kinds = ("*.py", "*.yaml", "*.txt", "*.cpp", "*.html")
         files = [file for kind in kinds for file in (programs.ROOT / folder).rglob(kind)]
         assert len(files) > 3
-        for file in files:
-            assert f"{package}/{file.relative_to(programs.ROOT / folder)}" in names
+        assert {str(file.relative_to(programs.ROOT)) for file in files} <= names
     assert not [n for n in names if n.startswith(("tests", "benchmarks", "examples", "merge/"))]
     assert "[vllm.general_plugins]\nflexquant = flexquant:register" in entry_points
     assert "[console_scripts]\nflexquant = flexquant.cli:main" in entry_points

@@ -35,52 +35,26 @@ SMALL = {
 }
 HYBRIDS: dict[str, tuple[dict[str, Any], int, int]] = {
     # (config, layers with attention, their head size)
-    "every fourth of 48 layers": (
-        {"model_type": "qwen3_next", "num_hidden_layers": 48, "head_dim": 64},
-        12,
-        64,
-    ),
-    "another interval": (
-        {"model_type": "qwen3_next", "num_hidden_layers": 6, "full_attention_interval": 3, "head_dim": 64},
+    "qwen3_next": ({"num_hidden_layers": 48, "head_dim": 64}, 12, 64),  # every fourth layer
+    "qwen3_next at another interval": (
+        {"num_hidden_layers": 6, "full_attention_interval": 3, "head_dim": 64},
         2,
         64,
     ),
-    "a list by layer": (
-        {
-            "model_type": "granitemoehybrid",
-            "layer_types": ["mamba", "mamba", "attention"],
-            "num_hidden_layers": 3,
-            "num_local_experts": 0,
-            "mamba_n_heads": 8,
-            "mamba_d_head": 64,
-        },
+    "granitemoehybrid": (  # a list by layer
+        {"layer_types": ["mamba", "mamba", "attention"], "num_local_experts": 0}
+        | {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_head": 64},
         1,
         32,
     ),
-    "indices": ({"model_type": "bamba", "num_hidden_layers": 3, "attn_layer_indices": [1]}, 1, 32),
-    "period and offset": ({"model_type": "jamba", "num_hidden_layers": 8, "num_experts": 2}, 1, 32),
-    "a pattern of letters": (
-        {"model_type": "nemotron_h", "hybrid_override_pattern": "M*-M*-", "head_dim": 32},
-        2,
-        32,
-    ),
-    "short convolutions": (
-        {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-        1,
-        32,
-    ),
-    "both in each layer": ({"model_type": "falcon_h1", "num_hidden_layers": 3, "head_dim": 32}, 3, 32),
-    "windows count": (
-        {
-            "model_type": "gemma3_text",
-            "num_hidden_layers": 6,
-            "head_dim": 64,
-            "sliding_window": 64,
-        },
-        6,
-        64,
-    ),
+    "bamba": ({"num_hidden_layers": 3, "attn_layer_indices": [1]}, 1, 32),
+    "jamba": ({"num_hidden_layers": 8, "num_experts": 2}, 1, 32),  # period and offset
+    "nemotron_h": ({"hybrid_override_pattern": "M*-M*-", "head_dim": 32}, 2, 32),
+    "lfm2": ({"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}, 1, 32),
+    "falcon_h1": ({"num_hidden_layers": 3, "head_dim": 32}, 3, 32),  # both in each layer
+    "gemma3_text": ({"num_hidden_layers": 6, "head_dim": 64, "sliding_window": 64}, 6, 64),  # windows count
 }
+"""Model type -> fields beside SMALL."""
 
 
 def shape(folder: Path, config: dict[str, Any], devices: int = 1) -> ModelShape:
@@ -93,15 +67,14 @@ def attention(folder: Path, devices: int = 1) -> Attention:
     return Attention.read(language_config(config, folder), devices, folder)
 
 
-@pytest.mark.parametrize(("config", "layers", "head"), HYBRIDS.values(), ids=HYBRIDS)
-def test_layers_with_attention_alone_have_a_kv_cache(
-    config: dict[str, Any], layers: int, head: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_layers_with_attention_alone_have_a_kv_cache(kind: str, tmp_path: Path) -> None:
     """Two KV heads, for keys and for values, of two bytes a number; 8 query heads."""
-    one = shape(tmp_path, SMALL | config)
+    fields, layers, head = HYBRIDS[kind]
+    config = SMALL | fields | {"model_type": kind.split()[0]}
+    one, two, four = (shape(tmp_path, config, devices) for devices in (1, 2, 4))
     assert one.kv_bytes_per_token == layers * 2 * 2 * head * 2
     assert one.attention_flops == layers * 8 * head * 4
-    two, four = shape(tmp_path, SMALL | config, 2), shape(tmp_path, SMALL | config, 4)
     assert two.kv_bytes_per_token == four.kv_bytes_per_token == layers * 2 * 1 * head * 2
     assert four.attention_flops == layers * 2 * head * 4
 
@@ -129,48 +102,47 @@ def test_a_merged_hybrid_has_the_cache_of_its_attention(tmp_path: Path) -> None:
     assert found == kinds.count("full_attention") * 2 * kv_heads * head * 2
 
 
-@pytest.mark.parametrize("config", [{"model_type": "mamba"}, {"model_type": "falcon_mamba"}])
-def test_a_model_without_attention_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
-    model = planned(tmp_path, {**config, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 320})
-    with pytest.raises(FlexQuantError, match="has no attention, and passes of such a model cannot be"):
-        model.shape(("w4a16",), 1, {})
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 320}
+GPT = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 320}
 
 
-def test_a_model_without_linears_that_a_recipe_quantises_is_refused(tmp_path: Path) -> None:
-    """GPT-2 holds its weights turned, in a class of its own, and names its sizes otherwise."""
-    with pytest.raises(FlexQuantError, match="has no linears in decoder layers"):
-        planned(tmp_path, {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 320})
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"model_type": "mamba", **SIZES}, "has no attention, and passes of such a model cannot be"),
+        ({"model_type": "falcon_mamba", **SIZES}, "has no attention, and passes of such a model cannot be"),
+        # GPT-2 holds its weights turned, in a class of its own.
+        ({"model_type": "gpt2", **GPT}, "has no linears in decoder layers"),
+    ],
+)
+def test_a_model_that_cannot_be_predicted_is_refused(
+    config: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FlexQuantError, match=problem):
+        shape(tmp_path, config)
 
 
 def test_sizes_have_the_names_that_the_class_gives_them(tmp_path: Path) -> None:
-    config = {
-        "model_type": "gptj",
-        "n_layer": 2,
-        "n_embd": 64,
-        "n_head": 4,
-        "rotary_dim": 8,
-        "vocab_size": 320,
-    }
-    assert shape(tmp_path, config).kv_bytes_per_token == 2 * 2 * 64 * 2
+    found = shape(tmp_path, {"model_type": "gptj", "rotary_dim": 8, **GPT})
+    assert found.kv_bytes_per_token == 2 * 2 * 64 * 2
 
 
-MIXTURES: dict[str, tuple[dict[str, Any], int]] = {
-    "by its own name": ({"model_type": "qwen3_moe", "num_experts_per_tok": 3, "num_experts": 8}, 3),
-    "one alone": ({"model_type": "qwen3_moe", "num_experts_per_tok": 1, "num_experts": 8}, 1),
-    "the class's default": ({"model_type": "mixtral"}, 2),
-    "ernie": ({"model_type": "ernie4_5_moe", "moe_k": 6, "moe_num_experts": 8}, 6),
-    "hunyuan": ({"model_type": "hunyuan_v1_moe", "moe_topk": 3, "num_experts": 8, "pad_token_id": 0}, 3),
-    "hunyuan by layer": (
-        {"model_type": "hunyuan_v1_moe", "moe_topk": [3, 3], "num_experts": 8, "pad_token_id": 0},
-        3,
-    ),
-    "aria": ({"model_type": "aria_text", "moe_topk": 3, "moe_num_experts": 8}, 3),
-    "no more than there are": ({"model_type": "qwen3_moe", "num_experts_per_tok": 9, "num_experts": 8}, 8),
-}
+HUNYUAN = {"model_type": "hunyuan_v1_moe", "num_experts": 8, "pad_token_id": 0}
+QWEN = {"model_type": "qwen3_moe", "num_experts": 8}
+MIXTURES: list[tuple[dict[str, Any], int]] = [
+    (QWEN | {"num_experts_per_tok": 3}, 3),
+    (QWEN | {"num_experts_per_tok": 1}, 1),
+    (QWEN | {"num_experts_per_tok": 9}, 8),  # no more than there are
+    ({"model_type": "mixtral"}, 2),  # the class's default
+    ({"model_type": "ernie4_5_moe", "moe_k": 6, "moe_num_experts": 8}, 6),
+    (HUNYUAN | {"moe_topk": 3}, 3),
+    (HUNYUAN | {"moe_topk": [3, 3]}, 3),  # by layer
+    ({"model_type": "aria_text", "moe_topk": 3, "moe_num_experts": 8}, 3),
+]
 MOE = {**SMALL, "num_hidden_layers": 2, "head_dim": 32, "moe_intermediate_size": 64}
 
 
-@pytest.mark.parametrize(("config", "active"), MIXTURES.values(), ids=MIXTURES)
+@pytest.mark.parametrize(("config", "active"), MIXTURES)
 def test_the_experts_of_a_token_are_those_that_the_class_reads(
     config: dict[str, Any], active: int, tmp_path: Path
 ) -> None:
@@ -185,13 +157,7 @@ def test_two_experts_are_experts(tmp_path: Path) -> None:
     assert not planned(tmp_path, MOE | {"model_type": "qwen3"}).has_experts
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_type": "hunyuan_v1_moe", "moe_topk": [3, 4], "num_experts": 8, "pad_token_id": 0},
-        {"model_type": "qwen3_moe", "num_experts_per_tok": 0, "num_experts": 8},
-    ],
-)
+@pytest.mark.parametrize("config", [HUNYUAN | {"moe_topk": [3, 4]}, QWEN | {"num_experts_per_tok": 0}])
 def test_a_number_of_experts_that_is_not_known_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(FlexQuantError, match="has experts, and num_experts_per_tok .* does not say how many"):
         shape(tmp_path, MOE | config)
@@ -199,14 +165,8 @@ def test_a_number_of_experts_that_is_not_known_is_refused(config: dict[str, Any]
 
 def test_experts_that_are_held_turned_have_the_sizes_of_others(tmp_path: Path) -> None:
     """gpt-oss holds [inputs, outputs]; gate and up have 2 x 96 outputs, 8 = 4 x 2 devices share them."""
-    config = {
-        **SMALL,
-        "model_type": "gpt_oss",
-        "num_hidden_layers": 1,
-        "head_dim": 32,
-        "num_local_experts": 4,
-    }
-    config |= {"intermediate_size": 96, "num_experts_per_tok": 2}
+    config = {**SMALL, "model_type": "gpt_oss", "num_hidden_layers": 1, "head_dim": 32}
+    config |= {"num_local_experts": 4, "intermediate_size": 96, "num_experts_per_tok": 2}
     half = shape(tmp_path, config, 2).linears["w4a16"]
     experts = {(x.outputs, x.inputs, x.experts, x.active_experts) for x in half if x.experts > 1}
     assert experts == {(96, 256, 4, 2), (256, 48, 4, 2)}
@@ -221,18 +181,13 @@ def test_ranks_beyond_the_kv_heads_hold_one_twice(tmp_path: Path) -> None:
         assert Linear(heads * 32, 256, heads * 32 * (256 + 2), "w8a8") in found
 
 
-def test_heads_that_cannot_be_shared_are_refused(merged: Path) -> None:
-    with pytest.raises(
-        FlexQuantError, match="4 attention heads and 2 KV heads, which 3 devices cannot share"
-    ):
-        attention(merged, 3)
-
-
 def test_a_device_holds_one_kv_head_at_least(merged: Path) -> None:
     """Four devices hold two KV heads: one each, twice over."""
     assert attention(merged).kv_bytes_per_token == 2 * 2 * 2 * 32 * 2
     assert attention(merged, 4).kv_bytes_per_token == attention(merged, 2).kv_bytes_per_token
     assert attention(merged, 2).kv_bytes_per_token * 2 == attention(merged).kv_bytes_per_token
+    with pytest.raises(FlexQuantError, match="4 attention heads and 2 KV heads, which 3 devices cannot"):
+        attention(merged, 3)
 
 
 def changed(merged: Path, folder: Path, **values: Any) -> Path:
@@ -244,17 +199,19 @@ def changed(merged: Path, folder: Path, **values: Any) -> Path:
     return folder
 
 
-def test_config_without_sizes_is_refused(merged: Path, tmp_path: Path) -> None:
-    with pytest.raises(FlexQuantError, match="does not describe a llama model .*vocab_size"):
-        attention(changed(merged, tmp_path, vocab_size=None))
-
-
 def test_a_model_that_transformers_does_not_know_is_read_by_the_usual_names(
     merged: Path, tmp_path: Path
 ) -> None:
     assert attention(changed(merged, tmp_path, model_type="of_its_own"), 2) == attention(merged, 2)
-    with pytest.raises(FlexQuantError, match=r"/config\.json has num_key_value_heads True, expected a whole"):
-        attention(changed(merged, tmp_path, model_type="of_its_own", num_key_value_heads=True))
+    for wrong, problem in (
+        ({"vocab_size": None}, "does not describe a llama model .*vocab_size"),
+        (
+            {"model_type": "of_its_own", "num_key_value_heads": True},
+            r"/config\.json has num_key_value_heads True, expected a whole",
+        ),
+    ):
+        with pytest.raises(FlexQuantError, match=problem):
+            attention(changed(merged, tmp_path, **wrong))
 
 
 def test_latent_attention_is_refused(tmp_path: Path) -> None:
@@ -339,17 +296,13 @@ LINEAR = Linear(96, 40, 4000, "w8a8")
 
 
 @pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("layers.0.mlp.gate_up_proj", Linear(24, 40, 1000, "w8a8")),
-        ("layers.0.mlp.down_proj", Linear(96, 10, 1000, "w8a8")),
-        ("layers.0.mlp.experts.down_proj", Linear(96, 10, 1000, "w8a8")),
-        ("layers.0.mlp.gate", LINEAR),
-        ("o_proj", Linear(96, 10, 1000, "w8a8")),
-    ],
+    ("name", "outputs", "inputs"),
+    [("mlp.gate_up_proj", 24, 40), ("mlp.down_proj", 96, 10), ("mlp.experts.down_proj", 96, 10)]
+    + [("o_proj", 96, 10), ("mlp.gate", 96, 40)],
 )
-def test_a_part(name: str, part: Linear) -> None:
-    assert LINEAR.share(name, 4) == part
+def test_a_part(name: str, outputs: int, inputs: int) -> None:
+    part = Linear(outputs, inputs, 4000 * outputs * inputs // (96 * 40), "w8a8")
+    assert LINEAR.share(f"layers.0.{name}", 4) == part
     assert LINEAR.share(name, 1) == LINEAR
 
 

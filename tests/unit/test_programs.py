@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from threading import Thread
 
 import pytest
 
-from examples.vllm_server import ProcessGroup, ServerError, VLLMServer, end_of_log, free_port
+from examples.vllm_server import ProcessGroup, ServerError, VLLMServer, end_of_log
 from tests import programs
 from tests.programs import is_running
 
@@ -100,20 +98,17 @@ def test_what_an_ended_program_left_behind_is_ended(start, tmp_path):
         time.sleep(0.01)
 
 
-def test_a_program_that_ignores_sigterm(start, tmp_path):
-    group = start(STUBBORN)
-    wait_for_line(tmp_path / "log")
-    group.stop(patience=0.1)
-    assert group.exit_code() == -signal.SIGKILL
-
-
 @pytest.mark.parametrize(
-    "program, code", [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)]
+    "program, code", [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9), (STUBBORN, -9)]
 )
-def test_exit_codes(start, program, code):
+def test_exit_codes_also_of_a_program_that_ignores_sigterm(start, tmp_path, program, code):
     group = start(program)
-    assert wait_for_end(group) == code
-    group.stop()
+    if program == STUBBORN:
+        wait_for_line(tmp_path / "log")
+        group.stop(patience=0.1)
+    else:
+        assert wait_for_end(group) == code
+        group.stop()
     assert group.exit_code() == code
 
 
@@ -131,22 +126,14 @@ def test_a_server_that_is_stopped_answers_with_its_end(tmp_path):
         server.wait_until_healthy()
 
 
-def test_free_ports_can_be_listened_on():
-    with socket.create_server(("127.0.0.1", free_port())):
-        pass
-
-
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", code]
-
-
 def test_another_exit_code_fails_with_what_was_printed():
     code = "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)"
-    done = programs.run(python(code), timeout=60, status=3)
-    assert (done.stdout, done.stderr) == ("one\n", "two\n")
-    assert programs.run(python(code), timeout=60, status=None).returncode == 3
+    command = [sys.executable, "-c", code]
+    for status in (3, None):
+        done = programs.run(command, timeout=60, status=status)
+        assert (done.returncode, done.stdout, done.stderr) == (3, "one\n", "two\n")
     with pytest.raises(pytest.fail.Exception, match="(?s)ended with 3 instead of 0.*one.*two"):
-        programs.run(python(code), timeout=60)
+        programs.run(command, timeout=60)
 
 
 def test_a_program_that_takes_too_long_may_clean_up_and_fails(tmp_path):
@@ -160,4 +147,4 @@ finally:
     print("cleaned up")
 """
     with pytest.raises(pytest.fail.Exception, match="(?s)did not end within 5 s.*started\ncleaned up"):
-        programs.run(python(code), timeout=5)
+        programs.run([sys.executable, "-c", code], timeout=5)

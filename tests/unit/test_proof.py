@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a proof says of its claims, from outcomes and cells."""
+"""What a proof says of its claims; what fits into the GPU, its steps, and that what was found is not lost."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +27,14 @@ from benchmarks.proof.claims import (
     Verdict,
     judge,
 )
-from benchmarks.proof.gpu import SERVING
-from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, Outcomes
+from benchmarks.proof.gpu import SERVING, fitting, fitting_subjects, kv_cache_gib, most_tokens, server_gib
+from benchmarks.proof.live import BYTES_A_WEIGHT, CANDIDATES, WORKLOADS
+from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, VARIABLE, Outcomes, read_outcomes
+from benchmarks.proof.proving import STEPS
+from benchmarks.proof.report import PROOF, write_proof
+from benchmarks.proof.steps import DONE, OUT_OF_TIME, Outcome, append_step, read_steps, run_bounded
+from benchmarks.speed.results import Results
+from benchmarks.speed.shapes import SHAPES
 from flexquant.evaluation.comparison import compare
 
 ALONE, BATCH, _ = SERVING
@@ -67,22 +78,29 @@ def test_a_claim_of_tests_is_shown_by_all_and_contradicted_by_one(
     assert verdict(TESTS, "V2 runner", found).verdict == NOT_SHOWN
 
 
+def rounds(times: list[float]) -> list[dict[str, Any]]:
+    """Return results in which all times, ms, are the round's, and the rate is the inverse."""
+    return [
+        {
+            "ttfts": [time / 1000],
+            "tpots": [time / 1000],
+            "median_ttft_ms": time,
+            "median_tpot_ms": time,
+            "output_throughput": 1000 / time,
+        }
+        for time in times
+    ]
+
+
 def cells(workload: Any, times: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return cells in which all of a subject's times, ms, are the round's, and its rate is the inverse."""
     return [
         {
             "part": "serving",
             "parameters": {"workload": workload.describe(), "subject": subject, "round": number},
-            "result": {
-                "ttfts": [time / 1000],
-                "tpots": [time / 1000],
-                "median_ttft_ms": time,
-                "median_tpot_ms": time,
-                "output_throughput": 1000 / time,
-            },
+            "result": result,
         }
-        for subject, rounds in times.items()
-        for number, time in enumerate(rounds)
+        for subject, of_rounds in times.items()
+        for number, result in enumerate(rounds(of_rounds))
     ]
 
 
@@ -107,61 +125,49 @@ def test_equality_is_shown_within_three_percent_by_five_rounds(times: list[float
 
 
 @pytest.mark.parametrize(("milliseconds", "expected"), [(0.9, SHOWN), (1.0, NOT_SHOWN), (1.1, CONTRADICTED)])
-def test_a_higher_rate_is_shown_beyond_the_interval(milliseconds: float, expected: str) -> None:
-    both = cells(BATCH, {"w8a8": [1.0] * 6, "flexquant:phase-batch": [milliseconds] * 6})
-    assert verdict(SERVERS, "more tokens a second than under static W8A8", cells=both).verdict == expected
-
-
-@pytest.mark.parametrize(("milliseconds", "expected"), [(0.9, SHOWN), (1.0, NOT_SHOWN), (1.1, CONTRADICTED)])
-def test_less_time_is_shown_below_the_interval(milliseconds: float, expected: str) -> None:
-    both = cells(BATCH, {"w4a16": [1.0] * 6, "flexquant:one-copy": [milliseconds] * 6})
-    assert verdict(SERVERS, "prefills a batch sooner than static W4A16", cells=both).verdict == expected
-
-
-def test_a_second_server_that_is_slower_takes_the_certainty() -> None:
-    both = {"w8a8": [1.0] * 6, "flexquant:phase-batch": [0.9] * 6}
-    claim = "more tokens a second than under static W8A8"
-    assert verdict(SERVERS, claim, cells=cells(BATCH, both)).verdict == SHOWN
-    again = both | {"w8a8:again": [1.2] * 6}
-    assert verdict(SERVERS, claim, cells=cells(BATCH, again)).verdict == NOT_SHOWN
+@pytest.mark.parametrize(
+    ("claim", "static", "policy"),
+    [
+        ("more tokens a second than under static W8A8", "w8a8", "flexquant:phase-batch"),
+        ("prefills a batch sooner than static W4A16", "w4a16", "flexquant:one-copy"),
+    ],
+)
+def test_a_gain_is_shown_beyond_the_interval_and_by_both_servers(
+    claim: str, static: str, policy: str, milliseconds: float, expected: str
+) -> None:
+    both = {static: [1.0] * 6, policy: [milliseconds] * 6}
+    assert verdict(SERVERS, claim, cells=cells(BATCH, both)).verdict == expected
+    if expected == SHOWN and static == "w8a8":  # a second server that is slower takes the certainty
+        again = both | {"w8a8:again": [1.2] * 6}
+        assert verdict(SERVERS, claim, cells=cells(BATCH, again)).verdict == NOT_SHOWN
 
 
 @pytest.mark.parametrize(("milliseconds", "expected"), [(0.6, SHOWN), (1.0, NOT_SHOWN), (1.1, CONTRADICTED)])
 def test_policies_on_one_server_are_judged_by_their_rounds(milliseconds: float, expected: str) -> None:
-    def rounds(time: float) -> list[dict[str, Any]]:
-        return [c["result"] for c in cells(ALONE, {"any": [time] * 5})]
-
-    live = {ALONE.name: {"w8a8": rounds(1.0), "w4a16": rounds(1.0), "phase-batch": rounds(milliseconds)}}
+    static, routed = rounds([1.0] * 5), rounds([milliseconds] * 5)
+    live = {ALONE.name: {"w8a8": static, "w4a16": static, "phase-batch": routed}}
     assert verdict(LIVE, "a batch is decoded sooner", live=live).evidence == "not measured"
-    (one, *_) = judge(Found({}, (), {}, live))[LIVE]
-    assert one.claim.startswith("one sequence is decoded sooner") and one.verdict == expected
-    cut_off = {ALONE.name: {"w8a8": rounds(1.0)[:4], "w4a16": [], "phase-batch": rounds(milliseconds)[:4]}}
-    assert judge(Found({}, (), {}, cut_off))[LIVE][0].verdict == NOT_SHOWN
+    assert verdict(LIVE, "one sequence is decoded sooner", live=live).verdict == expected
+    cut_off = {ALONE.name: {"w8a8": static[:4], "w4a16": [], "phase-batch": routed[:4]}}
+    assert verdict(LIVE, "one sequence is decoded sooner", live=cut_off).verdict == NOT_SHOWN
 
 
 @pytest.mark.parametrize(
     ("low", "high", "rounds", "expected"),
-    [
-        (-0.1, 0.2, 100, SHOWN),
-        (0.1, 0.5, 100, NOT_SHOWN),
-        (0.4, 0.9, 100, CONTRADICTED),
-        (0, 0.1, 29, NOT_SHOWN),
-    ],
+    [(-0.1, 0.2, 100, SHOWN), (0.1, 0.5, 100, NOT_SHOWN)]
+    + [(0.4, 0.9, 100, CONTRADICTED), (0, 0.1, 29, NOT_SHOWN)],
 )
 def test_a_first_token_may_come_three_percent_late(
     low: float, high: float, rounds: int, expected: str
 ) -> None:
     own = {"median_ms": 10.1, "beyond_vllm": {"ms": 0.1, "low": low, "high": high}}
-    modes = {
-        "all": {"first": own, "later": own},
-        "vllm": {w: {"median_ms": 10.0} for w in ("first", "later")},
-    }
-    first_tokens = {"V2": {"128 tokens": {"rounds": rounds, "modes": modes}}}
-    found = verdict(FIRST_TOKEN, "V2 runner: first token", first_tokens=first_tokens)
+    vllm = {"median_ms": 10.0}
+    modes = {"all": {"first": own, "later": own}, "vllm": {"first": vllm, "later": vllm}}
+    measured = {"V2": {"128 tokens": {"rounds": rounds, "modes": modes}}}
+    found = verdict(FIRST_TOKEN, "V2 runner: first token", first_tokens=measured)
     assert found.verdict == expected and "+0.100 ms" in found.evidence
-    assert (
-        verdict(FIRST_TOKEN, "V1 runner: first token", first_tokens=first_tokens).evidence == "not measured"
-    )
+    other = verdict(FIRST_TOKEN, "V1 runner: first token", first_tokens=measured)
+    assert other.evidence == "not measured"
 
 
 @pytest.mark.parametrize(
@@ -180,3 +186,114 @@ def test_a_kernel_is_sooner_beyond_its_quartiles(copy: tuple[int, int, int], exp
     measured = [cell(512, (500, 490, 510)), cell(2048, copy), cell(8192, (90, 85, 95))]
     assert verdict(COPY, "INT8 from one copy", cells=measured).verdict == expected
     assert verdict(COPY, "INT8 from one copy", cells=measured[:1]).evidence == "not measured"
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_kv_cache_holds_the_largest_workload() -> None:
+    shape = SHAPES["llama-3.1-8b"]
+    tokens = kv_cache_gib(shape, most_tokens(SERVING)) * 2**30 / shape.kv_bytes_per_token
+    assert tokens == pytest.approx(1.1 * 24 * (512 + 64) * 1.5, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("free", "first"),
+    [
+        (139, "qwen2.5-32b"),
+        (78, "qwen2.5-32b"),
+        (47, "qwen2.5-32b-32layers"),
+        (23, "llama-3.1-8b"),
+        (1, None),
+    ],
+)
+def test_the_next_smaller_shape_is_taken_where_memory_ends(free: float, first: str | None) -> None:
+    tokens = max(workload.most_at_once * workload.longest for workload in WORKLOADS)
+    assert next(iter(fitting(CANDIDATES, free, BYTES_A_WEIGHT, tokens)), None) == first
+
+
+def test_servers_side_by_side_are_as_many_as_fit_with_two_of_each_static_checkpoint() -> None:
+    shape = SHAPES["llama-3.1-8b"]
+    cache = kv_cache_gib(shape, most_tokens(SERVING))
+    on_80_gb, on_24_gb = (fitting_subjects(shape, cache, free) for free in (78, 23))
+    assert on_80_gb[:5] == ["w8a8", "w4a16", "flexquant:phase-batch", "w8a8:again", "w4a16:again"]
+    assert on_24_gb == ["w8a8"]
+    assert server_gib(shape, 1.0, cache) > 6.5 + cache  # 8-bit weights of 7 billion linear parameters
+
+
+def test_the_first_steps_take_ten_minutes_and_all_take_thirty() -> None:
+    assert sum(step.seconds for step in STEPS[:5]) <= 600
+    assert sum(step.seconds for step in STEPS) <= 1800
+    assert len({step.name for step in STEPS}) == len(STEPS)
+
+
+def test_steps_are_written_as_they_end_and_commands_end_in_their_time(tmp_path: Path) -> None:
+    began = time.monotonic()
+    slow = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+    log = tmp_path / "log.txt"
+    assert run_bounded(slow, 2, os.environ, log).state == OUT_OF_TIME
+    assert time.monotonic() - began < 60
+    failed = run_bounded([sys.executable, "-c", "print(1); print(2); exit(3)"], 60, os.environ, log)
+    assert failed.note == "ended with 3, log.txt ends: 2"
+    append_step(tmp_path, "one", failed, 1.25, {"commit": "a"})
+    append_step(tmp_path, "one", Outcome(DONE), 2, {"commit": "a"})
+    with open(tmp_path / "steps.jsonl", "a") as file:
+        file.write('{"step": "two", "st')
+    assert read_steps(tmp_path) == {"one": {"state": DONE, "note": "", "seconds": 2, "commit": "a"}}
+
+
+def test_a_report_is_there_before_anything_is_known_and_while_steps_are_under_way(tmp_path: Path) -> None:
+    folder = tmp_path / "proof"
+    Results(folder, "tiny", "0123456789ab")
+    (folder / "policies.json").write_text('{"cells": {"2x16+4": {"w8a8')  # ended while it wrote
+    text = write_proof(folder, {step.name: step.seconds for step in STEPS}).read_text()
+    assert text.count("**not shown**") == text.count("**") // 2 > 20
+    assert text.count("| not begun |") == len(STEPS)
+    assert [file.name for file in folder.iterdir() if file.name.startswith(PROOF[:5])] == [PROOF]
+
+
+WRITTEN = """
+import time
+def test_good(): pass
+def test_bad(): assert 1 == 2
+def test_slow(): time.sleep(600)
+"""
+
+
+def test_outcomes_are_there_when_a_run_is_stopped_and_what_passed_is_not_run_again(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(WRITTEN)
+    file = tmp_path / "tests.jsonl"
+
+    def start(*arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.proof.outcomes", "--rootdir", ".", "."]
+        environment = {**os.environ, VARIABLE: str(file), "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(
+            [*command, *arguments], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL
+        )
+
+    with start() as process:
+        for _ in range(600):
+            if [o["outcome"] for o in read_outcomes(file).values()].count(NOT_RUN) == 1:
+                break
+            time.sleep(0.1)
+        process.kill()
+    found = read_outcomes(file)
+    assert {test: o["outcome"] for test, o in found.items()} == {
+        "test_it.py::test_good": PASSED,
+        "test_it.py::test_bad": FAILED,
+        "test_it.py::test_slow": NOT_RUN,
+    }
+    assert "assert 1 == 2" in found["test_it.py::test_bad"]["reason"]
+    with start("-k", "not slow") as process:
+        assert process.wait(60) == 1
+    lines = file.read_text().splitlines()
+    ran = [line for line in lines if NOT_RUN not in line]
+    assert len(lines) - len(ran) == 3
+    assert [line.count("test_bad") > 0 for line in ran] == [False, True, True]
+
+
+def test_a_line_cut_off_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "tests.jsonl"
+    file.write_text('{"test": "a", "outcome": "passed", "seconds": 1}\n{"test": "b", "ou')
+    assert list(read_outcomes(file)) == ["a"]
+    assert read_outcomes(tmp_path / "none.jsonl") == {}

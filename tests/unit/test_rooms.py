@@ -9,6 +9,8 @@ import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from tests.imports import imports
+
 ROOT = Path(__file__).parents[2]
 README = ROOT / "flexquant" / "README.md"
 EVERYBODYS = {"", "errors"}
@@ -37,19 +39,11 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(file: Path) -> set[str]:
+def imported_by(file: Path) -> set[str]:
     """Return the FlexQuant modules, without ``flexquant.``, that a file imports anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "flexquant":
-            names = [f"flexquant.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-        found |= {name.partition(".")[2] for name in names if name.split(".")[0] == "flexquant"}
-    return found
+    found = imports(file.read_text(encoding="utf-8"))
+    names = {name for module, inner in found for name in (module, f"{module}.{inner}")}
+    return {name.partition(".")[2] for name in names if name.split(".")[0] == "flexquant"}
 
 
 def test_the_rooms_import_each_other_as_the_table_says_and_only_those_above() -> None:
@@ -57,7 +51,7 @@ def test_the_rooms_import_each_other_as_the_table_says_and_only_those_above() ->
     for module, file in modules().items():
         room = module.split(".")[0]
         if room not in ENTRANCES:
-            imported = {name.split(".")[0] for name in imports(file) if not name.startswith("__")}
+            imported = {name.split(".")[0] for name in imported_by(file) if not name.startswith("__")}
             rooms.setdefault(room, set()).update(imported - EVERYBODYS - {room})
     assert rooms == documented()
     above: set[str] = set()
@@ -69,7 +63,7 @@ def test_the_rooms_import_each_other_as_the_table_says_and_only_those_above() ->
 def test_no_file_imports_one_that_imports_it() -> None:
     """Not even inside a function or for types; but ``flexquant/__init__.py`` opens the plugin lazily."""
     files = {module: file for module, file in modules().items() if module}
-    graph = {module: (imports(file) & files.keys()) - {module} for module, file in files.items()}
+    graph = {module: (imported_by(file) & files.keys()) - {module} for module, file in files.items()}
     list(TopologicalSorter(graph).static_order())
 
 
@@ -79,7 +73,7 @@ def test_the_front_end_and_the_workers_do_not_import_each_other() -> None:
         files = {module: file for module, file in modules().items() if module.startswith(f"serving.{side}.")}
         assert files
         for module, file in files.items():
-            assert not [n for n in imports(file) if n.startswith(f"serving.{other}")], module
+            assert not [n for n in imported_by(file) if n.startswith(f"serving.{other}")], module
 
 
 def test_the_entrances_import_lazily_what_they_open() -> None:

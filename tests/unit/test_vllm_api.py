@@ -9,7 +9,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 
 from flexquant.serving import vllm_api
 from tests.check_vllm import BY_TYPES, PAGE, PLANTED, check, missing_mentions, unexpected
+from tests.imports import imports
 from tests.vllm_names import CHECKED, NAMES, PUBLIC, Names
 
 ROOT = Path(__file__).parents[2]
@@ -45,18 +45,16 @@ def test_the_installed_vllm_has_every_name_that_is_hidden_from_mypy(site: Path) 
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        (Names("vllm.no_module", {"f": ""}), ".f is not mentioned"),
+        (Names("vllm.no_module", {"f": ""}), "vllm.no_module.f is not mentioned"),
         (Names("vllm.envs", {"VLLM_NO_SUCH": ""}), ".VLLM_NO_SUCH is not mentioned"),
         (Names("vllm.envs", {"VLLM_PORT": ""}, until=(0, 1)), ".VLLM_PORT is there, although"),
         (Names("vllm.envs", {"VLLM_PORT": ""}, since=(9, 0)), ".VLLM_PORT is there, although"),
+        (Names("vllm.envs", {"Gone": ""}, until=(0, 1)), None),  # some versions lack it
     ],
 )
-def test_a_wrong_row_is_found(site: Path, wrong: Names, problem: str) -> None:
-    assert any(problem in found for found in missing_mentions(site, [wrong], version()))
-
-
-def test_a_name_that_some_versions_lack_may_be_missing_there(site: Path) -> None:
-    assert missing_mentions(site, [Names("vllm.envs", {"Gone": ""}, until=(0, 1))], version()) == []
+def test_a_wrong_row_is_found(site: Path, wrong: Names, problem: str | None) -> None:
+    found = missing_mentions(site, [wrong], version())
+    assert len(found) == (problem is not None) and (problem or "") in "".join(found)
 
 
 def test_an_expected_error_is_one_of_its_versions_alone() -> None:
@@ -114,13 +112,8 @@ def test_breaks_of_vllms_api_are_found(site: Path, tmp_path: Path) -> None:
     assert len(expected) == PLANTED
 
 
-def vllm_imports(code: str) -> Iterator[tuple[str, str]]:
-    """Yield the module and the name of each import of something of vLLM's; a whole module has no name."""
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "vllm")
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-            yield from ((node.module or "", alias.name) for alias in node.names)
+def vllm_imports(code: str) -> list[tuple[str, str]]:
+    return [(module, name) for module, name in imports(code) if module.split(".")[0] == "vllm"]
 
 
 def private_imports(code: str) -> list[tuple[str, str]]:
@@ -165,11 +158,10 @@ def test_every_import_has_its_reason() -> None:
 
 def test_every_import_is_asked_for() -> None:
     asked_for = {
-        alias.name
+        name
         for file in files("flexquant", "merge")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module == "flexquant.serving.vllm_api"
-        for alias in node.names
+        for module, name in imports(file.read_text())
+        if module == "flexquant.serving.vllm_api"
     }
     assert {name for _, name in vllm_imports(API.read_text())} == asked_for
 
@@ -177,10 +169,6 @@ def test_every_import_is_asked_for() -> None:
 def test_the_types_are_those_of_the_names_that_are_looked_up() -> None:
     listed = [(module, name) for module, names in vllm_api.MODULES.items() for name in names.split()]
     assert sorted(vllm_imports(API.read_text())) == sorted(listed)
-
-
-def test_the_message_names_the_versions_that_were_checked() -> None:
-    assert (CHECKED[0], CHECKED[-1]) == vllm_api.SUPPORTED
 
 
 def test_every_row_and_every_untyped_name_is_used() -> None:
@@ -197,21 +185,18 @@ def test_looking_at_the_file_imports_neither_torch_nor_vllm() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_a_name_that_is_not_listed_cannot_be_imported() -> None:
+def test_a_name_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of FlexQuant's own stands in for vLLM's: it lacks the name as another vLLM may."""
     with pytest.raises(ImportError, match="cannot import name 'NoSuchName'"):
         from flexquant.serving.vllm_api import NoSuchName  # noqa: F401
-
-
-def test_a_vllm_without_a_name_is_told_with_the_supported_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of FlexQuant's own stands in for vLLM's: it lacks the name as another vLLM may."""
     monkeypatch.setitem(vllm_api._MODULE_OF, "GoneName", "flexquant.errors")
-    with pytest.raises(
-        ImportError, match=rf"'GoneName' from 'flexquant.errors'.*{CHECKED[0]} to {CHECKED[-1]}"
-    ):
+    told = rf"'GoneName' from 'flexquant.errors'.*{CHECKED[0]} to {CHECKED[-1]}"
+    with pytest.raises(ImportError, match=told):
         from flexquant.serving.vllm_api import GoneName  # noqa: F401
 
 
-def test_the_page_of_versions_is_that_of_the_tables() -> None:
+def test_the_message_and_the_page_name_the_versions_that_were_checked() -> None:
+    assert (CHECKED[0], CHECKED[-1]) == vllm_api.SUPPORTED
     page = PAGE.read_text()
     assert {CHECKED[0], CHECKED[-1]} < {*BY_TYPES} < {*CHECKED}
     for checked in CHECKED:

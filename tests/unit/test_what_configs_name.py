@@ -48,15 +48,8 @@ def test_what_is_named_is_not_touched(
 
 @pytest.mark.parametrize(
     "key",
-    [
-        "attn_implementation",
-        "_attn_implementation",
-        "experts_implementation",
-        "_experts_implementation",
-        "auto_map",
-        "transformers_weights",
-        "quantization_config",
-    ],
+    ["attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"]
+    + ["auto_map", "transformers_weights", "quantization_config"],
 )
 def test_a_config_is_built_without(key: str) -> None:
     layer = {"intermediate_size": 96, key: KERNEL}

@@ -47,11 +47,19 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Work
     return start
 
 
-def test_a_worker_that_has_no_process_group_yet_is_ended(start: Callable[..., Worker]) -> None:
+@pytest.mark.parametrize("ends_by_itself", [False, True])
+def test_a_worker_without_a_process_group_is_ended_also_as_it_ends(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, ends_by_itself: bool
+) -> None:
     worker = start(hang_without_a_group)
     worker.wait_until_ready()
+    if ends_by_itself:
+        worker._process.kill()
+        worker._process.join()
+        monkeypatch.setattr(worker._process, "is_alive", lambda: True)
     worker.close()
     worker.join()
+    monkeypatch.undo()
     assert not worker._process.is_alive()
 
 
@@ -63,15 +71,3 @@ def test_a_worker_is_ended_with_what_it_started(start: Callable[..., Worker]) ->
     assert not worker._process.is_alive()
     while is_running(child):  # the kernel is ending it
         time.sleep(0.01)
-
-
-def test_a_worker_that_ends_while_it_is_looked_at(
-    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = start(hang_without_a_group)
-    worker.wait_until_ready()
-    worker._process.kill()
-    worker._process.join()
-    monkeypatch.setattr(worker._process, "is_alive", lambda: True)
-    worker.close()
-    worker.join()
