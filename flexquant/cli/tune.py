@@ -44,9 +44,8 @@ def configure_tune(parser: argparse.ArgumentParser) -> None:
         "--max-quality-loss",
         type=parse_number,
         metavar="X",
-        help="largest KL divergence to 16 bit, in nats a token; if a variant loses more, with --text decode "
-        "takes the fastest plan within the limit, which can mix layers of variants, and with --quality the "
-        "variant is left out",
+        help="largest KL divergence to 16 bit, in nats a token, measured on --text; if a variant loses more, "
+        "decode takes the fastest plan within the limit, which can mix layers of variants",
     )
     add(
         "--text",
@@ -59,7 +58,6 @@ def configure_tune(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="folder or Hugging Face id of the 16-bit model, for --text (default: the most precise variant)",
     )
-    add("--quality", type=Path, metavar="FILE", help="quality.json of 'flexquant eval', instead of --text")
     _add_measuring(parser)
 
 
@@ -147,31 +145,22 @@ def tune(args: argparse.Namespace) -> JsonObject:
       flexquant tune model-merged --output tuned.yaml --slo ttft=300ms,tpot=30ms
       flexquant tune model-merged --output tuned.yaml --max-quality-loss 0.05 --text text.txt
     """
-    if (args.text is not None) + (args.quality is not None) != (args.max_quality_loss is not None):
-        raise UsageError("--max-quality-loss needs --text or --quality, one of them, and they need it")
+    if (args.text is None) != (args.max_quality_loss is None):
+        raise UsageError("--max-quality-loss and --text need each other; give both or neither")
     if args.reference is not None and args.text is None:
         raise UsageError("--reference is what --text is measured against; give --text too")
 
-    from flexquant.tuning.candidates import find_variants, leave_out_lossy
+    from flexquant.tuning.candidates import find_variants
 
     goal, output = _read_goal(args)
     variants = find_variants(read_merged_config(args.folder)[0], args.variants)
-    remarks: list[str] = []
-    if args.quality is not None:
-        kept, losses = leave_out_lossy(variants, args.quality, args.max_quality_loss)
-        remarks = [
-            f"{name} is left out: its quality loss is {losses[name]:.3g}, above {args.max_quality_loss:g}."
-            for name in variants
-            if name not in kept
-        ]
-        variants = kept
     study = None if args.text is None else study_of(args, STUDY_DEFAULTS)
     if study is not None:
         read_rows(args.text, study.subject.tokenizer, STUDY_DEFAULTS)  # a short text is refused now
 
     measured = _measure(args, variants, output)
     decision = decide(measured.samples, measured.names, goal, partial(measured.requests, goal))
-    tuned = tuned_policy(measured, decision, goal, remarks)
+    tuned = tuned_policy(measured, decision, goal)
     if study is not None:
         from flexquant.layers.searching import limit_loss
 

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Find the variants that tuning chooses among, the most precise first; their losses, and their memory."""
+"""Find the variants that tuning chooses among, the most precise first, and their memory."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from pathlib import Path
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import SHARED, MergedConfig
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.weight_bytes import report_checkpoint
-from flexquant.errors import FlexQuantError, UsageError
-from flexquant.evaluation.evaluating import SCHEMA as EVALUATION_SCHEMA
+from flexquant.errors import UsageError
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import Policy, find_policies, source_of
 
@@ -68,33 +65,6 @@ def eight_bit(variants: Mapping[str, Policy], merged: MergedConfig) -> str | Non
     """
     stored = [name for name, policy in variants.items() if not policy.derived]
     return next((v for v in stored[::-1] if _precision(v, variants[v], merged)[0] == 8), None)
-
-
-def leave_out_lossy(
-    policies: Mapping[str, Policy], quality: Path, most: float
-) -> tuple[dict[str, Policy], dict[str, float]]:
-    """Return the policies whose variant loses at most ``most``, and the loss of every variant.
-
-    ``quality`` is the ``quality.json`` of `flexquant eval`. A loss, taken at the worst batch size, is the
-    mean KL divergence to 16 bit in nats a token, or without a reference the log-perplexity above the best
-    variant's. Raises FlexQuantError for a file without the variants, and if fewer than two are left.
-    """
-    losses = _read_losses(quality)
-    missing = [name for name in policies if name not in losses]
-    if missing:
-        raise FlexQuantError(
-            f"{quality} has no result for {', '.join(missing)}, only for {', '.join(losses)}; run 'flexquant "
-            f"eval OUT --policies {','.join(policies)}'"
-        )
-    kept = {name: policy for name, policy in policies.items() if losses[name] <= most}
-    if len(kept) < 2:
-        found = f"only {', '.join(kept)} loses" if kept else "no variant loses"
-        told = ", ".join(f"{name} {losses[name]:.3g}" for name in policies)
-        raise FlexQuantError(
-            f"{found} at most {most:g} ({told}), which leaves nothing to choose from; allow more with "
-            "--max-quality-loss"
-        )
-    return kept, {name: losses[name] for name in policies}
 
 
 @dataclass(frozen=True)
@@ -149,25 +119,6 @@ class Memory:
         engines = {name: self.shared + sum(own.values()) for name, own in self.own.items()}
         share = engines[variant] + (self.total - sum(engines.values())) / len(engines)
         return UTILISATION * share / self.total
-
-
-def _read_losses(file: Path) -> dict[str, float]:
-    advice = "give the quality.json that 'flexquant eval --output' wrote"
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        if document["schema"] != EVALUATION_SCHEMA:
-            raise FlexQuantError(f"{file} has the schema {document['schema']}; {advice}")
-        has_reference = document["reference"] is not None
-        measure = "mean_kl" if has_reference else "log_perplexity"
-        worst: dict[str, float] = {}
-        for result in document["results"]:
-            value = result["quality"][measure]
-            if value is not None:
-                worst[result["policy"]] = max(value, worst.get(result["policy"], value))
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise FlexQuantError(f"{file} cannot be read ({e!r}); {advice}") from e
-    base = 0.0 if has_reference or not worst else min(worst.values())
-    return {name: value - base for name, value in worst.items()}
 
 
 def _precision(name: str, policy: Policy, merged: MergedConfig) -> tuple[int, int]:

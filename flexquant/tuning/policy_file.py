@@ -75,13 +75,8 @@ class TuningResult:
     """Sentences for the user: where the times were measured, crossovers, what was left out and why."""
 
 
-def tuned_policy(
-    measured: Measurement, decision: Decision, goal: Goal, remarks: Sequence[str] = ()
-) -> TuningResult:
-    """Return the policy that follows from a decision, with the sentences that explain it.
-
-    ``remarks`` are added to these.
-    """
+def tuned_policy(measured: Measurement, decision: Decision, goal: Goal) -> TuningResult:
+    """Return the policy that follows from a decision, with the sentences that explain it."""
     samples, names = measured.samples, measured.names
     origin = {
         **{key: measured.run[key] for key in ("model", "machine", "versions", "engine_arguments")},
@@ -93,7 +88,6 @@ def tuned_policy(
     notes = [
         *origin_notes(origin, goal),
         *kernel_notes(measured.kernels),
-        *remarks,
         *crossover_notes(samples, names, decision),
         *bound_notes(samples, decision, goal.slo),
         *batch_notes(samples, goal, lambda: measured.requests(goal, decision.variants)),

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +17,7 @@ from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.comparison import Effort
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import find_policies, load_policy, parse_policy
-from flexquant.tuning.candidates import FROM_INT4, Memory, eight_bit, find_variants, leave_out_lossy
+from flexquant.tuning.candidates import FROM_INT4, Memory, eight_bit, find_variants
 from flexquant.tuning.measure import Measurement, measure_rounds
 from flexquant.tuning.objectives import Goal, decide, parse_slo
 from flexquant.tuning.policy_file import (
@@ -466,32 +465,3 @@ def test_the_8_bit_variant_is_neither_that_in_16_bit_nor_one_that_only_stores_8(
 def test_what_cannot_be_tuned(config, there, names, message):
     with pytest.raises(FlexQuantError, match=message):
         find_variants(replace(config, variants={name: config.variants[name] for name in there}), names)
-
-
-def quality_file(tmp_path, **losses):
-    results = [
-        {"policy": name, "quality": {"mean_kl": loss / n, "log_perplexity": 3 + loss}}
-        for name, loss in losses.items()
-        for n in (1, 2)
-    ]
-    document = {"schema": "flexquant.evaluation/v1", "reference": "m", "results": results}
-    (tmp_path / "quality.json").write_text(json.dumps(document))
-    return tmp_path / "quality.json"
-
-
-def test_lossy_variants_are_left_out_by_a_file_that_knows_all(config, tmp_path):
-    variants = find_variants(config, ["w8a8", "w4a16", "w4a8"])
-    file = quality_file(tmp_path, w8a8=0.01, w4a16=0.3, w4a8=0.4)
-    kept, losses = leave_out_lossy(variants, file, 0.3)
-    assert list(kept) == ["w8a8", "w4a16"]
-    assert losses == {"w8a8": 0.01, "w4a16": 0.3, "w4a8": 0.4}
-    told = r"\(w8a8 0.01, w4a16 0.3, w4a8 0.4\), which leaves nothing to choose from"
-    for most, found in ((0.1, "only w8a8 loses"), (0.001, "no variant loses")):
-        with pytest.raises(FlexQuantError, match=f"{found} at most {most} {told}"):
-            leave_out_lossy(variants, file, most)
-    unknown = "has no result for w4a16, w4a8, only for w8a8; run 'flexquant eval"
-    with pytest.raises(FlexQuantError, match=unknown):
-        leave_out_lossy(variants, quality_file(tmp_path, w8a8=0.01), 0.1)
-    file.write_text("[]")
-    with pytest.raises(FlexQuantError, match="cannot be read .* give the quality.json"):
-        leave_out_lossy(variants, file, 0.1)
