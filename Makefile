@@ -19,8 +19,7 @@
 # Environments of their own, because what they hold pins different releases of the same packages: .venv/serve
 # runs vLLM and .venv/quantize llmcompressor. For test-full alone: .venv/lm-eval runs the lm-evaluation-harness,
 # .venv/oldest the oldest supported vLLM (5 GB, see below), .venv/hadolint what checks the Dockerfile;
-# .venv/flashinfer, .venv/prometheus, .venv/chromium, .venv/schemathesis and .venv/yaml-language-server (which takes
-# npm) hold what their names say. On an AMD CPU of Zen 4 or later, .venv/zen holds AMD's kernels.
+# .venv/flashinfer, .venv/prometheus, .venv/chromium and .venv/schemathesis hold what their names say. On an AMD CPU of Zen 4 or later, .venv/zen holds AMD's kernels.
 # What the targets make lies in .work.
 
 PYTHON ?= python3
@@ -60,7 +59,6 @@ VISION := $(addprefix tests/,integration/test_vision.py integration/test_config_
 FULL_PROGRAMS := $(CURDIR)/.venv/lm-eval/bin:$(CURDIR)/.venv/prometheus/usr/bin
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/hadolint/bin:$(CURDIR)/.venv/schemathesis/bin
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/chromium/usr/bin:$(CURDIR)/.venv/chromium/usr/lib/chromium
-FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/yaml-language-server/node_modules/.bin
 # In the order of their names. How long each file took goes to .work/junit (`python -m tests.durations` records it).
 PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25
 JUNIT := --junitxml $(CURDIR)/.work/junit
@@ -77,7 +75,7 @@ test:
 	$(MAKE) --jobs 2 --output-sync lint test-quantize
 	$(MAKE) test-serve
 
-test-full: test .venv/torchvision/.done .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/chromium/.done .venv/hadolint/.done .venv/schemathesis/.done .venv/yaml-language-server/.done .venv/lm-eval/.done .venv/oldest/.done .work/faketime/.done
+test-full: test .venv/torchvision/.done .venv/serve/.ray .venv/flashinfer/.done .venv/prometheus/.done .venv/chromium/.done .venv/hadolint/.done .venv/schemathesis/.done .venv/lm-eval/.done .venv/oldest/.done .work/faketime/.done
 	$(MAKE) test-quantize TESTS="-m full"
 	PATH="$$PATH:$(FULL_PROGRAMS)" $(MAKE) test-serve TESTS="-m full"
 	$(if $(HAS_CUDA),,PYTHONPATH=$(CURDIR)/.venv/torchvision $(SERVE)/python -m pytest -m full $(VISION))
@@ -208,11 +206,6 @@ clean:
 .venv/schemathesis/.done:
 	$(PYTHON) -m venv .venv/schemathesis
 	$(dir $@)bin/pip install --quiet schemathesis==4.32.5
-	touch $@
-
-# Checks and completes YAML in editors.
-.venv/yaml-language-server/.done:
-	npm install --silent --no-audit --no-fund --prefix $(dir $@) yaml-language-server@1.25.0
 	touch $@
 
 .venv/lm-eval/.done:
