@@ -19,7 +19,8 @@
 # Environments of their own, because what they hold pins different releases of the same packages: .venv/serve
 # runs vLLM and .venv/quantize llmcompressor. For test-full alone: .venv/lm-eval runs the lm-evaluation-harness,
 # .venv/oldest the oldest supported vLLM (5 GB, see below), .venv/hadolint what checks the Dockerfile;
-# .venv/flashinfer, .venv/prometheus, .venv/chromium and .venv/schemathesis hold what their names say. On an AMD CPU of Zen 4 or later, .venv/zen holds AMD's kernels.
+# .venv/flashinfer, .venv/prometheus, .venv/chromium and .venv/schemathesis hold what their names say. On an AMD
+# CPU of Zen 4 or later, .venv/zen holds AMD's kernels.
 # What the targets make lies in .work.
 
 PYTHON ?= python3
