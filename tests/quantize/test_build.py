@@ -56,7 +56,7 @@ def test_build_quantises_merges_and_verifies(built: Path) -> None:
 
 
 def begun(lines: list[str]) -> list[str]:
-    """Check that each of seven stages has a line when it begins and one when it ends; return the first ones."""
+    """Check that each of seven stages has a line when it begins and one when it ends; return the first."""
     stages = [line for line in lines if line.startswith("[")]
     assert [line[:6] for line in stages] == [f"[{i}/7] " for i in range(1, 8) for _ in range(2)]
     for begin, end in zip(stages[::2], stages[1::2], strict=True):
