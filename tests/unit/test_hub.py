@@ -190,9 +190,17 @@ def test_a_file_that_arrives_damaged_is_refused_and_fetched_again(cache: Cache, 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("org/gated", "ask for access on the model's page, and log in by 'hf auth login'"),
+        pytest.param(
+            "org/gated",
+            "ask for access on the model's page, and log in by 'hf auth login'",
+            marks=pytest.mark.full,
+        ),
         ("org/none", "no folder and no public model has this name"),
-        ("org/w8a8@v9", "after the @, give one of the model's branches, tags or commits"),
+        pytest.param(
+            "org/w8a8@v9",
+            "after the @, give one of the model's branches, tags or commits",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_what_cannot_be_fetched_is_told_with_the_way_on(cache, hub, models, model: str, said: str) -> None:

@@ -47,6 +47,7 @@ def test_configs_differ_where_vllm_makes_another_model_of_them(pair: Pair) -> No
     assert (model_differences(pair.b, pair.a) == []) == pair.alike
 
 
+@pytest.mark.full
 def test_the_table_has_what_the_installed_vllm_reads() -> None:
     assert json.loads(READ_KEYS.read_text()) == table()
 
