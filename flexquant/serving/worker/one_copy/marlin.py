@@ -21,14 +21,18 @@ from flexquant.serving.worker.one_copy.cpu import CHANNEL_SCALE, output_shape
 
 ZERO, BIAS = "flexquant_zero", "flexquant_bias"
 """Names of further buffers of a layer: int8 [groups, outputs], and [outputs] in their order."""
-OUTPUTS_AT_ONCE, MOST_INPUTS = 64, 128
+MOST_INPUTS = 128
+"""Largest number of inputs of the weights that one program of the kernel writes; it has 64 outputs."""
 INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 GREATEST = {INT8: 127.0, FP8: 448.0}
 """Greatest weight of each precision."""
 BLACKWELL = 100
 ROUNDS = tl.constexpr(12582912.0)
-"""Added to a small float32 and subtracted again, it rounds to the nearest integer, ties to even."""
+"""Added to a small float32, it rounds to the nearest integer, ties to even: the low byte of its bits."""
+INTEGERS = tl.constexpr(8388608.0)
+"""2 to the 23rd: from here to twice that, the low bits of a float32 are what it has above this number."""
+INTEGER_BITS = tl.constexpr(0x4B000000)
 
 _memory: dict[torch.device, torch.Tensor] = {}
 _library = torch.library.Library("flexquant", "FRAGMENT")
@@ -51,33 +55,56 @@ def _int4_to_8_bit(  # type: ignore[no-untyped-def]  # Triton tells the types it
     is_grouped: tl.constexpr,
     has_zero: tl.constexpr,
     is_integer: tl.constexpr,
-    outputs_at_once: tl.constexpr,
-    inputs_at_once: tl.constexpr,
+    tiles: tl.constexpr,
 ):
-    n = tl.program_id(0) * outputs_at_once + tl.arange(0, outputs_at_once)
-    first = tl.program_id(1) * inputs_at_once
-    k = first + tl.arange(0, inputs_at_once)
-    row = k % 16
-    lane = (n % 8)[:, None] * 4 + ((row % 8) // 2)[None, :]
-    element = ((n % 16) // 8 * 4)[:, None] + (row % 2 + 2 * (row // 8))[None, :]
-    tile = (n // 64 * 128 + n % 64 // 16)[:, None] + (k // 16 * (outputs * 2))[None, :]
-    inside = (n < outputs)[:, None] & (k < inputs)[None, :]
-    word = tl.load(packed + tile + lane * 4, mask=inside, other=0)
-    value = (word >> (4 * (element // 2 + 4 * (element % 2)))) & 15
-    if is_grouped:
-        place = n // 64 * 64 + n % 8 * 8 + n % 64 // 8
-    else:
-        place = n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 8 * 2 + n % 2
-    of_group = first // group * outputs
-    ratio = tl.load(scale + of_group + place, mask=n < outputs, other=0).to(tl.float32)
-    ratio = ratio / tl.load(channel_scale + n, mask=n < outputs, other=1)
-    if has_zero:
-        middle = tl.load(zero + of_group + n, mask=n < outputs, other=0).to(tl.float32)
-    else:
-        middle = tl.full([outputs_at_once], 8.0, tl.float32)
-    exact = (value.to(tl.float32) - middle[:, None]) * ratio[:, None]
-    rounded = (exact + ROUNDS) - ROUNDS if is_integer else exact
-    tl.store(out + n[:, None] * inputs + k[None, :], rounded.to(out.dtype.element_ty), mask=inside)
+    column = tl.program_id(0)
+    first = tl.program_id(1) * tiles
+    # Axes as the words lie: tile, output % 8, pair of inputs, output // 16.
+    tile = first + tl.arange(0, tiles)[:, None, None, None]
+    low = tl.arange(0, 8)[None, :, None, None]
+    pair = tl.arange(0, 4)[None, None, :, None]
+    block = tl.arange(0, 4)[None, None, None, :]
+    place = tile * (outputs * 2) + column * 128 + low * 16 + pair * 4 + block
+    word = tl.load(packed + place, mask=tile * 16 < inputs, other=0)
+    of_group = first * 16 // group * outputs
+    k = first * 16 + tl.arange(0, tiles * 16)[None, None, :]
+    for half in tl.static_range(2):
+        n = column * 64 + block * 16 + half * 8 + low
+        if is_grouped:
+            place = n // 64 * 64 + n % 8 * 8 + n % 64 // 8
+        else:
+            place = n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 8 * 2 + n % 2
+        ratio = tl.load(scale + of_group + place).to(tl.float32)
+        ratio = tl.div_rn(ratio, tl.load(channel_scale + n))
+        if has_zero:
+            middle = tl.load(zero + of_group + n).to(tl.float32) + INTEGERS
+        else:
+            middle = tl.full([1, 8, 1, 4], 8 + INTEGERS, tl.float32)
+        even = tl.join(
+            _weight(word, half * 2, middle, ratio, is_integer, out.dtype.element_ty),
+            _weight(word, half * 2 + 1, middle, ratio, is_integer, out.dtype.element_ty),
+        )
+        odd = tl.join(
+            _weight(word, half * 2 + 4, middle, ratio, is_integer, out.dtype.element_ty),
+            _weight(word, half * 2 + 5, middle, ratio, is_integer, out.dtype.element_ty),
+        )
+        # From [tile, output % 8, pair, output // 16, upper half of 16 inputs, odd] to [outputs, inputs].
+        weights = tl.permute(tl.join(even, odd), (1, 3, 0, 4, 2, 5))
+        weights = tl.reshape(weights, (8, 4, tiles * 16))
+        row = tl.arange(0, 8)[:, None, None] + tl.arange(0, 4)[None, :, None] * 16
+        tl.store(out + (column * 64 + half * 8 + row) * inputs + k, weights, mask=k < inputs)
+
+
+@triton.jit
+def _weight(  # type: ignore[no-untyped-def]
+    word, place: tl.constexpr, middle, ratio, is_integer: tl.constexpr, dtype: tl.constexpr
+):
+    """Return the 8-bit weights of one of a word's eight places, without a conversion between types."""
+    value = (((word >> (4 * place)) & 15) | INTEGER_BITS).to(tl.float32, bitcast=True)
+    exact = (value - middle) * ratio
+    if is_integer:
+        return (exact + ROUNDS).to(tl.int32, bitcast=True).to(tl.int8)
+    return exact.to(dtype)
 
 
 def eight_bit_weights(
@@ -90,13 +117,14 @@ def eight_bit_weights(
     """Write the weights into ``out`` [outputs, inputs], in INT8 or FP8, and return it.
 
     ``packed`` int32 [inputs / 16, outputs * 2] and ``scale`` [groups, outputs] are as Marlin keeps them,
-    ``zero`` [groups, outputs] and ``channel_scale`` float32 [outputs] are in the order of outputs.
+    ``zero`` [groups, outputs] and ``channel_scale`` float32 [outputs] are in the order of outputs. In INT8 a
+    weight is (value - zero) * (scale / channel_scale), each operation rounded to the nearest float32, and
+    then to the nearest integer, ties to even: a fused multiply-add, which rounds once, would differ.
     """
     outputs, inputs = out.shape
     group = inputs // len(scale)
-    inputs_at_once = min(group, MOST_INPUTS)
-    grid = (triton.cdiv(outputs, OUTPUTS_AT_ONCE), triton.cdiv(inputs, inputs_at_once))
-    _int4_to_8_bit[grid](
+    tiles = min(group, MOST_INPUTS) // 16
+    _int4_to_8_bit[(outputs // 64, triton.cdiv(inputs, tiles * 16))](
         packed,
         scale,
         scale if zero is None else zero,
@@ -108,8 +136,9 @@ def eight_bit_weights(
         is_grouped=len(scale) > 1,
         has_zero=zero is not None,
         is_integer=out.dtype == INT8,
-        outputs_at_once=OUTPUTS_AT_ONCE,
-        inputs_at_once=inputs_at_once,
+        tiles=tiles,
+        num_warps=max(1, tiles // 2),
+        enable_fp_fusion=False,
     )
     return out
 
