@@ -213,7 +213,8 @@ class ModelClass:
             device_map={"": "meta"}, weight_mapping=self._conversions, ignore_mismatched_sizes=True
         )
         with _quiet():
-            found, _ = convert_and_load_state_dict_in_model(self._model, tensors, loading)
+            # None: tp_plan, which transformers 5.15 requires and later ones lack, or disk_offload_index.
+            found, _ = convert_and_load_state_dict_in_model(self._model, tensors, loading, None)
         self._model._adjust_missing_and_unexpected_keys(found)
         mismatched = {name: stored for name, stored, _ in found.mismatched_keys}
         ties = self._model.all_tied_weights_keys

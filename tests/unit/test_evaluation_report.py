@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import tempfile
 from functools import partial
@@ -17,6 +16,7 @@ from flexquant.cli._arguments import save_plot
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.measure import Scores, summarise_scores
 from flexquant.evaluation.report import draw_quality, format_quality_table, write_results
+from tests.programs import small_files
 
 
 def make_document(**changes) -> dict:
@@ -94,13 +94,8 @@ def test_results_that_fit_nowhere_leave_no_part_of_themselves(tmp_path, monkeypa
     elsewhere = tmp_path / "temporary"
     elsewhere.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(FlexQuantError, match="nor a temporary file .*the printed table"):
-            write_results(make_document(), tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with small_files(0), pytest.raises(FlexQuantError, match="nor a temporary file .*the printed table"):
+        write_results(make_document(), tmp_path)
     assert list(elsewhere.iterdir()) == [] and list(tmp_path.iterdir()) == [elsewhere]
 
 

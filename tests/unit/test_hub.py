@@ -66,6 +66,7 @@ def cache(hub: Hub, tmp_path: Path) -> Cache:
 
 COMMAND = [sys.executable, "-m", "flexquant"]
 MERGE = ("merge", "w8a8=org/w8a8", "w4a16=org/w4a16@main", "--output", "merged")
+FULL = pytest.mark.full
 
 
 def test_ids_are_merged_and_then_need_no_network(cache: Cache, hub: Hub, models: dict[str, Path]) -> None:
@@ -113,7 +114,7 @@ def test_a_folder_of_that_name_wins(cache: Cache, hub: Hub, models: dict[str, Pa
     assert hub.requests == []
 
 
-@pytest.mark.full
+@FULL
 def test_a_merge_that_was_killed_fetches_only_what_had_not_arrived(cache: Cache, hub: Hub) -> None:
     stalled, other = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
     hub.stalled[stalled] = 1000
@@ -167,7 +168,7 @@ def test_a_folder_that_is_missing_where_the_hub_cannot_be_asked_is_called_missin
 
 
 @pytest.mark.parametrize(
-    "name", ["model-00002-of-00002.safetensors", pytest.param("tokenizer.json", marks=pytest.mark.full)]
+    "name", ["model-00002-of-00002.safetensors", pytest.param("tokenizer.json", marks=FULL)]
 )
 def test_a_connection_that_breaks_is_taken_up_again(cache: Cache, hub: Hub, name: str) -> None:
     hub.cut[name] = 1000
@@ -178,7 +179,7 @@ def test_a_connection_that_breaks_is_taken_up_again(cache: Cache, hub: Hub, name
     cache.run("verify", "merged")
 
 
-@pytest.mark.full
+@FULL
 def test_a_file_that_arrives_damaged_is_refused_and_fetched_again(cache: Cache, hub: Hub) -> None:
     hub.damaged.add("model-00002-of-00002.safetensors")
     done = cache.run(*MERGE, status=1)
@@ -190,16 +191,12 @@ def test_a_file_that_arrives_damaged_is_refused_and_fetched_again(cache: Cache, 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        pytest.param(
-            "org/gated",
-            "ask for access on the model's page, and log in by 'hf auth login'",
-            marks=pytest.mark.full,
-        ),
         ("org/none", "no folder and no public model has this name"),
         pytest.param(
-            "org/w8a8@v9",
-            "after the @, give one of the model's branches, tags or commits",
-            marks=pytest.mark.full,
+            "org/gated", "ask for access on the model's page, and log in by 'hf auth login'", marks=FULL
+        ),
+        pytest.param(
+            "org/w8a8@v9", "after the @, give one of the model's branches, tags or commits", marks=FULL
         ),
     ],
 )
