@@ -86,8 +86,8 @@ def compare_in_turns(
         "low": found.low,
         "high": found.high,
         "words": found.words("less time", "more time"),
-        "on_seconds": [round(times[True], 4) for times in rounds],
-        "off_seconds": [round(times[False], 4) for times in rounds],
+        "on_seconds": [round(times[True], 6) for times in rounds],
+        "off_seconds": [round(times[False], 6) for times in rounds],
     }
 
 
