@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
-from flexquant.merge.sidecar_plan import SAMPLING, plan_sidecars
+from flexquant.merge.sidecar_plan import SAMPLING, SETTINGS, plan_sidecars
 from tests.checkpoints import make_pair
 from tests.foreign import config_of
 from tests.publishers.edits import (
@@ -237,20 +237,25 @@ def test_generation_settings_of_equal_effect_are_merged(sources, tmp_path, first
     assert written == any((source / "generation_config.json").exists() for source in sources.values())
 
 
-@pytest.mark.parametrize(
-    ("key", "without_effect", "other"),
-    [
-        ("repetition_penalty", [1, 1.0], 1.1),
-        ("presence_penalty", [0, 0.0], 0.5),
-        ("frequency_penalty", [0, 0.0], 0.5),
-        ("temperature", [1, 1.0], 0.6),
-        ("top_k", [0, -1], 40),
-        ("top_p", [1, 1.0], 0.9),
-        ("min_p", [0, 0.0], 0.1),
-        ("max_new_tokens", [], 512),
-        ("eos_token_id", [[]], 257),
-    ],
-)
+EFFECTS = [
+    ("repetition_penalty", [1, 1.0], 1.1),
+    ("presence_penalty", [0, 0.0], 0.5),
+    ("frequency_penalty", [0, 0.0], 0.5),
+    ("temperature", [1, 1.0], 0.6),
+    ("top_k", [0, -1], 40),
+    ("top_p", [1, 1.0], 0.9),
+    ("min_p", [0, 0.0], 0.1),
+    ("max_new_tokens", [], 512),
+    ("eos_token_id", [[]], 257),
+]
+"""Setting, values without an effect, and another value."""
+
+
+def test_every_setting_is_tested():
+    assert {key for key, *_ in EFFECTS} == set(SETTINGS)
+
+
+@pytest.mark.parametrize(("key", "without_effect", "other"), EFFECTS)
 def test_a_setting_counts_unless_vllm_samples_alike_without_it(sources, key, without_effect, other):
     def plan(value: object) -> None:
         settings(**{key: value})(sources["w8a8"])
