@@ -14,7 +14,7 @@ from torch import nn
 from vllm.model_executor.model_loader import base_loader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from flexquant.serving.kernels.cpu_kernel_choice import DECODE_SIZES, choose_cpu_kernels
+from flexquant.serving.kernels.choice import DECODE_SIZES, choose_kernels
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 
 
@@ -30,7 +30,7 @@ class CPUWorkerWithChosenKernels(CPUWorkerWithKernels):
 
         def initialize_and_choose(*args: Any, **kwargs: Any) -> nn.Module:
             model = initialize(*args, **kwargs)
-            choose_cpu_kernels({"static": model}, {"static": DECODE_SIZES})
+            choose_kernels({"static": model}, {"static": DECODE_SIZES})
             return model
 
         base_loader.initialize_model = initialize_and_choose

@@ -30,9 +30,9 @@ from benchmarks.speed.results import Results
 from benchmarks.speed.shapes import SHAPES
 from benchmarks.speed.synthetic import group_size, linear_tensors, quantisation_section
 from benchmarks.speed.worker import Worker, WorkerError, answer_requests
-from examples.vllm_server import free_port
-from flexquant.serving.kernels.cpu_kernel_choice import has_zentorch, possible_kernels
+from flexquant.serving.kernels.choice import has_zentorch, possible_kernels
 from flexquant.serving.kernels.layers import exchange_kernel, kernel_of_layer
+from flexquant.serving.kernels.trial import have_ranks, timed_pass
 
 ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
 """Bytes of weights that all copies of a layer have together: several times the L2 of an H200 (50 MB)."""
@@ -40,6 +40,8 @@ MAX_COPIES = 16
 MIN_ROUNDS, MAX_ROUNDS = 5, 40
 NAME = "model.layers.0.mlp.down_proj"
 KERNELS = "kernels"
+ACTIVATIONS = {"w4a8": "int8", "w4a8-fp8": "fp8"}
+"""Schemes of INT4 weights -> the precision of their activations."""
 
 
 class NoKernelError(Exception):
@@ -98,7 +100,7 @@ def summarise(
 def build_layers(scheme: str, outputs: int, inputs: int) -> tuple[list[nn.Module], int]:
     """Return copies of a linear [inputs -> outputs] with equal random weights, ready to run, and one's bytes.
 
-    ``scheme`` may name a kernel for CPUs, as in ``w4a16@TorchCPUInt4LinearKernel``; ``one-copy`` computes
+    ``scheme`` may name a kernel, as in ``w4a16@humming``; ``one-copy`` computes
     INT8 weights from that kernel's INT4 weights in each pass. The bytes are those of
     weights and scales as the kernel holds them (see :mod:`flexquant.serving.worker.weight_memory`). Raises
     NoKernelError.
@@ -106,7 +108,7 @@ def build_layers(scheme: str, outputs: int, inputs: int) -> tuple[list[nn.Module
     scheme, _, kernel = scheme.partition("@")
     weight_bytes = outputs * inputs * {"bf16": 2, "w8a8": 1, "fp8": 1}.get(scheme, 0.5)
     copies = min(MAX_COPIES, max(1, round(ROTATED_BYTES[device()] / weight_bytes)))
-    stored = "w4a16" if scheme in ("w4a8", "one-copy") else scheme
+    stored = "w4a16" if scheme in (*ACTIVATIONS, "one-copy") else scheme
     tensors = linear_tensors(stored, outputs, inputs, NAME)
     try:
         built = [build_layer(scheme, stored, outputs, inputs, tensors, kernel) for _ in range(copies)]
@@ -125,7 +127,7 @@ def build_layer(
     )
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from flexquant.serving.worker.one_copy import find_scales, one_copy_of, use_marlin
+    from flexquant.serving.worker.one_copy import find_scales, one_copy_of
     from flexquant.serving.worker.plan_views import stack_of_layers
     from flexquant.serving.worker.weight_memory import WeightMemory
 
@@ -147,12 +149,10 @@ def build_layer(
             return_bias=False,
             disable_tp=True,
         )
-        if scheme == "w4a8":
-            use_8bit_activations(layer)
-        if device() == "cpu":
-            take_kernel(layer, kernel)
-        elif scheme == "one-copy":
-            use_marlin(_as_model(layer))
+        if scheme in ACTIVATIONS:
+            use_8bit_activations(layer, ACTIVATIONS[scheme])
+        if device() == "cpu" or kernel or scheme == "one-copy":
+            take_kernel(layer, kernel, scheme == "one-copy")
         for name, parameter in layer.named_parameters():
             parameter.data.copy_(tensors[name])
         memory = WeightMemory({scheme: layer})
@@ -173,27 +173,32 @@ def _as_model(layer: nn.Module) -> nn.Module:
     return model
 
 
-def use_8bit_activations(layer: nn.Module) -> None:
+def use_8bit_activations(layer: nn.Module, activations: str) -> None:
     from flexquant.errors import FlexQuantError
     from flexquant.serving.worker import w4a8
 
     try:
-        w4a8.use_8bit_activations(layer, "int8")
+        w4a8.use_8bit_activations(layer, activations)
     except FlexQuantError as e:
         raise NoKernelError(str(e)) from e
 
 
-def take_kernel(layer: Any, name: str) -> None:
-    """Give a layer the named kernel for CPUs, or the first of vLLM's in its precision.
+def take_kernel(layer: Any, name: str, read_again: bool = False) -> None:
+    """Give a layer the kernel whose class name begins with ``name``, or vLLM's first in its precision.
 
-    Raises NoKernelError if the named one cannot run it.
+    A layer that is ``read_again`` gets one with a known layout. Raises NoKernelError if there is none.
     """
+    from flexquant.serving.worker.one_copy import readable_kinds
+
     found = kernel_of_layer(layer)
-    kinds = {kind.__name__: kind for kind in (possible_kernels(found) if found else ())}
-    if name and name not in kinds:
-        raise NoKernelError(f"{name} is not among {', '.join(kinds) or 'none'}")
-    if kinds:
-        exchange_kernel(layer, kinds[name or next(iter(kinds))])
+    kinds = possible_kernels(found) if found else []
+    if read_again and found:
+        kinds = readable_kinds(found, kinds)
+    those = [kind for kind in kinds if kind.__name__.lower().startswith(name.lower())]
+    if (name or read_again) and not those:
+        raise NoKernelError(f"{name} is not among {', '.join(k.__name__ for k in kinds) or 'none'}")
+    if those:
+        exchange_kernel(layer, those[0])
 
 
 def has_stock_w4a8() -> bool:
@@ -215,29 +220,7 @@ def prepare_pass(layers: list[nn.Module], x: torch.Tensor) -> Callable[[], float
         run()
     except (AssertionError, ValueError, RuntimeError, NotImplementedError) as e:
         raise NoKernelError(f"it does not run: {type(e).__name__}: {' '.join(str(e).split())[:300]}") from e
-    if x.device.type == "cpu":
-
-        def timed() -> float:
-            started = time.perf_counter()
-            run()
-            return time.perf_counter() - started
-
-        return timed
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def timed_graph() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-
-    return timed_graph
+    return timed_pass(layers, x)
 
 
 def kernel_name(layer: nn.Module) -> str:
@@ -266,14 +249,12 @@ def vllm_config() -> Any:
 def prepare_process() -> None:
     """Set up what vLLM's layers expect of a worker: a tensor-parallel group, here of one."""
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
     from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 
     provide_cpu_kernels()
     with set_current_vllm_config(vllm_config()):
-        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, backend="gloo")
-        initialize_model_parallel(tensor_model_parallel_size=1)
+        have_ranks()
 
 
 def measure_kernels(

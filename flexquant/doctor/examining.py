@@ -59,7 +59,7 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
     from vllm.platforms import current_platform
 
     from flexquant.doctor.built_model import attention_layers, examine_memory, find_kernels
-    from flexquant.serving.kernels.cpu_kernel_choice import zentorch_problem
+    from flexquant.serving.kernels.choice import zentorch_problem
 
     vllm_config = engine_config(folder, arguments)
     if current_platform.is_cpu() and (problem := zentorch_problem()):

@@ -43,6 +43,8 @@ class ServingOptions(BaseModel):
 
     policy: str | None = Field(None, description="a string")
     """Name of a built-in policy or path of a YAML file; None: the checkpoint's, else the default."""
+    kernels: dict[str, str] = Field({}, description="a mapping of variants to names of kernels, both strings")
+    """Variant -> the kernel of its linears, by the beginning of vLLM's class name, such as ``humming``."""
     trace: str | None = Field(None, description="a string")
     """File that receives one JSON line per forward pass (phase, tokens, plan ...); None: no trace."""
     trace_mib: int = Field(1024, ge=1, description="a whole number from 1 on")

@@ -289,12 +289,13 @@ def check_signs(activations: str, owner: str) -> None:
 def check_w4a8_device(activations: str) -> None:
     """Refuse INT4 weights with ``activations`` (int8, fp8) on a device for which vLLM has no kernel."""
     if current_platform.is_cuda():
+        capabilities = map(current_platform.is_device_capability, (89, 90))
         if activations == "fp8" and not (
-            current_platform.is_device_capability(89) or current_platform.is_device_capability_family(120)
+            any(capabilities) or current_platform.is_device_capability_family(120)
         ):
             raise FlexQuantError(
                 f"vLLM has no kernel for INT4 weights with fp8 activations on {_device()}, only for compute "
-                "capability 8.9 and 12.x; derive the variant with 'activations: int8'"
+                "capability 8.9, 9.0 and 12.x; derive the variant with 'activations: int8'"
             )
     elif not (current_platform.is_cpu() and activations == "int8"):
         raise FlexQuantError(

@@ -99,6 +99,9 @@ if TYPE_CHECKING:
         MPLinearKernel,
         MPLinearLayerConfig,
     )
+    from vllm.model_executor.kernels.linear.mixed_precision.cutlass import CutlassW4A8LinearKernel
+    from vllm.model_executor.kernels.linear.mixed_precision.humming import HummingLinearKernel
+    from vllm.model_executor.kernels.linear.mixed_precision.machete import MacheteLinearKernel
     from vllm.model_executor.kernels.linear.mixed_precision.marlin import MarlinLinearKernel
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
     from vllm.model_executor.layers.quantization.utils.marlin_utils import (
@@ -125,6 +128,12 @@ if TYPE_CHECKING:
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
     from vllm.model_executor.kernels.linear.mixed_precision.zentorch import ZentorchWNA16LinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.zentorch import ZentorchInt8ScaledMMLinearKernel
+
+    # Goes when vLLM times its kernels for a model's layers.
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.distributed import model_parallel_is_initialized
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.quantization import get_quantization_config
 
     # Goes when vLLM times single passes on request, and frees an engine's memory on leaving it.
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -162,8 +171,11 @@ MODULES = {
     "vllm.compilation.breakable_cudagraph": "is_breakable_cudagraph_enabled",
     "vllm.compilation.cuda_graph": "CUDAGraphWrapper",
     "vllm.compilation.wrapper": "TorchCompileWithNoGuardsWrapper",
-    "vllm.config": "set_current_vllm_config",
-    "vllm.distributed": "cleanup_dist_env_and_memory init_distributed_environment initialize_model_parallel",
+    "vllm.config": "get_current_vllm_config_or_none set_current_vllm_config",
+    "vllm.distributed": (
+        "cleanup_dist_env_and_memory init_distributed_environment initialize_model_parallel "
+        "model_parallel_is_initialized"
+    ),
     "vllm.distributed.parallel_state": "get_world_group get_pp_group get_tp_group",
     "vllm.distributed.utils": "get_pp_indices",
     "vllm.forward_context": "BatchDescriptor ForwardContext override_forward_context get_forward_context",
@@ -174,6 +186,9 @@ MODULES = {
     ),
     "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel": "MPLinearKernel MPLinearLayerConfig",
     "vllm.model_executor.kernels.linear.mixed_precision.cpu": "CPUWNA16LinearKernel",
+    "vllm.model_executor.kernels.linear.mixed_precision.cutlass": "CutlassW4A8LinearKernel",
+    "vllm.model_executor.kernels.linear.mixed_precision.humming": "HummingLinearKernel",
+    "vllm.model_executor.kernels.linear.mixed_precision.machete": "MacheteLinearKernel",
     "vllm.model_executor.kernels.linear.mixed_precision.marlin": "MarlinLinearKernel",
     "vllm.model_executor.kernels.linear.mixed_precision.zentorch": "ZentorchWNA16LinearKernel",
     "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel": (
@@ -184,9 +199,11 @@ MODULES = {
     "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",
     "vllm.model_executor.layers.fused_moe": "UnquantizedFusedMoEMethod",
     "vllm.model_executor.layers.fused_moe.runner.moe_runner": "MoERunner",
-    "vllm.model_executor.layers.linear": "LinearBase",
+    "vllm.model_executor.layers.linear": "LinearBase ReplicatedLinear",
     "vllm.model_executor.layers.mamba.abstract": "MambaBase",
-    "vllm.model_executor.layers.quantization": "QUANTIZATION_METHODS register_quantization_config",
+    "vllm.model_executor.layers.quantization": (
+        "QUANTIZATION_METHODS get_quantization_config register_quantization_config"
+    ),
     "vllm.model_executor.layers.quantization.base_config": "QuantizationConfig QuantizeMethodBase",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16": "CompressedTensorsWNA16MoEMethod",  # noqa: E501
     "vllm.model_executor.layers.quantization.compressed_tensors.schemes": "CompressedTensorsWNA16",

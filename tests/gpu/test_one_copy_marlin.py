@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""INT8 and FP8 weights are computed from what Marlin keeps, as vLLM's own functions in Python pack it."""
+"""INT8 and FP8 weights are computed from what Marlin and Humming keep.
+
+Marlin's is packed here by vLLM's own functions in Python, Humming's as its ``process.cuh`` does; on a GPU both
+are compared with what the kernels themselves keep.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from vllm.model_executor.layers.quantization.utils.marlin_utils import (
+    get_scale_perms,
     marlin_permute_scales,
     marlin_zero_points,
 )
@@ -49,14 +54,39 @@ ALL = [
 ]
 
 
+def packed_by_humming(values: torch.Tensor, outputs_first: bool) -> torch.Tensor:
+    """Return 4-bit ``values`` [inputs, outputs] as Humming packs them, int32 [inputs / 16, outputs * 2].
+
+    A thread has a word for each of four blocks of 16 outputs, with two inputs of each half of the 16 inputs
+    and of the block's outputs.
+    """
+    inputs, outputs = values.shape
+    # [tile, half of its inputs, thread % 4, odd; column, block, half of its outputs, thread // 4]
+    parts = values.view(inputs // 16, 2, 4, 2, outputs // 64, 4, 2, 8)
+    halves = (6, 1) if outputs_first else (1, 6)
+    parts = parts.permute(0, 4, 7, 2, 5, 3, *halves).flatten(-3)
+    return (parts << (4 * torch.arange(8))).sum(-1).to(torch.int32).view(inputs // 16, outputs * 2)
+
+
+def zeros_packed_by_humming(zeros: torch.Tensor) -> torch.Tensor:
+    """Return zero points [groups, outputs] as Humming packs them, int32 [groups, outputs / 8]."""
+    groups, outputs = zeros.shape
+    permuted = zeros.view(-1, 64)[:, get_scale_perms()[0]].view(groups, outputs // 8, 8)
+    return (permuted << (4 * torch.arange(8))).sum(-1).to(torch.int32)
+
+
+@pytest.mark.parametrize("layout", ["Marlin", "Humming", "Humming for Hopper"])
 @pytest.mark.parametrize("precision", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("name", "group", "has_zeros", "outputs"), [*((*case, PART) for case in EVERY_DAY), *ALL]
 )
 def test_8_bit_weights_are_those_of_the_packed_int4_weights(
-    name: str, group: int, has_zeros: bool, outputs: int, precision: torch.dtype
+    name: str, group: int, has_zeros: bool, outputs: int, precision: torch.dtype, layout: str
 ) -> None:
-    from flexquant.serving.worker.one_copy import marlin
+    from flexquant.serving.worker.one_copy import gpu
+
+    known = dict(zip(("Marlin", "Humming", "Humming for Hopper"), (gpu.MARLIN, *gpu.HUMMING), strict=True))
+    kept = known[layout]
 
     greatest = 127 if precision == torch.int8 else 448
     inputs, _ = LINEARS[name]
@@ -67,35 +97,54 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     if precision == torch.float8_e4m3fn:  # exact in FP8, whose rounding differs between GPU and interpreter
         scale = scale.sign() * torch.exp2(scale.float().abs().mul(4).round()).bfloat16()
     zeros = torch.randint(0, 16, (groups, outputs), generator=generator)
-    packed = marlin_weights(values, inputs, outputs, 4, get_weight_perm(4)).to(DEVICE)
+    if layout == "Marlin":
+        packed = marlin_weights(values, inputs, outputs, 4, get_weight_perm(4)).to(DEVICE)
+        packed_zeros = marlin_zero_points(zeros.int(), groups, outputs, 4).to(DEVICE)
+    else:
+        packed = packed_by_humming(values, kept.outputs_first).to(DEVICE)
+        packed_zeros = zeros_packed_by_humming(zeros).to(DEVICE)
     permuted = marlin_permute_scales(scale, inputs, outputs, group).to(DEVICE)
     zero, middle = None, torch.full((groups, outputs), 8)
     if has_zeros:
         middle = zeros
-        packed_zeros = marlin_zero_points(zeros.int(), groups, outputs, 4).to(DEVICE)
-        zero = marlin.zeros_in_order_of_outputs(packed_zeros, groups, outputs)
+        zero = gpu.zeros_in_order_of_outputs(packed_zeros, groups, outputs, kept.zeros)
         assert torch.equal(zero.cpu().long(), zeros)
-    assert torch.equal(marlin.in_order_of_outputs(permuted).cpu(), scale)
+    assert torch.equal(gpu.in_order_of_outputs(permuted).cpu(), scale)
 
-    channel = marlin.marlin_channel_scales(packed, permuted, zero, precision)
+    channel = gpu.channel_scales(packed, permuted, zero, precision, kept.outputs_first)
     codes = (values.view(groups, -1, outputs) - middle[:, None]).float()
     weights = (codes * scale.float()[:, None]).view(inputs, outputs)
     torch.testing.assert_close(channel.cpu(), weights.abs().amax(0) / greatest)
     if precision == torch.float8_e4m3fn:
         channel = torch.exp2(channel.log2().ceil() + 4)  # weights that are no integers too
     out = torch.empty(outputs, inputs, dtype=precision, device=DEVICE)
-    found = marlin.eight_bit_weights(packed, permuted, zero, channel, out).cpu()
+    found = gpu.eight_bit_weights(packed, permuted, zero, channel, out, kept.outputs_first).cpu()
     exact = (codes * (scale.float() / channel.cpu())[:, None]).view(inputs, outputs)
     nearest = exact.round().to(torch.int8) if precision == torch.int8 else exact.to(precision)
     assert torch.equal(found.t().float(), nearest.float())
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("group", [32, 128, -1])
+@pytest.mark.parametrize("family", ["Marlin", "Humming"])
+def test_the_layouts_are_those_of_the_kernels(family: str, group: int, zero_points: bool) -> None:
+    from flexquant.serving import vllm_api
+    from flexquant.serving.worker.one_copy import gpu
+
+    kind = getattr(vllm_api, f"{family}LinearKernel")
+    assert gpu.layout_found(kind, group, zero_points, "bfloat16") is not None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("family", ["marlin", "humming"])
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_gpu_serves_in_int8_from_marlins_weights(runner: str, checkpoints: Path) -> None:
+def test_a_gpu_serves_in_int8_from_one_copy(runner: str, family: str, checkpoints: Path) -> None:
     prompts, mode = ["a prompt", "another one"], "FULL_AND_PIECEWISE"
     in_int4, in_int8 = (
-        generate(checkpoints / "merged", runner, mode, policy, prompts)[0]
+        generate(
+            checkpoints / "merged", runner, mode, policy, prompts, flexquant={"kernels": {"w4a16": family}}
+        )[0]
         for policy in ("w4a16", "w8a8-from-int4")
     )
     assert 0 < distance(in_int8, in_int4) < 0.5

@@ -13,13 +13,14 @@ pytestmark = pytest.mark.cuda
 PROMPTS = [f"prompt {i} with a few more bytes in it" for i in range(6)]
 
 
-def serve(folder, runner, policy=None):
-    return generate(folder, runner, "FULL_AND_PIECEWISE", policy, PROMPTS)
+def serve(folder, runner, policy=None, **kernels):
+    options = {"flexquant": {"kernels": kernels}} if policy else {}
+    return generate(folder, runner, "FULL_AND_PIECEWISE", policy, PROMPTS, **options)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_w4a8_equals_stock_marlin_with_int8_activations(runner, checkpoints, monkeypatch):
-    derived = serve(checkpoints / "merged", runner, "w4a8")
+    derived = serve(checkpoints / "merged", runner, "w4a8", w4a8="marlin")
     assert derived != serve(checkpoints / "merged", runner, "w4a16")
     # On Hopper stock vLLM takes Machete, which ignores the variable, unless it is kept from it.
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "MacheteLinearKernel")

@@ -146,7 +146,7 @@ def test_w4a8_is_a_stand_in_only_where_neither_zentorch_nor_amx_is(served):
 
 def test_what_a_trial_found_is_kept_and_served(served, checkpoints):
     """Layers of many weights are tried with one and two tokens, where there is a choice."""
-    kept = [json.loads(file.read_text()) for file in checkpoints.glob("cache/flexquant/cpu_kernels/*.json")]
+    kept = [json.loads(file.read_text()) for file in checkpoints.glob("cache/flexquant/kernels/*.json")]
     of_w4a16 = [trial for trial in kept if trial["key"]["sizes"] == [1, 2]]
     has_choice = hasattr(torch.ops._C, "cpu_gemm_wna16")
     assert served.with_zentorch or bool(of_w4a16) == has_choice

@@ -17,15 +17,18 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
 from flexquant.serving.kernels import trial
-from flexquant.serving.kernels.cpu_kernel_choice import possible_kernels
+from flexquant.serving.kernels.choice import possible_kernels
 from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.layers import kernel_of_layer
 from flexquant.serving.worker.one_copy import cpu as one_copy
 from tests import programs
 
 pytest.importorskip("vllm")
 
 INPUTS = 256
-SHAPES = {"whole blocks": 128, "a narrow block": 128 + 48}
+NARROW = 32 if hasattr(torch.ops._C, "cpu_gemm_wna16") else 16
+SHAPES = {"whole blocks": 128, "a narrow block": 128 + NARROW}
+"""PyTorch's blocks have 64 outputs with AVX512, which vLLM's kernel goes with, and else 32."""
 
 
 def made(
@@ -37,7 +40,8 @@ def made(
     """
     torch.manual_seed(0)
     layer = {"inputs": INPUTS, "outputs": outputs, "group_size": group, "zero_points": zeros}
-    kernel, linear = trial._int4(kind, layer, torch.bfloat16)
+    linear = trial.new_layer({**layer, "dtype": "bfloat16"}, kind)
+    kernel = kernel_of_layer(linear)
     linear.weight_scale.data *= torch.randn_like(linear.weight_scale).sign() if signs is None else signs
     codes = unpack_from_int32(linear.weight_packed.data, 4, torch.Size((outputs, INPUTS)))
     width = INPUTS if group == -1 else group

@@ -25,7 +25,7 @@ from vllm import triton_utils
 triton_utils.triton, triton_utils.tl = triton, triton.language
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from flexquant.serving.worker.one_copy.marlin import _int4_to_8_bit as kernel
+from flexquant.serving.worker.one_copy.gpu import _int4_to_8_bit as kernel
 
 names = kernel.arg_names
 types = dict(packed="*i32", scale="*bf16", zero="*i8", channel_scale="*fp32", out="*i8")
@@ -33,7 +33,7 @@ types |= dict.fromkeys(("outputs", "inputs", "group"), "i32")
 found = {}
 for capability in CAPABILITIES:
     for zero in (False, True):
-        constants = dict(is_grouped=True, has_zero=zero, is_integer=True, tiles=8)
+        constants = dict(is_grouped=True, has_zero=zero, is_integer=True, outputs_first=True, tiles=8)
         source = ASTSource(
             kernel,
             signature=types | dict.fromkeys(constants, "constexpr"),

@@ -23,8 +23,9 @@ from flexquant.serving.kernels.cpu_kernels import (
     TorchCPUW4A8LinearKernel,
     provide_cpu_kernels,
 )
+from flexquant.serving.kernels.gpu_kernels import W4A8_KERNELS, MarlinW4A8LinearKernel
 from flexquant.serving.refusals import check_derivable, layer_problem
-from flexquant.serving.worker.w4a8 import MarlinW4A8LinearKernel, find_kernel
+from flexquant.serving.worker.w4a8 import find_kernels
 from tests.checkpoints import make_pair
 from tests.publishers import edits
 from tests.unit.test_one_copy import INPUTS, made
@@ -132,10 +133,9 @@ def test_scales_below_zero_are_refused_where_marlin_would_multiply_with_them(
     derive(INT4)
     with pytest.raises(FlexQuantError, match="variant 'w4a16' has scales below zero.*Marlin"):
         derive(INT4, negative_scales=True)
-    layer = {"inputs": INPUTS, "outputs": OUTPUTS, "group_size": GROUP, "zero_points": False}
-    assert find_kernel("int8") is MarlinW4A8LinearKernel
-    kernel, linear = trial._int4(MarlinW4A8LinearKernel, layer, torch.bfloat16)
-    kernel.config.act_type = torch.int8
+    layer = {"inputs": INPUTS, "outputs": OUTPUTS, "dtype": "bfloat16", "group_size": 128}
+    assert find_kernels("int8") == W4A8_KERNELS
+    linear = trial.new_layer({**layer, "activations": "int8"}, MarlinW4A8LinearKernel)
     linear.weight_scale.data[3, 1] *= -1
     with pytest.raises(FlexQuantError, match="INT4 layer has scales below zero"):
-        kernel.process_weights_after_loading(linear)
+        trial.ready(linear)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""On CPUs, give every quantised layer the fastest of the correct kernels, by a trial on this machine.
+"""Give every quantised layer the fastest of the correct kernels, by a trial on this machine.
 
-:mod:`~flexquant.serving.kernels.layers` reads and exchanges the kernel of a layer, and holds for any device.
-On CPUs :mod:`~flexquant.serving.kernels.trial` times kernels once and keeps the result, ``cpu_kernels`` has
-the kernels that vLLM lacks, and ``cpu_kernel_choice`` says which may be tried.
+:mod:`~flexquant.serving.kernels.choice` says which kernels may be tried for a layer, and takes the fastest;
+``trial`` times them once and keeps the result; ``layers`` reads and exchanges the kernel of a layer.
+``cpu_kernels`` has the kernels that vLLM lacks on CPUs, and ``gpu_kernels`` those for W4A8 on GPUs.
 """
 
 from __future__ import annotations

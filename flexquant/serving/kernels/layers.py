@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 from torch import nn
@@ -25,17 +26,17 @@ def kernel_of_layer(layer: object) -> LinearKernel | None:
     return next((getattr(holder, name) for holder, name in _kernels(layer)), None)
 
 
-def exchange_kernel(layer: object, kind: Callable[..., LinearKernel]) -> None:
-    """Exchange the kernel of a quantised layer for one of another kind."""
+def exchange_kernel(layer: object, kind: Callable[..., LinearKernel], **changes: object) -> None:
+    """Exchange the kernel of a quantised layer for one of another kind, with ``changes`` to its config."""
     holder, name = next(_kernels(layer))
     kernel = getattr(holder, name)
-    if type(kernel) is kind:
+    if type(kernel) is kind and not changes:
         return
+    config = dataclasses.replace(kernel.config, **changes)
     if isinstance(kernel, MPLinearKernel):
-        names = kernel.w_q_name, kernel.w_s_name, kernel.w_zp_name
-        setattr(holder, name, kind(kernel.config, *names))
+        setattr(holder, name, kind(config, kernel.w_q_name, kernel.w_s_name, kernel.w_zp_name))
     else:
-        setattr(holder, name, kind(kernel.config, kernel.layer_param_names))
+        setattr(holder, name, kind(config, kernel.layer_param_names))
 
 
 def _kernels(layer: object) -> Iterator[tuple[object, str]]:

@@ -2,17 +2,17 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Find the fastest of several kernels for a layer, timed once on a machine and then kept.
 
-Kernels are timed on linear layers of random weights, in a process of its own
-(``python -m flexquant.serving.kernels.trial REQUEST REPLY``): zentorch remembers the layout of weights by
-their address, and would mistake weights that are loaded later at the same address for those of a trial.
+Kernels are timed on vLLM's own linear layers with random weights: on a GPU in this process, as CUDA graphs,
+on a CPU in a process of its own (``python -m flexquant.serving.kernels.trial REQUEST REPLY``), since zentorch
+remembers the layout of weights by their address, and would mistake weights that are loaded later at the same
+address for those of a trial.
 
 A result is a file in vLLM's cache folder, so that the next start, and the other ranks of this one, take the
-same kernels. To time them anew, delete the folder ``flexquant/cpu_kernels`` there.
+same kernels. To time them anew, delete the folder ``flexquant/kernels`` there.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import math
@@ -23,40 +23,45 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import digest_of, versions_of
 from flexquant.serving.kernels import cpu_model
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
-from flexquant.serving.kernels.layers import LinearKernel
+from flexquant.serving.kernels.layers import exchange_kernel
 from flexquant.serving.vllm_api import (
-    Int8ScaledMMLinearLayerConfig,
-    MPLinearKernel,
-    MPLinearLayerConfig,
-    ScaledMMLinearKernel,
+    ReplicatedLinear,
     envs,
-    scalar_types,
+    get_current_vllm_config_or_none,
+    get_quantization_config,
+    init_distributed_environment,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+    set_current_vllm_config,
     set_default_torch_dtype,
 )
 
-logger = init_logger("vllm.flexquant.cpu")
+logger = init_logger("vllm.flexquant.kernels")
 
 CLEARLY = 0.95
 """Share of the first kernel's time below which another kernel is chosen."""
 TIMEOUT = 600
 """Largest number of seconds for all trials of a start."""
-COLD_BYTES = 64 << 20
+COLD_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Bytes of all copies of a layer; like a model's, its weights then come from memory, not from caches."""
 MAX_COPIES = 8
 MANY_TOKENS = 64
-"""Tokens from which on one copy and one run suffice, since multiplying then dominates reading weights."""
-RUNS = 5
+"""Tokens from which on one copy and one run suffice on a CPU: multiplying then dominates reading weights."""
+RUNS = {"cpu": 5, "cuda": 15}
 
 
 def find_fastest(layers: Sequence[JsonObject]) -> list[str]:
@@ -65,16 +70,16 @@ def find_fastest(layers: Sequence[JsonObject]) -> list[str]:
     ``layers`` are those of :func:`measure`. The first kernel is kept unless another is clearly faster.
     """
     keys = [{**_circumstances(), **layer} for layer in layers]
-    folder = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "cpu_kernels"
+    folder = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "kernels"
     files = [folder / f"{digest_of(key)[:32]}.json" for key in keys]
     missing = [i for i, key in enumerate(keys) if _read(files[i], key) is None]
     chosen = [layer["kernels"][0] for layer in layers]
     if missing:
-        logger.info("FlexQuant tries which CPU kernels are the fastest, once on this machine")
+        logger.info("FlexQuant tries which kernels are the fastest, once on this machine")
         try:
             measured = _try([layers[i] for i in missing])
-        except (OSError, subprocess.SubprocessError, ValueError) as e:
-            logger.warning("FlexQuant could not try CPU kernels, and takes vLLM's: %s", e)
+        except (OSError, subprocess.SubprocessError, ValueError, torch.OutOfMemoryError) as e:
+            logger.warning("FlexQuant could not try kernels, and takes vLLM's: %s", e)
             measured = []
         for i, times in zip(missing, measured, strict=False):
             chosen[i] = _least(times, chosen[i])
@@ -83,12 +88,19 @@ def find_fastest(layers: Sequence[JsonObject]) -> list[str]:
 
 
 def _least(times: dict[str, dict[str, float]], first: str) -> str:
+    """Return the fastest of the kernels that ran; ``first`` if none did."""
     means = {name: statistics.geometric_mean(found.values()) for name, found in times.items()}
-    means[first] *= CLEARLY
-    return min(means, key=lambda name: means[name])
+    if first in means:
+        means[first] *= CLEARLY
+    return min(means, key=lambda name: means[name], default=first)
 
 
 def _try(layers: list[JsonObject]) -> list[dict[str, dict[str, float]]]:
+    if not current_platform.is_cpu():
+        with torch.inference_mode():
+            found = json.loads(json.dumps([measure(layer) for layer in layers]))
+        torch.cuda.empty_cache()
+        return found
     with tempfile.TemporaryDirectory() as folder:
         request, reply = Path(folder) / "request.json", Path(folder) / "reply.json"
         request.write_text(
@@ -102,8 +114,14 @@ def _try(layers: list[JsonObject]) -> list[dict[str, dict[str, float]]]:
 
 
 def _circumstances() -> JsonObject:
-    versions = versions_of(("torch", "vllm", "zentorch"))
-    return {"cpu": cpu_model(), "threads": torch.get_num_threads(), "versions": versions}
+    if current_platform.is_cpu():
+        versions = versions_of(("torch", "vllm", "zentorch"))
+        return {"cpu": cpu_model(), "threads": torch.get_num_threads(), "versions": versions}
+    driver = ""
+    with suppress(OSError):
+        driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+    versions = versions_of(("torch", "vllm", "humming-kernels"))
+    return {"gpu": torch.cuda.get_device_name(), "driver": driver, "versions": versions}
 
 
 def _read(file: Path, key: JsonObject) -> str | None:
@@ -121,10 +139,13 @@ def _write(file: Path, found: JsonObject) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         written.write_text(json.dumps(found, indent=1), encoding="utf-8")
-        if _read(file, found["key"]) is None:
-            os.replace(written, file)
+        try:
+            os.link(written, file)
+        except FileExistsError:
+            if _read(file, found["key"]) is None:
+                os.replace(written, file)
     except OSError as e:
-        logger.warning("FlexQuant will try the CPU kernels again at the next start: %s", e)
+        logger.warning("FlexQuant will try the kernels again at the next start: %s", e)
     finally:
         written.unlink(missing_ok=True)
 
@@ -141,86 +162,139 @@ def main(request: str, reply: str) -> None:
 def measure(layer: JsonObject) -> dict[str, dict[int, float]]:
     """Return kernel -> number of tokens -> microseconds; the kernels take turns.
 
-    ``layer`` has ``inputs``, ``outputs``, ``dtype``, ``group_size`` (for INT4; None for INT8), ``sizes`` in
-    tokens, and ``kernels`` as ``module:class``.
+    ``layer`` is that of :func:`new_layer`, with ``sizes`` in tokens, and ``kernels`` as ``module:class``. A
+    kernel that cannot be prepared or does not run is left out.
     """
-    nbytes = layer["inputs"] * layer["outputs"] // 2
-    copies = min(MAX_COPIES, max(2, math.ceil(COLD_BYTES / nbytes)))
+    device = "cpu" if current_platform.is_cpu() else "cuda"
+    nbytes = layer["inputs"] * layer["outputs"] // (1 if layer["group_size"] is None else 2)
+    copies = min(MAX_COPIES, max(2, math.ceil(COLD_BYTES[device] / nbytes)))
     dtype = getattr(torch, layer["dtype"])
-    made = {name: [_make(name, layer, dtype) for _ in range(copies)] for name in layer["kernels"]}
-    times: dict[str, dict[int, float]] = {name: {} for name in made}
+    x = torch.randn(max(layer["sizes"]), layer["inputs"], dtype=dtype, device=device)
+    built: dict[str, list[nn.Module]] = {}
+    for name in layer["kernels"]:
+        try:
+            built[name] = [ready(new_layer(layer, _kind(name))) for _ in range(copies)]
+            built[name][0](x)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:  # a kernel may be compiled here, by programs that fail in many ways
+            logger.warning("FlexQuant leaves out %s, which does not run here: %s", name, e)
+            built.pop(name, None)
+    times: dict[str, dict[int, float]] = {name: {} for name in built}
     for size in layer["sizes"]:
-        x = torch.randn(size, layer["inputs"], dtype=dtype)
-        used, runs = (1, 1) if size >= MANY_TOKENS else (copies, RUNS)
-        found: dict[str, list[float]] = {name: [] for name in made}
+        few = device == "cpu" and size >= MANY_TOKENS
+        used, runs = (1, 1) if few else (copies, RUNS[device])
+        passes = {name: timed_pass(of_kernel[:used], x[:size]) for name, of_kernel in built.items()}
+        found: dict[str, list[float]] = {name: [] for name in built}
         for run in range(runs + 1):
-            for name, multiplies in made.items():
-                started = time.perf_counter()
-                for multiply in multiplies[:used]:
-                    multiply(x)
+            for name, timed in passes.items():
+                seconds = timed()
                 if run > 0:  # the first run sets the kernel up for this size
-                    found[name].append(time.perf_counter() - started)
-        for name, seconds in found.items():
-            times[name][size] = round(statistics.median(seconds) / used * 1e6, 1)
+                    found[name].append(seconds)
+        for name, of_size in found.items():
+            times[name][size] = round(statistics.median(of_size) / used * 1e6, 1)
     return times
 
 
-def _make(name: str, layer: JsonObject, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a layer as a function of its inputs [tokens, in]."""
-    module, _, kind = name.partition(":")
-    make = getattr(importlib.import_module(module), kind)
-    kernel: LinearKernel
-    kernel, linear = _int8(make, layer) if layer["group_size"] is None else _int4(make, layer, dtype)
-    with set_default_torch_dtype(dtype):  # oneDNN's kernel uses it as the dtype of its outputs
-        kernel.process_weights_after_loading(linear)
-    return lambda x: kernel.apply_weights(linear, x, None)
+def timed_pass(layers: Sequence[nn.Module], x: torch.Tensor) -> Callable[[], float]:
+    """Return a function that runs ``x`` [tokens, inputs] through every layer and returns the seconds it took.
 
-
-def _int4(make: type[MPLinearKernel], layer: JsonObject, dtype: torch.dtype) -> tuple[MPLinearKernel, Any]:
-    """Make INT4 weights as compressed-tensors stores them: [out, in / 8], scales [out, groups].
-
-    Zero points, if ``layer`` has them, are [out / 8, groups].
+    On a GPU the pass is a CUDA graph.
     """
-    inputs, outputs, group = layer["inputs"], layer["outputs"], layer["group_size"]
-    shape = (inputs, outputs)
-    groups, zeros = inputs // group if group > 0 else 1, layer["zero_points"]
-    linear = _linear(
-        weight_packed=torch.empty(outputs, inputs // 8, dtype=torch.int32).random_(),
-        weight_scale=torch.empty(outputs, groups, dtype=dtype).uniform_(0.001, 0.002),
-        weight_zero_point=torch.empty(outputs // 8, groups, dtype=torch.int32).random_() if zeros else None,
-    )
-    vars(linear.weight_packed)["packed_dim"] = 1
-    has_g_idx = any(field.name == "has_g_idx" for field in dataclasses.fields(MPLinearLayerConfig))
-    required: JsonObject = {"has_g_idx": False} if has_g_idx else {}  # by vLLM 0.29 and older
-    kind = scalar_types.uint4 if zeros else scalar_types.uint4b8
-    config = MPLinearLayerConfig(shape, shape, kind, dtype, group, zero_points=zeros, **required)
-    return make(config, "weight_packed", "weight_scale", "weight_zero_point"), linear
+
+    def run() -> None:
+        for layer in layers:
+            layer(x)
+
+    if x.device.type == "cpu":
+
+        def timed() -> float:
+            started = time.perf_counter()
+            run()
+            return time.perf_counter() - started
+
+        return timed
+    run()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def timed_graph() -> float:
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return timed_graph
 
 
-def _int8(make: type[ScaledMMLinearKernel], layer: JsonObject) -> tuple[ScaledMMLinearKernel, Any]:
-    """Make INT8 weights [out, in] with a scale for each output, for activations quantised per token."""
-    names = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
-    linear = _linear(
-        weight=torch.empty(layer["outputs"], layer["inputs"], dtype=torch.int8).random_(-127, 128),
-        weight_scale=torch.empty(layer["outputs"], 1).uniform_(0.001, 0.002),
-        **dict.fromkeys(names[2:]),
-    )
-    linear.logical_widths = [layer["outputs"]]
-    config = Int8ScaledMMLinearLayerConfig(
-        is_channelwise=True, is_static_input_scheme=False, input_symmetric=True
-    )
-    return make(config, names), linear
-
-
-def _linear(**weights: torch.Tensor | None) -> Any:
-    """Return what vLLM's kernels read of a linear layer, which has no bias here."""
-    linear = nn.Module()
-    for name, weight in {"bias": None, **weights}.items():
-        parameter = None if weight is None else nn.Parameter(weight, requires_grad=False)
-        if parameter is not None:
-            vars(parameter).update(output_dim=0, input_dim=1)
-        linear.register_parameter(name, parameter)
+def ready(linear: ReplicatedLinear) -> ReplicatedLinear:
+    """Have the kernel of a layer lay out its weights; return the layer."""
+    with set_default_torch_dtype(linear.params_dtype):  # oneDNN's kernel uses it as the dtype of its outputs
+        linear.quant_method.process_weights_after_loading(linear)
     return linear
+
+
+def _kind(name: str) -> type[Any]:
+    """Return the class of a kernel, ``module:class``."""
+    module, _, kind = name.partition(":")
+    return getattr(importlib.import_module(module), kind)
+
+
+def new_layer(layer: JsonObject, kind: type[Any]) -> ReplicatedLinear:
+    """Return vLLM's linear with random weights and a kernel of ``kind``, which has not laid them out yet.
+
+    ``layer`` has ``inputs``, ``outputs``, ``dtype``, ``group_size`` (for INT4; -1 for one scale a channel,
+    None for INT8), ``zero_points``, and ``activations`` for INT4 weights with others than 16-bit ones.
+    """
+    dtype, group = getattr(torch, layer["dtype"]), layer["group_size"]
+    is_int4 = group is not None
+    weights = {"num_bits": 4 if is_int4 else 8, "type": "int", "symmetric": not layer.get("zero_points")}
+    in_groups = is_int4 and group > 0
+    weights |= {"strategy": "group", "group_size": group} if in_groups else {"strategy": "channel"}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None if is_int4 else inputs}
+    form = "pack-quantized" if is_int4 else "int-quantized"
+    section = {"format": form, "config_groups": {"linears": scheme}, "ignore": []}
+    config = get_quantization_config("compressed-tensors").from_config(section)
+    has_config = get_current_vllm_config_or_none() is not None
+    with (
+        nullcontext() if has_config else set_current_vllm_config(VllmConfig()),
+        torch.device("cpu" if current_platform.is_cpu() else "cuda"),
+        set_default_torch_dtype(dtype),
+    ):
+        have_ranks()
+        linear = ReplicatedLinear(
+            layer["inputs"],
+            layer["outputs"],
+            bias=False,
+            params_dtype=dtype,
+            quant_config=config,
+            prefix="linear",
+            return_bias=False,
+            disable_tp=True,
+        )
+        activations = layer.get("activations")
+        changes = {"act_type": getattr(torch, activations), "out_type": dtype} if activations else {}
+        exchange_kernel(linear, kind, **changes)
+    for name, weight in linear.named_parameters():
+        if name.endswith("scale"):
+            weight.data.uniform_(0.001, 0.002)
+        elif weight.dtype in (torch.int8, torch.int32):
+            weight.data.random_(-127, 128) if weight.dtype == torch.int8 else weight.data.random_()
+    return linear
+
+
+def have_ranks() -> None:
+    """In a process that is no rank of vLLM's, prepare groups of one rank, which vLLM's layers ask for."""
+    if not model_parallel_is_initialized():
+        with tempfile.TemporaryDirectory() as store:
+            init_distributed_environment(1, 0, f"file://{store}/store", 0, "gloo")
+            initialize_model_parallel(tensor_model_parallel_size=1)
 
 
 if __name__ == "__main__":

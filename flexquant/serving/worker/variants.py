@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.checkpoint.module_names import HEAD, is_in
 from flexquant.errors import FlexQuantError
-from flexquant.serving.kernels.cpu_kernel_choice import choose_cpu_kernels, sizes_by_variant
+from flexquant.serving.config import ServingOptions
+from flexquant.serving.kernels.choice import choose_kernels, sizes_by_variant
 from flexquant.serving.kernels.layers import expert_layers, expert_layers_by_path
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
@@ -51,7 +51,7 @@ from flexquant.serving.worker.layers_by_name import (
     name_apart,
     share_states_of_view,
 )
-from flexquant.serving.worker.one_copy import one_copy_of, use_marlin
+from flexquant.serving.worker.one_copy import one_copy_of
 from flexquant.serving.worker.plan_views import check_structure, stack_of_layers
 from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activations
 
@@ -129,11 +129,8 @@ def build_variants(
         variants[name] = variant
     computed = [name for name in names if name not in variants]
     read_again = {routes.source(name) for name in computed}
-    if current_platform.is_cpu():
-        choose_cpu_kernels(variants, sizes_by_variant(routes), read_again)
-    else:
-        for name in read_again:
-            use_marlin(variants[name])
+    named = ServingOptions.from_vllm(vllm_config).kernels
+    choose_kernels(variants, sizes_by_variant(routes), read_again, named)
     for name in computed:
         variants[name] = one_copy_of(variants[routes.source(name)], name)
         share_states_of_view(variants[name], name, real_context)

@@ -2,11 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Derive W4A8: multiply a W4A16 variant's INT4 weights with activations quantised to 8 bit per token.
 
-On a GPU vLLM's Marlin kernel does this. Stock vLLM enables it for a whole process
-(``VLLM_MARLIN_INPUT_DTYPE``), and only for layers that Marlin runs anyway, which it does not on Hopper
-(Machete runs them). Here a single variant uses it: each of its INT4 layers exchanges its kernel before the
-weights are loaded. The layer reads the same tensors from the checkpoint, but the kernel needs another layout,
-which costs half a byte a weight.
+On a GPU vLLM's kernels do this: CUTLASS's on Hopper, Humming's and Marlin's. Stock vLLM enables Marlin's for
+a whole process (``VLLM_MARLIN_INPUT_DTYPE``), and only for layers that Marlin runs anyway, which it does not
+on Hopper (Machete runs them). Here a single variant uses them: each of its INT4 layers exchanges its kernel
+before the weights are loaded. The layer reads the same tensors from the checkpoint, but the kernel needs
+another layout, which costs half a byte a weight.
 """
 
 from __future__ import annotations
@@ -20,32 +20,16 @@ from vllm.platforms import current_platform
 
 from flexquant.errors import FlexQuantError
 from flexquant.serving.kernels.cpu_kernels import TorchCPUW4A8LinearKernel
-from flexquant.serving.refusals import ONE_SCALE, check_signs, check_w4a8_device
-from flexquant.serving.vllm_api import (
-    CompressedTensorsWNA16,
-    MarlinLinearKernel,
-    get__quant_fp8_method,
-)
+from flexquant.serving.kernels.gpu_kernels import W4A8_KERNELS
+from flexquant.serving.kernels.layers import exchange_kernel
+from flexquant.serving.refusals import ONE_SCALE, check_w4a8_device
+from flexquant.serving.vllm_api import CompressedTensorsWNA16, get__quant_fp8_method
 from flexquant.serving.worker.layers_by_name import is_state_layer_or_its_convolution
 
 if TYPE_CHECKING:
     from flexquant.serving.vllm_api import MPLinearKernel
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-
-
-class MarlinW4A8LinearKernel(MarlinLinearKernel):
-    """Marlin that refuses scales below zero where it does not multiply right with them.
-
-    A checkpoint that was published, not merged, does not record such scales: they are first seen here.
-    Delete when the oldest supported vLLM divides them by the greatest magnitude, not by the greatest
-    (``marlin_act_int8_process_scales``), and its kernel reads them as signed numbers.
-    """
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        if bool((getattr(layer, self.w_s_name) < 0).any()):
-            check_signs("int8" if self.config.act_type == torch.int8 else "fp8", "an INT4 layer")
-        super().process_weights_after_loading(layer)
 
 
 def int4_scheme(layer: nn.Module) -> CompressedTensorsWNA16 | None:
@@ -60,7 +44,7 @@ def use_8bit_activations(model: nn.Module, activations: str) -> None:
     ``activations``: ``int8`` or ``fp8``. Layers of other schemes stay as they are. Raises
     :class:`FlexQuantError` where this device has no kernel for it, or packed weights do not suit it.
     """
-    kernel = find_kernel(activations)
+    kernels = find_kernels(activations)
     if activations == "fp8":
         get__quant_fp8_method()  # built now, while vLLM's config is at hand
     for name, layer in model.named_modules():
@@ -72,17 +56,19 @@ def use_8bit_activations(model: nn.Module, activations: str) -> None:
                 "batch-invariant mode; unset VLLM_BATCH_INVARIANT, or take such a variant's rules out of the "
                 "policy"
             )
-        config = dataclasses.replace(scheme.kernel.config, act_type=DTYPES[activations])
+        changes = {"act_type": DTYPES[activations], "out_type": scheme.kernel.config.act_type}
+        config = dataclasses.replace(scheme.kernel.config, **changes)
+        problems = {kernel: kernel.can_implement(config)[1] for kernel in kernels}
         # group_problem has refused everything else before; a layer's width is known only here.
         one_group = activations == "int8" and config.group_size in (-1, config.partition_weight_shape[0])
-        problem = f"its {ONE_SCALE}" if one_group else kernel.can_implement(config)[1]
-        if problem:
+        able = [] if one_group else [kernel for kernel, problem in problems.items() if problem is None]
+        if not able:
+            problem = f"its {ONE_SCALE}" if one_group else problems[kernels[-1]]
             raise FlexQuantError(
                 f"layer '{name}' cannot have {activations} activations: {problem}; take such a variant's "
                 "rules out of the policy"
             )
-        old = scheme.kernel
-        scheme.kernel = kernel(config, old.w_q_name, old.w_s_name, old.w_zp_name)
+        exchange_kernel(layer, able[0], **changes)
 
 
 def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
@@ -100,10 +86,11 @@ def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
     )
 
 
-def find_kernel(activations: str) -> type[MPLinearKernel]:
-    """Return vLLM's kernel class for INT4 weights and 8-bit activations; raise FlexQuantError for none.
+def find_kernels(activations: str) -> tuple[type[MPLinearKernel], ...]:
+    """Return kernel classes for INT4 weights and 8-bit activations, the last one for most layers.
 
-    On a CPU it is a stand-in, which `cpu_kernel_choice` exchanges for a vendor's kernel where there is one.
+    On a CPU it is a stand-in, which ``kernels.choice`` exchanges for a vendor's kernel where there is one.
+    Raises :class:`FlexQuantError` if there is none.
     """
     check_w4a8_device(activations)
-    return MarlinW4A8LinearKernel if current_platform.is_cuda() else TorchCPUW4A8LinearKernel
+    return W4A8_KERNELS if current_platform.is_cuda() else (TorchCPUW4A8LinearKernel,)

@@ -125,8 +125,10 @@ class WeightMemory:
             identity = storage.data_ptr() or id(tensor)  # without memory, the parameter itself
             yield Piece(identity, storage.nbytes() // tensor.itemsize, storage.nbytes())
         in_onednn = any(isinstance(p, CPUDNNLGEMMHandler) for p in packed)
+        kept = {found.group(1) for found in map(WEIGHT.match, parameters) if found}
         for name, weight in self._loaded.get(module, {}).items():
-            is_gone = name not in parameters and not packed
+            # A kernel may keep a weight under another name, as Humming does.
+            is_gone = WEIGHT.match(name)[1] not in kept and not packed
             if in_onednn or is_gone or module in self._to_be_packed:
                 yield weight
 

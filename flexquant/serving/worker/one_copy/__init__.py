@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Derive W8A8 without a second copy of the weights: each linear computes INT8 weights from INT4 in each pass.
 
-1. *Build*: the source, a W4A16 variant, gets INT4 kernels whose layout of weights is known: on a GPU Marlin,
-   on a CPU one of those that ``cpu.layout_of`` knows. The variant is a view of the source, with a view of
+1. *Build*: the source, a W4A16 variant, gets INT4 kernels whose layout of weights is known: those that
+   ``cpu.layout_of`` and ``gpu.layout_of`` know. The variant is a view of the source, with a view of
    each INT4 linear that has another method (:class:`OneCopyMethod`).
 2. *Load*: only the source is loaded. Then :func:`find_scales` gives each view one scale a channel.
 3. *Pass*: the method reads the weights where the source's kernel keeps them, writes INT8 weights into memory
@@ -16,18 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from vllm.platforms import current_platform
 
 from flexquant.errors import FlexQuantError
-from flexquant.serving.kernels.layers import exchange_kernel, kernel_of_layer, linear_sizes
+from flexquant.serving.kernels.layers import kernel_of_layer, linear_sizes
 from flexquant.serving.refusals import check_one_copy_device
 from flexquant.serving.vllm_api import (
     LinearBase,
-    MarlinLinearKernel,
     MPLinearKernel,
     QuantizeMethodBase,
 )
@@ -40,14 +39,18 @@ from flexquant.serving.worker.plan_views import (
 
 if TYPE_CHECKING:
     from flexquant.serving.worker.one_copy.cpu import CPUInt8Product
-    from flexquant.serving.worker.one_copy.marlin import MarlinProduct
+    from flexquant.serving.worker.one_copy.gpu import GPUProduct
 
-    Product = CPUInt8Product | MarlinProduct
+    Product = CPUInt8Product | GPUProduct
     """Multiplies in 8 bit by the weights that the INT4 kernel of one device keeps."""
 
 SCALE_BYTES = 4
-MARLIN_TILES = ((64, 128), (128, 64))
-"""Outputs and inputs of which Marlin takes multiples; it pads weights with others."""
+ADVICE = (
+    "Marlin's and Humming's are, for multiples of 128 inputs and 64 outputs: drop --linear-backend and the "
+    "option 'kernels', or take 'weights: int8' out of the policy"
+    if current_platform.is_cuda()
+    else "set VLLM_DISABLED_KERNELS to the kernel's name, or take 'weights: int8' out of the policy"
+)
 
 
 class OneCopyMethod(QuantizeMethodBase):
@@ -79,10 +82,11 @@ def one_copy_of(source: nn.Module, name: str) -> nn.Module:
     variant = source
     for path, layer, kernel in _int4_linears(source):
         its_name = type(kernel).__name__
-        if (product := _product(kernel)) is None:
+        if (product := _product(kernel, type(kernel))) is None:
+            inputs, outputs = kernel.config.partition_weight_shape
             raise FlexQuantError(
-                f"{name}, {path}: INT8 weights cannot be computed from those of {its_name}, whose layout is "
-                f"not known; set VLLM_DISABLED_KERNELS={its_name}"
+                f"{name}, {path}: INT8 weights cannot be computed from those of {its_name}, whose layout of "
+                f"{inputs} inputs and {outputs} outputs is not known; {ADVICE}"
             )
         view = shallow_copy(layer)
         vars(view)["quant_method"] = OneCopyMethod(product, f"{product.precision} from {its_name}")
@@ -95,24 +99,9 @@ def one_copy_of(source: nn.Module, name: str) -> nn.Module:
     return variant
 
 
-def use_marlin(source: nn.Module) -> None:
-    """On a GPU: have Marlin run the INT4 linears of a source, whose weights are not loaded yet.
-
-    vLLM prefers Machete on Hopper, which packs weights in a layout of its own. Raises :class:`FlexQuantError`
-    for a linear that Marlin cannot run, or only with its weights padded.
-    """
-    for path, layer, kernel in _int4_linears(source):
-        inputs, outputs = kernel.config.partition_weight_shape
-        possible, problem = MarlinLinearKernel.can_implement(kernel.config)
-        if possible and not any(outputs % n == 0 and inputs % k == 0 for n, k in MARLIN_TILES):
-            possible, problem = False, f"{inputs} inputs and {outputs} outputs do not fill Marlin's tiles"
-        if not possible:
-            raise FlexQuantError(
-                f"INT8 weights cannot be computed from those of layer '{path}': {problem}; take 'weights: "
-                "int8' out of the policy"
-            )
-        if not isinstance(kernel, MarlinLinearKernel):
-            exchange_kernel(layer, MarlinLinearKernel)
+def readable_kinds(kernel: MPLinearKernel, kinds: Iterable[type[Any]]) -> list[type[Any]]:
+    """Return those of ``kinds`` of INT4 kernels whose layout of ``kernel``'s layer is known."""
+    return [kind for kind in kinds if _product(kernel, kind) is not None]
 
 
 def find_scales(models: Iterable[nn.Module]) -> None:
@@ -147,13 +136,17 @@ def _int4_linears(model: nn.Module) -> Iterator[tuple[str, LinearBase, MPLinearK
             yield path, layer, kernel
 
 
-def _product(kernel: MPLinearKernel) -> Product | None:
-    """Return the product of this device for a kernel's weights; None if their layout is not known."""
-    if isinstance(kernel, MarlinLinearKernel):
-        from flexquant.serving.worker.one_copy.marlin import MarlinProduct
+def _product(kernel: MPLinearKernel, kind: type[Any]) -> Product | None:
+    """Return the product of this device for the weights of ``kernel``'s layer, if ``kind`` keeps them.
 
-        return MarlinProduct(kernel)
-    from flexquant.serving.worker.one_copy.cpu import CPUInt8Product, layout_of
+    None if that kind's layout is not known.
+    """
+    if current_platform.is_cpu():
+        from flexquant.serving.worker.one_copy import cpu
 
-    layout = layout_of(type(kernel)) if current_platform.is_cpu() else None
-    return None if layout is None else CPUInt8Product(kernel, layout)
+        of_cpu = cpu.layout_of(kind)
+        return None if of_cpu is None else cpu.CPUInt8Product(kernel, of_cpu)
+    from flexquant.serving.worker.one_copy import gpu
+
+    of_gpu = gpu.layout_of(kind, kernel.config)
+    return None if of_gpu is None else gpu.GPUProduct(kernel, of_gpu)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Choose on a CPU, for each linear layer of a variant, the fastest of the available correct kernels.
+"""Choose, for each linear layer of a variant, the fastest of the available correct kernels.
 
-vLLM uses one order of kernels for a process, whatever the number of tokens. On a server CPU no order suits
-all sizes: of three W4A16 kernels the fastest for one token is the slowest for a prompt. So each variant's
-layers are timed with as many tokens as the policy gives to that variant
-(:mod:`flexquant.serving.kernels.trial`). If only one kernel is available, nothing is timed.
+vLLM uses one order of kernels for a process, whatever the number of tokens, and its first is not always the
+fastest: on a server CPU the fastest of three W4A16 kernels for one token is the slowest for a prompt, and on
+Hopper Humming decodes in 0.7 of the time of Machete, which vLLM takes. So each variant's layers are timed
+with as many tokens as the policy gives to that variant (:mod:`flexquant.serving.kernels.trial`). If only one
+kernel is available, nothing is timed. A kernel that the user names is taken instead.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from vllm.platforms import current_platform
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import digest_of
+from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.schema import PHASES
 from flexquant.serving.kernels.cpu_kernels import (
@@ -33,18 +35,28 @@ from flexquant.serving.kernels.cpu_kernels import (
     ZentorchW4A8LinearKernel,
     ZentorchW4A16LinearKernel,
 )
+from flexquant.serving.kernels.gpu_kernels import W4A8_KERNELS
 from flexquant.serving.kernels.layers import LinearKernel, exchange_kernel, kernel_of_layer
 from flexquant.serving.kernels.trial import find_fastest
-from flexquant.serving.vllm_api import CPUInt8ScaledMMLinearKernel, MPLinearKernel, scalar_types
-from flexquant.serving.worker.one_copy.cpu import layout_of
+from flexquant.serving.vllm_api import (
+    CPUInt8ScaledMMLinearKernel,
+    HummingLinearKernel,
+    MacheteLinearKernel,
+    MarlinLinearKernel,
+    MPLinearKernel,
+    get_current_vllm_config_or_none,
+    scalar_types,
+)
+from flexquant.serving.worker.one_copy import readable_kinds
 
-logger = init_logger("vllm.flexquant.cpu")
+logger = init_logger("vllm.flexquant.kernels")
 
 ZENTORCH_INT8 = "ZentorchInt8ScaledMMLinearKernel"
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 OTHER_SIZES = (64, 256)
 """Numbers of tokens with which kernels are timed for prefill and mixed passes."""
+EIGHT_BIT = (torch.int8, torch.float8_e4m3fn)
 FEWEST_WEIGHTS = 1 << 18
 """Least number of weights in a layer whose kernels are timed; smaller layers take vLLM's first kernel."""
 
@@ -66,45 +78,69 @@ def sizes_by_variant(routes: RouteTable) -> dict[str, tuple[int, ...]]:
     return {variant: tuple(sorted(sizes)) for variant, sizes in (in_others | in_decode).items()}
 
 
-def choose_cpu_kernels(
-    models: Mapping[str, nn.Module], sizes: Mapping[str, Sequence[int]], read_again: Collection[str] = ()
+def choose_kernels(
+    models: Mapping[str, nn.Module],
+    sizes: Mapping[str, Sequence[int]],
+    read_again: Collection[str] = (),
+    named: Mapping[str, str] | None = None,
 ) -> None:
     """Replace the kernels of the INT4 and INT8 layers below ``models``, whose weights are not loaded yet.
 
     ``sizes`` maps the models' names to the numbers of tokens with which to time kernels. The INT4 kernels of
-    models in ``read_again`` keep their weights in a layout that is known.
+    models in ``read_again`` keep their weights in a layout that is known. ``named`` maps models' names to the
+    kernels that the user wants, each by the beginning of its class name in any case, as ``humming``; a layer
+    that such a kernel cannot run gets another one. Raises :class:`FlexQuantError` for a name that fits no
+    kernel of any layer.
     """
     if problem := zentorch_problem():
         logger.warning(problem)
     to_try: dict[str, tuple[JsonObject, list[Any]]] = {}
     kinds_by_name: dict[str, type[LinearKernel]] = {}
     for name, model in models.items():
+        wanted, fitting, others = (named or {}).get(name), False, set()
         modules: list[Any] = list(model.modules())
         for layer in modules:
             if (kernel := kernel_of_layer(layer)) is None:
                 continue
             kinds = possible_kernels(kernel)
             if name in read_again and isinstance(kernel, MPLinearKernel):
-                kinds = [kind for kind in kinds if layout_of(kind) is not None]
+                kinds = readable_kinds(kernel, kinds)
+            if wanted is not None:
+                others |= {kind.__name__ for kind in kinds}
+                those = [kind for kind in kinds if kind.__name__.lower().startswith(wanted.lower())]
+                fitting, kinds = fitting or bool(those), those or kinds
             if len(kinds) > 1 and _is_worth_a_trial(layer, kernel):
                 by_name = {f"{kind.__module__}:{kind.__name__}": kind for kind in kinds}
                 kinds_by_name |= by_name
+                config = kernel.config
                 request = {
                     "inputs": layer.input_size_per_partition,
                     "outputs": layer.output_size_per_partition,
                     "dtype": str(layer.params_dtype).removeprefix("torch."),
-                    "group_size": getattr(kernel.config, "group_size", None),
-                    "zero_points": getattr(kernel.config, "zero_points", False),
+                    "group_size": getattr(config, "group_size", None),
+                    "zero_points": getattr(config, "zero_points", False),
+                    "activations": _activations(kernel),
                     "sizes": list(sizes.get(name, DECODE_SIZES)),
                     "kernels": list(by_name),
                 }
                 to_try.setdefault(digest_of(request), (request, []))[1].append(layer)
             elif kinds:
                 exchange_kernel(layer, kinds[0])
+        if wanted is not None and not fitting:
+            raise FlexQuantError(
+                f"the option 'kernels' names '{wanted}' for variant '{name}', whose layers run on "
+                f"{', '.join(sorted(others)) or 'one kernel alone'}; name the beginning of one of these"
+            )
     chosen = find_fastest([request for request, _ in to_try.values()])
     for (_, layers), kind_name in zip(to_try.values(), chosen, strict=True):
         for layer in layers:
             exchange_kernel(layer, kinds_by_name[kind_name])
+
+
+def _activations(kernel: LinearKernel) -> str | None:
+    """Return the dtype to which a kernel for INT4 weights quantises its inputs; None if it does not."""
+    act_type = getattr(kernel.config, "act_type", None)
+    return str(act_type).removeprefix("torch.") if act_type in EIGHT_BIT else None
 
 
 def _is_worth_a_trial(layer: Any, kernel: LinearKernel) -> bool:
@@ -121,10 +157,38 @@ def _is_worth_a_trial(layer: Any, kernel: LinearKernel) -> bool:
 
 
 def possible_kernels(kernel: LinearKernel) -> list[type[LinearKernel]]:
-    """Return the kernels that can replace ``kernel`` on this CPU in the same precision, vLLM's first.
+    """Return the kernels that can replace ``kernel`` on this device in the same precision, vLLM's first.
 
-    The list is empty for W4A8 if only the stand-in is available.
+    The list is empty for W4A8 if only the stand-in for CPUs is available, and for other schemes than INT4 on
+    GPUs, where vLLM has one kernel that is fast.
     """
+    kinds = _for_cpu(kernel) if current_platform.is_cpu() else _for_gpu(kernel)
+    disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
+    enabled = (k for k in kinds if not {k.__name__, getattr(k, "of", k.__name__)} & {*disabled})
+    return [kind for kind in enabled if kind.can_implement(kernel.config)[0]]
+
+
+def _for_gpu(kernel: LinearKernel) -> list[type[LinearKernel]]:
+    """Return vLLM's kernels for INT4 on this GPU, the layer's own first; the user's choice is left alone."""
+    vllm_config, capability = get_current_vllm_config_or_none(), current_platform.get_device_capability()
+    is_free = vllm_config is None or vllm_config.kernel_config.linear_backend == "auto"
+    if (
+        not isinstance(kernel, MPLinearKernel)
+        or kernel.config.weight_type.size_bits != 4
+        or capability is None
+    ):
+        return []
+    if getattr(kernel.config, "has_g_idx", False) or not is_free:
+        return [type(kernel)]
+    if kernel.config.act_type in EIGHT_BIT:
+        return list(W4A8_KERNELS)
+    of_vllm = [
+        k for k in (MacheteLinearKernel, MarlinLinearKernel, HummingLinearKernel) if k is not type(kernel)
+    ]
+    return [k for k in (type(kernel), *of_vllm) if k.get_min_capability() <= capability.to_int()]
+
+
+def _for_cpu(kernel: LinearKernel) -> list[type[LinearKernel]]:
     kinds: list[type[LinearKernel]] = []
     if isinstance(kernel, MPLinearKernel):
         is_w4a8 = kernel.config.act_type == torch.int8
@@ -141,9 +205,7 @@ def possible_kernels(kernel: LinearKernel) -> list[type[LinearKernel]]:
             from flexquant.serving.vllm_api import ZentorchInt8ScaledMMLinearKernel
 
             kinds.insert(0, ZentorchInt8ScaledMMLinearKernel)
-    disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
-    enabled = (k for k in kinds if not {k.__name__, getattr(k, "of", k.__name__)} & {*disabled})
-    return [kind for kind in enabled if kind.can_implement(kernel.config)[0]]
+    return kinds
 
 
 def zentorch_problem() -> str | None:

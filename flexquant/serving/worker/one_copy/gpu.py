@@ -1,21 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Multiply in INT8 on a GPU by weights that Marlin keeps in INT4 alone; on Blackwell in FP8.
+"""Multiply in INT8 on a GPU by weights that are kept in INT4 alone; on Blackwell in FP8.
 
 A pointwise Triton kernel writes a layer's 8-bit weights into memory that all layers share, and vLLM's CUTLASS
-product follows, which has no INT8 on Blackwell. Marlin keeps tiles of 16 inputs and 64 outputs: each of a
-tile's 128 words holds eight values that one thread multiplies (``get_weight_perm`` in vLLM's
-``marlin_utils_test.py`` is the same in Python).
+product follows, which has no INT8 on Blackwell. The INT4 weights are Marlin's or Humming's, which has
+Marlin's layout: tiles of 16 inputs and 64 outputs, in which each of 128 words holds eight values that one
+thread multiplies (``get_weight_perm`` in vLLM's ``marlin_utils_test.py``, ``weight_repack_nk`` in Humming's
+``process.cuh``). Where the two differ is in :class:`Layout`; which holds is tried on a small weight.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from vllm.platforms import current_platform
 
-from flexquant.serving.vllm_api import MarlinLinearKernel, get_scale_perms, tl, triton, unpack_cols
+from flexquant.serving.kernels.layers import kernel_of_layer
+from flexquant.serving.kernels.trial import new_layer, ready
+from flexquant.serving.vllm_api import (
+    HummingLinearKernel,
+    MarlinLinearKernel,
+    MPLinearKernel,
+    MPLinearLayerConfig,
+    get_scale_perms,
+    tl,
+    triton,
+    unpack_cols,
+    unpack_quantized_values_into_int32,
+)
 from flexquant.serving.vllm_api import _custom_ops as ops
 from flexquant.serving.worker.one_copy.cpu import CHANNEL_SCALE, output_shape
 
@@ -23,7 +38,6 @@ ZERO, BIAS = "flexquant_zero", "flexquant_bias"
 """Names of further buffers of a layer: int8 [groups, outputs], and [outputs] in their order."""
 MOST_INPUTS = 128
 """Largest number of inputs of the weights that one program of the kernel writes; it has 64 outputs."""
-INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 GREATEST = {INT8: 127.0, FP8: 448.0}
 """Greatest weight of each precision."""
@@ -37,9 +51,44 @@ INTEGER_BITS = tl.constexpr(0x4B000000)
 _memory: dict[torch.device, torch.Tensor] = {}
 _library = torch.library.Library("flexquant", "FRAGMENT")
 _library.define(
-    "one_copy_marlin_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor channel_scale, "
-    "Tensor? bias, ScalarType precision) -> Tensor"
+    "one_copy_gpu_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor channel_scale, "
+    "Tensor? bias, ScalarType precision, bool outputs_first) -> Tensor"
 )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an INT4 kernel keeps a layer's weights, packed int32 [inputs / 16, outputs * 2]."""
+
+    names: tuple[str, str, str] | None
+    """Names of a layer's weights, scales and zero points; None: those that the kernel has for them."""
+    outputs_first: bool
+    """Whether a word's places 0 and 1 are inputs i and i + 8 of one output; else outputs o and o + 8."""
+    zeros: tuple[int, ...]
+    """The output of each of eight zero points of a word."""
+    multiples: tuple[tuple[int, int], ...]
+    """Outputs and inputs of which the kernel takes multiples; it pads weights with others."""
+
+    def tensors(
+        self, kernel: MPLinearKernel, layer: torch.nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the packed weights, the scales [groups, outputs] as kept, and zero points in their order."""
+        if self.names is None:
+            packed, scale, zero, *_ = kernel._get_weight_params(layer)
+        else:
+            packed, scale, zero = (getattr(layer, name, None) for name in self.names)
+        if not kernel.config.zero_points or zero is None:
+            return packed, scale, None
+        return packed, scale, zeros_in_order_of_outputs(zero, *scale.shape, self.zeros)
+
+
+INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
+MARLIN = Layout(None, True, INTERLEAVED, ((64, 128), (128, 64)))
+HUMMING = tuple(
+    Layout(("weight", "weight_scale", "zero_point"), outputs_first, tuple(range(8)), ((256, 128),))
+    for outputs_first in (True, False)
+)
+"""Humming's layouts: before 0.1.17 for Hopper's own instructions the second one, else the first."""
 
 
 @triton.jit
@@ -55,6 +104,7 @@ def _int4_to_8_bit(  # type: ignore[no-untyped-def]  # Triton tells the types it
     is_grouped: tl.constexpr,
     has_zero: tl.constexpr,
     is_integer: tl.constexpr,
+    outputs_first: tl.constexpr,
     tiles: tl.constexpr,
 ):
     column = tl.program_id(0)
@@ -80,13 +130,14 @@ def _int4_to_8_bit(  # type: ignore[no-untyped-def]  # Triton tells the types it
             middle = tl.load(zero + of_group + n).to(tl.float32) + INTEGERS
         else:
             middle = tl.full([1, 8, 1, 4], 8 + INTEGERS, tl.float32)
+        lower, upper = (half * 2, half * 2 + 1) if outputs_first else (half, half + 2)
         even = tl.join(
-            _weight(word, half * 2, middle, ratio, is_integer, out.dtype.element_ty),
-            _weight(word, half * 2 + 1, middle, ratio, is_integer, out.dtype.element_ty),
+            _weight(word, lower, middle, ratio, is_integer, out.dtype.element_ty),
+            _weight(word, upper, middle, ratio, is_integer, out.dtype.element_ty),
         )
         odd = tl.join(
-            _weight(word, half * 2 + 4, middle, ratio, is_integer, out.dtype.element_ty),
-            _weight(word, half * 2 + 5, middle, ratio, is_integer, out.dtype.element_ty),
+            _weight(word, lower + 4, middle, ratio, is_integer, out.dtype.element_ty),
+            _weight(word, upper + 4, middle, ratio, is_integer, out.dtype.element_ty),
         )
         # From [tile, output % 8, pair, output // 16, upper half of 16 inputs, odd] to [outputs, inputs].
         weights = tl.permute(tl.join(even, odd), (1, 3, 0, 4, 2, 5))
@@ -113,10 +164,11 @@ def eight_bit_weights(
     zero: torch.Tensor | None,
     channel_scale: torch.Tensor,
     out: torch.Tensor,
+    outputs_first: bool,
 ) -> torch.Tensor:
     """Write the weights into ``out`` [outputs, inputs], in INT8 or FP8, and return it.
 
-    ``packed`` int32 [inputs / 16, outputs * 2] and ``scale`` [groups, outputs] are as Marlin keeps them,
+    ``packed`` int32 [inputs / 16, outputs * 2] and ``scale`` [groups, outputs] are as the kernel keeps them,
     ``zero`` [groups, outputs] and ``channel_scale`` float32 [outputs] are in the order of outputs. In INT8 a
     weight is (value - zero) * (scale / channel_scale), each operation rounded to the nearest float32, and
     then to the nearest integer, ties to even: a fused multiply-add, which rounds once, would differ.
@@ -136,6 +188,7 @@ def eight_bit_weights(
         is_grouped=len(scale) > 1,
         has_zero=zero is not None,
         is_integer=out.dtype == INT8,
+        outputs_first=outputs_first,
         tiles=tiles,
         num_warps=max(1, tiles // 2),
         enable_fp_fusion=False,
@@ -144,14 +197,16 @@ def eight_bit_weights(
 
 
 def in_order_of_outputs(scale: torch.Tensor) -> torch.Tensor:
-    """Return Marlin's scales [groups, outputs] of a layer in the order of outputs."""
+    """Return a layer's scales [groups, outputs], as Marlin and Humming keep them, in the order of outputs."""
     grouped, single = get_scale_perms()
     return _permuted_back(scale, grouped if len(scale) > 1 else single)
 
 
-def zeros_in_order_of_outputs(zero: torch.Tensor, groups: int, outputs: int) -> torch.Tensor:
-    """Return Marlin's packed zero points as int8 [groups, outputs]."""
-    values = _permuted_back(unpack_cols(zero, 4, groups, outputs), INTERLEAVED)
+def zeros_in_order_of_outputs(
+    zero: torch.Tensor, groups: int, outputs: int, order: Sequence[int]
+) -> torch.Tensor:
+    """Return packed zero points, of which a word holds eight in an ``order``, as int8 [groups, outputs]."""
+    values = _permuted_back(unpack_cols(zero, 4, groups, outputs), order)
     return _permuted_back(values, get_scale_perms()[0]).to(torch.int8)
 
 
@@ -161,52 +216,102 @@ def _permuted_back(values: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     return values.unflatten(-1, (-1, len(order)))[..., back].flatten(-2)
 
 
-def marlin_channel_scales(
-    packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, precision: torch.dtype
+def layout_of(kind: type[MPLinearKernel], config: MPLinearLayerConfig) -> Layout | None:
+    """Return how a kind of kernel keeps a layer's weights, without padding; None if it is not known."""
+    inputs, outputs = config.partition_weight_shape
+    dtype = str(config.act_type).removeprefix("torch.")
+    layout = layout_found(kind, config.group_size, config.zero_points, dtype)
+    fits = layout and any(outputs % n == 0 and inputs % k == 0 for n, k in layout.multiples)
+    return layout if fits else None
+
+
+@functools.cache
+def layout_found(kind: type[MPLinearKernel], group: int, zero_points: bool, dtype: str) -> Layout | None:
+    """Return the layout that reads back a small layer's random weights, and their scales and zero points."""
+    layouts = {MarlinLinearKernel: (MARLIN,), HummingLinearKernel: HUMMING}.get(kind, ())
+    if not layouts:
+        return None
+    inputs, outputs = max(256, group), 256
+    layer = dict(inputs=inputs, outputs=outputs, dtype=dtype, group_size=group, zero_points=zero_points)
+    linear = new_layer(layer, kind)
+    kernel = kernel_of_layer(linear)
+    assert isinstance(kernel, MPLinearKernel)
+    packed, scale, zero, *_ = kernel._get_weight_params(linear)
+    scales, int4 = scale.data.clone(), kernel.config.weight_type
+    codes = unpack_quantized_values_into_int32(packed.data, int4, 1).view(outputs, scales.shape[1], -1)
+    middle = torch.tensor(8) if zero is None else unpack_quantized_values_into_int32(zero.data, int4, 0)
+    codes = (codes - middle.to(codes.device)[..., None]).flatten(1)
+    try:
+        ready(linear)
+    except Exception:  # compiling a kernel fails in many ways; it is then not taken
+        return None
+    for layout in layouts:
+        packed, kept, zero = layout.tensors(kernel, linear)
+        ones = torch.ones_like(kept, dtype=torch.float32)
+        out = torch.empty(outputs, inputs, dtype=INT8, device=kept.device)
+        found = eight_bit_weights(packed, ones, zero, ones[0], out, layout.outputs_first)
+        if torch.equal(found.int(), codes) and torch.equal(in_order_of_outputs(kept).t(), scales):
+            return layout
+    return None
+
+
+def channel_scales(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    precision: torch.dtype,
+    outputs_first: bool,
 ) -> torch.Tensor:
     """Return the scales of 8-bit weights, float32 [outputs], by each channel's greatest weight."""
     groups, outputs = scale.shape
     inputs = packed.numel() * 8 // outputs
     ones = torch.ones_like(scale, dtype=torch.float32)
     out = _scratch(packed.device, inputs * outputs, INT8).view(outputs, inputs)
-    values = eight_bit_weights(packed, ones, zero, ones[0], out)  # value - zero, exactly
+    values = eight_bit_weights(packed, ones, zero, ones[0], out, outputs_first)  # value - zero, exactly
     most = values.view(outputs, groups, -1).abs().amax(2).float()
     greatest = (most * in_order_of_outputs(scale).float().abs().t()).amax(1)
     return torch.where(greatest > 0, greatest / GREATEST[precision], 1.0)
 
 
-class MarlinProduct:
+class GPUProduct:
     """Multiplies in 8 bit by the weights of a layer that ``kernel`` keeps in INT4."""
 
-    def __init__(self, kernel: MarlinLinearKernel) -> None:
+    def __init__(self, kernel: MPLinearKernel, layout: Layout) -> None:
         self._kernel = kernel
+        self._layout = layout
         self._precision = FP8 if current_platform.has_device_capability(BLACKWELL) else INT8
         self.precision = "FP8" if self._precision == FP8 else "INT8"
 
     def prepare(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the buffers that the layer's view needs, once its weights are packed."""
-        packed, scale, zero, *_ = self._kernel._get_weight_params(layer)
-        buffers = {}
-        if self._kernel.config.zero_points and zero is not None:
-            buffers[ZERO] = zeros_in_order_of_outputs(zero, *scale.shape)
-        buffers[CHANNEL_SCALE] = marlin_channel_scales(packed, scale, buffers.get(ZERO), self._precision)
+        packed, scale, zero = self._layout.tensors(self._kernel, layer)
+        outputs_first = self._layout.outputs_first
+        buffers = {CHANNEL_SCALE: channel_scales(packed, scale, zero, self._precision, outputs_first)}
+        if zero is not None:
+            buffers[ZERO] = zero
         if (bias := getattr(layer, "bias", None)) is not None:
             buffers[BIAS] = _permuted_back(bias, get_scale_perms()[1])
         return buffers
 
     def multiply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype; ``bias`` is the layer's."""
-        packed, scale, *_ = self._kernel._get_weight_params(layer)
+        weight, scale, _ = self._layout.names or (self._kernel.w_q_name, self._kernel.w_s_name, "")
         buffers = layer._buffers
-        bias = None if bias is None else buffers[BIAS]
-        out: torch.Tensor = torch.ops.flexquant.one_copy_marlin_linear(
-            x, packed, scale, buffers.get(ZERO), buffers[CHANNEL_SCALE], bias, self._precision
+        out: torch.Tensor = torch.ops.flexquant.one_copy_gpu_linear(
+            x,
+            getattr(layer, weight),
+            getattr(layer, scale),
+            buffers.get(ZERO),
+            buffers[CHANNEL_SCALE],
+            None if bias is None else buffers[BIAS],
+            self._precision,
+            self._layout.outputs_first,
         )
         return out
 
 
-@torch.library.impl(_library, "one_copy_marlin_linear", "CUDA")
-def one_copy_marlin_linear(
+@torch.library.impl(_library, "one_copy_gpu_linear", "CUDA")
+def one_copy_gpu_linear(
     x: torch.Tensor,
     packed: torch.Tensor,
     scale: torch.Tensor,
@@ -214,11 +319,12 @@ def one_copy_marlin_linear(
     channel_scale: torch.Tensor,
     bias: torch.Tensor | None,
     precision: torch.dtype,
+    outputs_first: bool,
 ) -> torch.Tensor:
     """Return [tokens, outputs] for ``x`` [tokens, inputs], quantised per token and multiplied in 8 bit."""
     outputs, inputs = scale.shape[1], x.shape[1]
     out = _scratch(x.device, inputs * outputs, precision).view(outputs, inputs)
-    weights = eight_bit_weights(packed, scale, zero, channel_scale, out)
+    weights = eight_bit_weights(packed, scale, zero, channel_scale, out, outputs_first)
     if precision == FP8:
         quantized, row = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
     else:
@@ -226,7 +332,7 @@ def one_copy_marlin_linear(
     return ops.cutlass_scaled_mm(quantized, weights.t(), row, channel_scale[:, None], x.dtype, bias)
 
 
-torch.library.register_fake("flexquant::one_copy_marlin_linear", output_shape, lib=_library)
+torch.library.register_fake("flexquant::one_copy_gpu_linear", output_shape, lib=_library)
 
 
 def _scratch(device: torch.device, weights: int, precision: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ import yaml
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy, parse_policy
 from flexquant.serving.kernels import trial
-from flexquant.serving.kernels.cpu_kernel_choice import sizes_by_variant, zentorch_problem
+from flexquant.serving.kernels.choice import sizes_by_variant, zentorch_problem
 from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.trial import find_fastest
 from flexquant.serving.vllm_api import _custom_ops  # noqa: F401 - loads torch.ops._C
@@ -62,7 +62,7 @@ def test_kernels_are_tried_with_the_sizes_that_the_policy_gives(policy, expected
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    return tmp_path / "flexquant" / "cpu_kernels"
+    return tmp_path / "flexquant" / "kernels"
 
 
 @pytest.mark.skipif(
