@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """INT8 and FP8 weights are computed from what Marlin and Humming keep.
 
-Marlin's is packed here by vLLM's own functions in Python, Humming's as its ``process.cuh`` does; on a GPU both
-are compared with what the kernels themselves keep.
+Marlin's is packed here by vLLM's own functions in Python, Humming's as its ``process.cuh`` does; a GPU
+compares both with what the kernels themselves keep.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     if precision == torch.float8_e4m3fn:
         channel = torch.exp2(channel.log2().ceil() + 4)  # weights that are no integers too
     out = torch.empty(outputs, inputs, dtype=precision, device=DEVICE)
-    found = gpu.eight_bit_weights(packed, permuted, zero, channel, out, kept.outputs_first).cpu()
-    exact = (codes * (scale.float() / channel.cpu())[:, None]).view(inputs, outputs)
+    found = gpu.eight_bit_weights(packed, permuted, zero, channel.reciprocal(), out, kept.outputs_first).cpu()
+    exact = (codes * (scale.float() * channel.reciprocal().cpu())[:, None]).view(inputs, outputs)
     nearest = exact.round().to(torch.int8) if precision == torch.int8 else exact.to(precision)
     assert torch.equal(found.t().float(), nearest.float())
 

@@ -14,7 +14,7 @@ import pytest
 from tests import programs
 
 CAPABILITIES = (80, 90)
-THREADS = 128
+THREADS = 64
 WEIGHTS = 64 * 128
 """Weights that one program of the kernel writes for groups of 128 inputs."""
 # vLLM for CPUs puts stand-ins in the place of Triton, whose compiler needs no GPU.
@@ -28,8 +28,8 @@ from triton.compiler import ASTSource
 from flexquant.serving.worker.one_copy.gpu import _int4_to_8_bit as kernel
 
 names = kernel.arg_names
-types = dict(packed="*i32", scale="*bf16", zero="*i8", channel_scale="*fp32", out="*i8")
-types |= dict.fromkeys(("outputs", "inputs", "group"), "i32")
+types = dict(packed="*i32", scale="*bf16", zero="*i8", inverse="*fp32", out="*i8")
+types |= dict.fromkeys(("outputs", "inputs", "group", "integer_bits"), "i32")
 found = {}
 for capability in CAPABILITIES:
     for zero in (False, True):
@@ -41,7 +41,7 @@ for capability in CAPABILITIES:
             attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
         )
         target = GPUTarget("cuda", capability, 32)
-        options = dict(enable_fp_fusion=False, num_warps=4)
+        options = dict(enable_fp_fusion=False, num_warps=2)
         found[f"{capability} {zero}"] = triton.compile(source, target, options).asm["ptx"]
 print(json.dumps(found))
 """
@@ -64,7 +64,7 @@ def test_the_kernel_rounds_as_its_reference_and_reads_each_word_once(
 ) -> None:
     found = instructions[f"{capability} {zeros}"]
     divisions = {name for name in found if name.startswith("div.") and name.endswith("f32")}
-    assert divisions == {"div.rn.f32"}, "a quick division rounds otherwise"
+    assert not divisions, "one takes as long as several weights"
     assert not any(name.startswith("fma.") for name in found), (
         "it rounds once where the reference rounds twice"
     )
@@ -72,4 +72,4 @@ def test_the_kernel_rounds_as_its_reference_and_reads_each_word_once(
     assert found["ld.global.v4.b32"] * THREADS * 32 == WEIGHTS
     assert {name for name in found if name.startswith("st.global")} == {"st.global.v4.b32"}
     assert found["st.global.v4.b32"] * THREADS * 16 == WEIGHTS
-    assert found.total() * THREADS < 16 * WEIGHTS, "more than 16 instructions a weight"
+    assert found.total() * THREADS < 11 * WEIGHTS, "more than 11 instructions a weight"

@@ -160,7 +160,7 @@ def one_copy_linear(
 
     ``x`` is quantised per token. The INT4 weights are rounded to INT8 with the scales ``channel_scale``.
     """
-    ratio = (scale.float() / channel_scale).contiguous()
+    ratio = (scale.float() * channel_scale.reciprocal()).contiguous()
     weights = _int8_weights(packed, ratio, _zeros(zero, scale), x.shape[1], Layout(block, in_halves))
     quantized, row, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
     bias = None if bias is None else bias.float()
@@ -177,10 +177,9 @@ def one_copy_linear(
 
 
 @torch.library.register_fake("flexquant::one_copy_linear", lib=_library)
-def output_shape(
+def _output_shape(
     x: torch.Tensor, packed: object, scale: object, zero: object, channel_scale: torch.Tensor, *_: object
 ) -> torch.Tensor:
-    """Return memory for the outputs, on a CPU or (`marlin`) a GPU."""
     return x.new_empty((x.shape[0], channel_scale.shape[0]))
 
 

@@ -32,10 +32,10 @@ from flexquant.serving.vllm_api import (
     unpack_quantized_values_into_int32,
 )
 from flexquant.serving.vllm_api import _custom_ops as ops
-from flexquant.serving.worker.one_copy.cpu import CHANNEL_SCALE, output_shape
+from flexquant.serving.worker.one_copy.cpu import CHANNEL_SCALE
 
-ZERO, BIAS = "flexquant_zero", "flexquant_bias"
-"""Names of further buffers of a layer: int8 [groups, outputs], and [outputs] in their order."""
+ZERO, INVERSE, BIAS = "flexquant_zero", "flexquant_inverse_scale", "flexquant_bias"
+"""Names of further buffers of a layer: int8 [groups, outputs], and twice [outputs], in their order."""
 MOST_INPUTS = 128
 """Largest number of inputs of the weights that one program of the kernel writes; it has 64 outputs."""
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -46,13 +46,14 @@ ROUNDS = tl.constexpr(12582912.0)
 """Added to a small float32, it rounds to the nearest integer, ties to even: the low byte of its bits."""
 INTEGERS = tl.constexpr(8388608.0)
 """2 to the 23rd: from here to twice that, the low bits of a float32 are what it has above this number."""
-INTEGER_BITS = tl.constexpr(0x4B000000)
+INTEGER_BITS = 0x4B000000
+"""The bits of that number. The kernel gets them as an argument: one instruction takes one constant."""
 
 _memory: dict[torch.device, torch.Tensor] = {}
 _library = torch.library.Library("flexquant", "FRAGMENT")
 _library.define(
-    "one_copy_gpu_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor channel_scale, "
-    "Tensor? bias, ScalarType precision, bool outputs_first) -> Tensor"
+    "one_copy_gpu_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor inverse, "
+    "Tensor channel_scale, Tensor? bias, ScalarType precision, bool outputs_first) -> Tensor"
 )
 
 
@@ -96,11 +97,12 @@ def _int4_to_8_bit(  # type: ignore[no-untyped-def]  # Triton tells the types it
     packed,
     scale,
     zero,
-    channel_scale,
+    inverse,
     out,
     outputs,
     inputs,
     group,
+    integer_bits,
     is_grouped: tl.constexpr,
     has_zero: tl.constexpr,
     is_integer: tl.constexpr,
@@ -125,19 +127,19 @@ def _int4_to_8_bit(  # type: ignore[no-untyped-def]  # Triton tells the types it
         else:
             place = n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 8 * 2 + n % 2
         ratio = tl.load(scale + of_group + place).to(tl.float32)
-        ratio = tl.div_rn(ratio, tl.load(channel_scale + n))
+        ratio = ratio * tl.load(inverse + n)
         if has_zero:
-            middle = tl.load(zero + of_group + n).to(tl.float32) + INTEGERS
+            middle = tl.load(zero + of_group + n).to(tl.float32)
         else:
-            middle = tl.full([1, 8, 1, 4], 8 + INTEGERS, tl.float32)
+            middle = tl.full([1, 8, 1, 4], 8, tl.float32)
         lower, upper = (half * 2, half * 2 + 1) if outputs_first else (half, half + 2)
         even = tl.join(
-            _weight(word, lower, middle, ratio, is_integer, out.dtype.element_ty),
-            _weight(word, upper, middle, ratio, is_integer, out.dtype.element_ty),
+            _weight(word, lower, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
+            _weight(word, upper, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
         )
         odd = tl.join(
-            _weight(word, lower + 4, middle, ratio, is_integer, out.dtype.element_ty),
-            _weight(word, upper + 4, middle, ratio, is_integer, out.dtype.element_ty),
+            _weight(word, lower + 4, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
+            _weight(word, upper + 4, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
         )
         # From [tile, output % 8, pair, output // 16, upper half of 16 inputs, odd] to [outputs, inputs].
         weights = tl.permute(tl.join(even, odd), (1, 3, 0, 4, 2, 5))
@@ -148,11 +150,18 @@ def _int4_to_8_bit(  # type: ignore[no-untyped-def]  # Triton tells the types it
 
 @triton.jit
 def _weight(  # type: ignore[no-untyped-def]
-    word, place: tl.constexpr, middle, ratio, is_integer: tl.constexpr, dtype: tl.constexpr
+    word, place: tl.constexpr, middle, ratio, integer_bits, is_integer: tl.constexpr, dtype: tl.constexpr
 ):
-    """Return the 8-bit weights of one of a word's eight places, without a conversion between types."""
-    value = (((word >> (4 * place)) & 15) | INTEGER_BITS).to(tl.float32, bitcast=True)
-    exact = (value - middle) * ratio
+    """Return the 8-bit weights of one of a word's eight places, without a conversion between types.
+
+    The place stays where it is in the word, so a weight has the factor 16 to the place, and its ratio the
+    inverse: both are exact. Places from 5 on would reach into the exponent.
+    """
+    if place > 4:
+        word = word >> 12
+    at: tl.constexpr = place - 3 if place > 4 else place
+    value = ((word & (15 << (4 * at))) | integer_bits).to(tl.float32, bitcast=True)
+    exact = (value - (middle * (1 << (4 * at)) + INTEGERS)) * (ratio * (1.0 / (1 << (4 * at))))
     if is_integer:
         return (exact + ROUNDS).to(tl.int32, bitcast=True).to(tl.int8)
     return exact.to(dtype)
@@ -162,16 +171,17 @@ def eight_bit_weights(
     packed: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor | None,
-    channel_scale: torch.Tensor,
+    inverse: torch.Tensor,
     out: torch.Tensor,
     outputs_first: bool,
 ) -> torch.Tensor:
     """Write the weights into ``out`` [outputs, inputs], in INT8 or FP8, and return it.
 
     ``packed`` int32 [inputs / 16, outputs * 2] and ``scale`` [groups, outputs] are as the kernel keeps them,
-    ``zero`` [groups, outputs] and ``channel_scale`` float32 [outputs] are in the order of outputs. In INT8 a
-    weight is (value - zero) * (scale / channel_scale), each operation rounded to the nearest float32, and
-    then to the nearest integer, ties to even: a fused multiply-add, which rounds once, would differ.
+    ``zero`` [groups, outputs] and ``inverse`` float32 [outputs], of the scales of 8-bit weights, are in the
+    order of outputs. In INT8 a weight is (value - zero) * (scale * inverse), each operation rounded to the
+    nearest float32, and then to the nearest integer, ties to even: a fused multiply-add, which rounds once,
+    would differ.
     """
     outputs, inputs = out.shape
     group = inputs // len(scale)
@@ -180,17 +190,18 @@ def eight_bit_weights(
         packed,
         scale,
         scale if zero is None else zero,
-        channel_scale,
+        inverse,
         out,
         outputs,
         inputs,
         group,
+        INTEGER_BITS,
         is_grouped=len(scale) > 1,
         has_zero=zero is not None,
         is_integer=out.dtype == INT8,
         outputs_first=outputs_first,
         tiles=tiles,
-        num_warps=max(1, tiles // 2),
+        num_warps=max(1, tiles // 4),
         enable_fp_fusion=False,
     )
     return out
@@ -286,7 +297,8 @@ class GPUProduct:
         """Return the buffers that the layer's view needs, once its weights are packed."""
         packed, scale, zero = self._layout.tensors(self._kernel, layer)
         outputs_first = self._layout.outputs_first
-        buffers = {CHANNEL_SCALE: channel_scales(packed, scale, zero, self._precision, outputs_first)}
+        channel_scale = channel_scales(packed, scale, zero, self._precision, outputs_first)
+        buffers = {CHANNEL_SCALE: channel_scale, INVERSE: channel_scale.reciprocal()}
         if zero is not None:
             buffers[ZERO] = zero
         if (bias := getattr(layer, "bias", None)) is not None:
@@ -302,6 +314,7 @@ class GPUProduct:
             getattr(layer, weight),
             getattr(layer, scale),
             buffers.get(ZERO),
+            buffers[INVERSE],
             buffers[CHANNEL_SCALE],
             None if bias is None else buffers[BIAS],
             self._precision,
@@ -316,6 +329,7 @@ def one_copy_gpu_linear(
     packed: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor | None,
+    inverse: torch.Tensor,
     channel_scale: torch.Tensor,
     bias: torch.Tensor | None,
     precision: torch.dtype,
@@ -324,7 +338,7 @@ def one_copy_gpu_linear(
     """Return [tokens, outputs] for ``x`` [tokens, inputs], quantised per token and multiplied in 8 bit."""
     outputs, inputs = scale.shape[1], x.shape[1]
     out = _scratch(x.device, inputs * outputs, precision).view(outputs, inputs)
-    weights = eight_bit_weights(packed, scale, zero, channel_scale, out, outputs_first)
+    weights = eight_bit_weights(packed, scale, zero, inverse, out, outputs_first)
     if precision == FP8:
         quantized, row = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
     else:
@@ -332,7 +346,9 @@ def one_copy_gpu_linear(
     return ops.cutlass_scaled_mm(quantized, weights.t(), row, channel_scale[:, None], x.dtype, bias)
 
 
-torch.library.register_fake("flexquant::one_copy_gpu_linear", output_shape, lib=_library)
+@torch.library.register_fake("flexquant::one_copy_gpu_linear", lib=_library)
+def _output_shape(x: torch.Tensor, packed: object, scale: torch.Tensor, *_: object) -> torch.Tensor:
+    return x.new_empty((x.shape[0], scale.shape[1]))
 
 
 def _scratch(device: torch.device, weights: int, precision: torch.dtype) -> torch.Tensor:
