@@ -173,10 +173,10 @@ def compare(
         client = start_client(server.url, lineup.policies, output, on_gpu, gate, logs, key)
         stack.callback(client.stop, STOP_SECONDS)
         try:
-            server.wait_until_ready(seconds * START_SHARE)
+            told = server.wait_until_ready(seconds * START_SHARE)
         except ServerError as e:
             return Outcome(FAILED, str(e))
-        print(f"   {shape}: the server is ready after {time.monotonic() - began:.0f} s", flush=True)
+        print(f"   {shape} is ready: {told}", flush=True)
         if tests is not None:
             wait_for(tests, min(began + seconds * START_SHARE, time.monotonic() + TESTS_SECONDS))
             tests.stop(STOP_SECONDS)

@@ -249,12 +249,12 @@ def measure(proof: Proof, options: list[str], seconds: float) -> Outcome:
 
 
 STEPS = (
-    Step("kernels of one copy", 100, functools.partial(kernels, "one-copy")),
-    Step("kernels of one copy at a large shape", 80, kernels_at_large_shape),
-    Step("policies at a large shape", 290, policies),
-    Step("first token, V2 runner", 100, functools.partial(first_token, "V2")),
-    Step("w4a16 by vLLM's choice", 170, w4a16_by_vllms_choice),
-    Step("tests", 160, tests_together),
+    Step("kernels of one copy", 90, functools.partial(kernels, "one-copy")),
+    Step("kernels of one copy at a large shape", 65, kernels_at_large_shape),
+    Step("policies at a large shape", 330, policies),
+    Step("first token, V2 runner", 110, functools.partial(first_token, "V2")),
+    Step("w4a16 by vLLM's choice", 190, w4a16_by_vllms_choice),
+    Step("tests", 115, tests_together),
     Step("first token, V1 runner", 90, functools.partial(first_token, "V1")),
     Step("tests with the GPU for themselves", 310, tests_alone),
     Step("kernels", 100, functools.partial(kernels, "rivals")),

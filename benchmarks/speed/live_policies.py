@@ -75,6 +75,7 @@ def compare_live_policies(args: argparse.Namespace) -> None:
         try:
             if args.gate is not None:
                 client.call([], SECONDS)
+                print(f"waits for {args.gate.name}", flush=True)
                 wait_for_file(args.gate)
             model, folder = served_model(url)
             for number in range(effort.max_rounds):
