@@ -48,7 +48,10 @@ TESTS_SECONDS = 40.0
 """Most seconds that a started server waits for the tests beside it."""
 STOP_SECONDS = 5.0
 """Seconds in which a process has to end before it is killed."""
-SERVER_PID = "server.pid"
+LONGEST_REASON = 600
+"""Most characters of why a server failed; its log says more."""
+GROUPS = "live.pids"
+"""File with the process groups of the server and its client while they run, as `kill` takes them."""
 
 
 class Lineup(NamedTuple):
@@ -135,7 +138,8 @@ def compare_first(
         found = compare(shape, lineup, output, work, on_gpu, left, tests)
         names = ", ".join(Path(policy).stem for policy in lineup.policies)
         kernels = "".join(f", {variant} by {family}" for variant, family in lineup.kernels.items())
-        said = f"failed: {found.note}" if found.state == FAILED else "FULL graphs" if on_gpu else "eager"
+        failed = f"failed: {' '.join(found.note.split())[-LONGEST_REASON:]}"
+        said = failed if found.state == FAILED else "FULL graphs" if on_gpu else "eager"
         notes.append(f"{shape}: {SHAPES[shape].layers} layers, dummy weights, {names}{kernels}, {said}")
         if found.state != FAILED:
             break
@@ -163,15 +167,16 @@ def compare(
     )
     logs = work / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    gate, pid = logs.absolute() / "live.gate", output.with_name(SERVER_PID)
+    gate, groups = logs.absolute() / "live.gate", output.with_name(GROUPS)
     gate.unlink(missing_ok=True)
     with contextlib.ExitStack() as stack:
-        server = Server(subject, folder, server_options(shape, lineup, on_gpu), on_gpu, logs / "live.log")
-        stack.callback(pid.unlink, missing_ok=True)
+        log = logs / f"live-{shape}-{len(lineup.policies)}-policies.log"
+        server = Server(subject, folder, server_options(shape, lineup, on_gpu), on_gpu, log)
+        stack.callback(groups.unlink, missing_ok=True)
         stack.callback(server.processes.stop, STOP_SECONDS)
-        pid.write_text(f"{server.processes.pid}\n", encoding="utf-8")
         client = start_client(server.url, lineup.policies, output, on_gpu, gate, logs, key)
         stack.callback(client.stop, STOP_SECONDS)
+        groups.write_text(f"-{server.processes.pid} -{client.pid}\n", encoding="utf-8")
         try:
             told = server.wait_until_ready(seconds * START_SHARE)
         except ServerError as e:

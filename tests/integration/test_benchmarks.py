@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 
 from benchmarks import own_cost
 from benchmarks.__main__ import main
-from benchmarks.proof.live import SERVER_PID
+from benchmarks.proof.live import GROUPS
 from benchmarks.proof.outcomes import SKIPPED, read_outcomes
 from benchmarks.proof.proving import STEPS
 from benchmarks.proof.report import PROOF, read_found
@@ -204,7 +204,7 @@ def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> 
     with_w4a8, without = steps["policies at a large shape"]["note"].split("; tiny: ")
     assert ", w4a8-fp8, phase-batch, failed: " in with_w4a8
     assert without.endswith("w8a8, w4a16, one-copy, phase-batch, eager")
-    assert not (output / SERVER_PID).exists()
+    assert not (output / GROUPS).exists()
     proof = (output / PROOF).read_text()
     assert proof in done.stdout
     assert "\n! kernel     w4a16: " in proof or "\n  kernel     w4a16: " in proof
