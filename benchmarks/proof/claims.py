@@ -134,27 +134,25 @@ def _kernel(cells: Sequence[Cell], where: str) -> Verdict:
 
     Quartiles tell whether they differ.
     """
-    parts: dict[int, dict[str, list[tuple[float, ...]]]] = {}
-    for by_tokens in kernel_results(cells).values():
+    parts: dict[int, dict[str, dict[str, tuple[float, ...]]]] = {}
+    for (layer, *_), by_tokens in kernel_results(cells).items():
         for tokens, schemes in by_tokens.items():
             for scheme, found in schemes.items():
                 if tokens >= MANY_TOKENS and "microseconds" in found:
                     ends = (found["microseconds"], *found["microseconds_quartiles"])
-                    parts.setdefault(tokens, {}).setdefault(scheme, []).append(ends)
+                    parts.setdefault(tokens, {}).setdefault(scheme, {})[layer] = ends
     said, sooner, later = [], [], []
     for tokens, by_scheme in sorted(parts.items()):
-        copied = by_scheme.pop("one-copy", [])
+        copied = by_scheme.pop("one-copy", {})
         rivals = {
-            scheme: [sum(ends) for ends in zip(*linears, strict=True)]
+            scheme: [sum(ends) for ends in zip(*linears.values(), strict=True)]
             for scheme, linears in by_scheme.items()
-            if scheme.partition("@")[0] == "w4a16" and len(linears) == len(copied)
+            if scheme.partition("@")[0] == "w4a16" and linears.keys() == copied.keys()
         }
         if rivals:
             rival = min(rivals, key=rivals.__getitem__)
-            (middle, low, high), (other, least, most) = (
-                [sum(ends) for ends in zip(*copied, strict=True)],
-                rivals[rival],
-            )
+            middle, low, high = (sum(ends) for ends in zip(*copied.values(), strict=True))
+            other, least, most = rivals[rival]
             said.append(f"{tokens} tokens: {middle:.0f} µs against {other:.0f} µs (`{rival}`)")
             sooner.append(high < least)
             later.append(low > most)
