@@ -189,16 +189,12 @@ def _beside_vllms_choice(live: Measured, rival: Measured) -> Iterator[Verdict]:
     def compared(policy: str, metric: Metric, at_once: bool) -> Ratios:
         found = []
         for workload, own in live.items():
-            others = rival.get(workload, {})
-            if (
-                (workload.most_at_once > 1) == at_once
-                and policy in own
-                and {"w8a8", "w4a16"} <= others.keys()
-            ):
-                ours = paired_ratios(own[policy], own["w8a8"], metric)
-                theirs = paired_ratios(others["w4a16"], others["w8a8"], metric)
-                if both := [a / b for a, b in zip(ours, theirs, strict=False)]:
-                    found.append((f"{workload.name}, `{policy}` / vLLM's `w4a16`", compare(both)))
+            if workload not in rival or policy not in own or (workload.most_at_once > 1) != at_once:
+                continue
+            ours = paired_ratios(own[policy], own["w8a8"], metric)
+            theirs = paired_ratios(rival[workload]["w4a16"], rival[workload]["w8a8"], metric)
+            if both := [a / b for a, b in zip(ours, theirs, strict=False)]:
+                found.append((f"{workload.name}, `{policy}` / vLLM's `w4a16`", compare(both)))
         return found
 
     vllms = "W4A16 by the kernel that stock vLLM takes"

@@ -186,10 +186,10 @@ def w4a16_by_vllms_choice(proof: Proof, seconds: float) -> Outcome:
     """Compare the static variants at the shape that the step of policies took, or the largest that fits."""
     shape = shape_of(read_document(proof.output / LIVE_POLICIES))
     if shape not in SHAPES:
-        found = tries(free_gib()) if proof.on_gpu else [("tiny", None)]
-        if not found:
+        shapes = [shape for shape, _ in tries(free_gib())] if proof.on_gpu else ["tiny"]
+        if not shapes:
             return Outcome(FAILED, "the GPU's free memory holds no shape")
-        shape = found[0][0]
+        shape = shapes[0]
     output = proof.output / RIVAL_POLICIES
     return compare_by_vllms_choice(output, shape, proof.model.work, proof.on_gpu, seconds)
 

@@ -222,6 +222,6 @@ def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> 
         assert {len(rounds) for of_policies in cells_of.values() for rounds in of_policies.values()} == {1}
     assert len(found.large) == 1
     measured = [claim for claim in claims if "not measured" not in claim and "not run" not in claim]
-    assert sum("too few rounds" in claim for claim in measured) == 10
+    assert sum("too few rounds" in claim for claim in measured) == 13
     again = programs.run(command, timeout=300, environment=programs.newcomers_environment())
     assert "== " not in again.stdout, "everything is done already"
