@@ -145,10 +145,10 @@ def interval(of_rounds: Sequence[float]) -> str:
     return f"{found.ratio:.2f} ({found.low:.2f}–{found.high:.2f})"
 
 
-def gpu_live() -> str:
+def gpu_live(folder: Path = H200_32B) -> str:
     """Return policies over static W8A8 on a live server of the 32 B shape, and on a second one if any."""
     servers = {"": LIVE_POLICIES, " by vLLM's choice": RIVAL_POLICIES}
-    cells = {kernel: read_document(H200_32B / file).get("cells", {}) for kernel, file in servers.items()}
+    cells = {kernel: read_document(folder / file).get("cells", {}) for kernel, file in servers.items()}
     rows = [
         [f"`{w}`", f"`{policy}`{kernel}", *(interval(ratios(found, policy, m)) for m in LATENCIES)]
         for w in cells[""]

@@ -34,6 +34,7 @@ from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, VARIABLE
 from benchmarks.proof.proving import KERNELS, MINIATURE_KERNELS, STEPS
 from benchmarks.proof.report import LARGE, LIVE_POLICIES, PROOF, RIVAL_POLICIES, read_found, write_proof
 from benchmarks.proof.steps import DONE, OUT_OF_TIME, Outcome, append_step, read_steps, run_bounded
+from benchmarks.readme_tables import gpu_live
 from benchmarks.speed.command_line import choose_settings, make_parser
 from benchmarks.speed.results import Results
 from benchmarks.speed.shapes import SHAPES
@@ -325,6 +326,9 @@ def test_a_second_server_counts_if_it_had_the_same_shape(tmp_path: Path) -> None
     assert len(read_found(folder).large) == 1
     text = write_proof(folder, {}).read_text()
     assert text.count("| `w4a8-fp8` | 1: ") == 2
+    in_page = [row.split(" | ")[1] for row in gpu_live(folder).splitlines()[2:]]
+    first = ["`w4a16`", "`w4a8-fp8`", "`phase-batch`"]
+    assert in_page == [*first, *(f"{name} by vLLM's choice" for name in first)]
 
 
 def test_steps_are_written_as_they_end_and_commands_end_in_their_time(tmp_path: Path) -> None:
