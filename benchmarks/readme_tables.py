@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.generation.results import table as answers_table
+from benchmarks.proof.report import LIVE_POLICIES, RIVAL_POLICIES, read_document
 from benchmarks.result import markdown
 from benchmarks.speed.comparing import compare_beside, paired_ratios, pairs, second_server
 from benchmarks.speed.live_policies import ratios
@@ -31,6 +32,7 @@ RESULTS = ROOT / "benchmarks/results"
 PAGES = sorted((ROOT / "benchmarks").glob("*.md"))
 BLOCK = re.compile(r"(<!-- from results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 H100 = RESULTS / "llama-3.1-8b-h100"
+H200_32B = RESULTS / "qwen2.5-32b-h200"
 RUNS_ON_CPUS = (
     *("smollm2-135m-avx512", "smollm2-135m-avx512-stock", "1.5b-avx512", "1.5b-avx512-stock", "0.5b-avx512"),
     *("0.5b-avx512-stock", "1.5b-zen4", "1.5b-zen4-w4a8", "1.5b-zen4-again", "0.5b-zen4", "smollm2-135m-cpu"),
@@ -143,12 +145,15 @@ def interval(of_rounds: Sequence[float]) -> str:
     return f"{found.ratio:.2f} ({found.low:.2f}–{found.high:.2f})"
 
 
-def gpu_live() -> str:
-    """Return policies over static W8A8 on a live server of the 32 B shape."""
-    cells = read("qwen2.5-32b-h200/policies.json")["cells"]
+def gpu_live(folder: Path = H200_32B) -> str:
+    """Return policies over static W8A8 on a live server of the 32 B shape, and on a second one if any."""
+    servers = {"": LIVE_POLICIES, " by vLLM's choice": RIVAL_POLICIES}
+    cells = {kernel: read_document(folder / file).get("cells", {}) for kernel, file in servers.items()}
     rows = [
-        [f"`{w}`", f"`{policy}`", *(interval(ratios(found, policy, metric)) for metric in LATENCIES)]
-        for w, found in cells.items()
+        [f"`{w}`", f"`{policy}`{kernel}", *(interval(ratios(found, policy, m)) for m in LATENCIES)]
+        for w in cells[""]
+        for kernel, of_server in cells.items()
+        if (found := of_server.get(w, {}))
         for policy in list(found)[1:]
     ]
     return markdown(["requests", "policy", "TTFT", "TPOT"], rows)

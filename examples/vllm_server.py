@@ -116,10 +116,22 @@ class ProcessGroup:
     the group cannot reach another program.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        directory: Path | None = None,
+    ) -> None:
+        """Start ``command`` in ``directory``, by default the current one."""
         with open(log, "w") as out:
             self._process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=directory,
+                start_new_session=True,
             )
         self._lock = threading.Lock()
 

@@ -15,7 +15,7 @@ from benchmarks.speed.results import Cell
 from benchmarks.speed.subjects import FLEXQUANT
 from benchmarks.speed.tables import METRICS, by_workload, decode_ms, kernel_results, prefill_ms
 from benchmarks.speed.workloads import Workload
-from flexquant.evaluation.comparison import FEWEST_ROUNDS, Comparison
+from flexquant.evaluation.comparison import FEWEST_ROUNDS, Comparison, compare
 
 SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown", "contradicted"
 CLOSE = 1.03
@@ -62,21 +62,29 @@ class Found(NamedTuple):
     """Runner -> prompt -> what benchmarks.proof.first_token wrote."""
     live: Mapping[str, Mapping[str, Sequence[dict[str, Any]]]]
     """Workload -> policy -> the result of every round, as `benchmarks policies` wrote them."""
+    rival: Mapping[str, Mapping[str, Sequence[dict[str, Any]]]] = {}
+    """The same of a second server of the same shape, whose W4A16 has the kernel that stock vLLM takes."""
+    large: Sequence[Cell] = ()
+    """Cells of kernels at the shape of a large model."""
 
 
 def judge(found: Found) -> dict[str, list[Verdict]]:
     """Return the verdicts on all claims, by question."""
-    live: Measured = {
-        Workload.parse(name): {policy: dict(enumerate(rounds)) for policy, rounds in policies.items()}
-        for name, policies in found.live.items()
-    }
+    live, rival = _measured(found.live), _measured(found.rival)
     serving = by_workload(found.cells, "serving")
     return {
         FIRST_TOKEN: list(_first_tokens(found.first_tokens)),
-        LIVE: list(_by_phase(live, "phase-batch")),
-        COPY: [_kernel(found.cells)],
+        LIVE: [*_by_phase(live, "phase-batch"), *_beside_vllms_choice(live, rival)],
+        COPY: [_kernel(found.cells, "the model's shape"), _kernel(found.large, "a large model's shape")],
         TESTS: list(_tested(found.outcomes)),
         SERVERS: [*_by_phase(serving, ROUTED), _one_copy(serving)],
+    }
+
+
+def _measured(live: Mapping[str, Mapping[str, Sequence[dict[str, Any]]]]) -> Measured:
+    return {
+        Workload.parse(name): {policy: dict(enumerate(rounds)) for policy, rounds in policies.items()}
+        for name, policies in live.items()
     }
 
 
@@ -121,30 +129,38 @@ def _first_tokens(by_runner: Mapping[str, Any]) -> Iterator[Verdict]:
             yield Verdict(claim, verdict, "; ".join(said) or "not measured")
 
 
-def _kernel(cells: Sequence[Cell]) -> Verdict:
-    """Return the verdict on a decoder layer's linears together; quartiles tell whether they differ."""
-    ends: dict[int, dict[str, list[float]]] = {}
-    for by_tokens in kernel_results(cells).values():
+def _kernel(cells: Sequence[Cell], where: str) -> Verdict:
+    """Return the verdict on a decoder layer's linears together, beside W4A16 by its fastest kernel.
+
+    Quartiles tell whether they differ.
+    """
+    parts: dict[int, dict[str, dict[str, tuple[float, ...]]]] = {}
+    for (layer, *_), by_tokens in kernel_results(cells).items():
         for tokens, schemes in by_tokens.items():
-            for scheme in ("one-copy", "w4a16"):
-                if tokens >= MANY_TOKENS and "microseconds" in schemes.get(scheme, {}):
-                    middle, (low, high) = (
-                        schemes[scheme][key] for key in ("microseconds", "microseconds_quartiles")
-                    )
-                    sums = ends.setdefault(tokens, {}).setdefault(scheme, [0.0, 0.0, 0.0])
-                    ends[tokens][scheme] = [a + b for a, b in zip(sums, (middle, low, high), strict=True)]
-    both = {tokens: found for tokens, found in sorted(ends.items()) if len(found) == 2}
-    verdict = NOT_SHOWN
-    if any(found["one-copy"][1] > found["w4a16"][2] for found in both.values()):
-        verdict = CONTRADICTED
-    elif both and all(found["one-copy"][2] < found["w4a16"][1] for found in both.values()):
-        verdict = SHOWN
-    said = "; ".join(
-        f"{tokens} tokens: {found['one-copy'][0]:.0f} µs against {found['w4a16'][0]:.0f} µs"
-        for tokens, found in both.items()
+            for scheme, found in schemes.items():
+                if tokens >= MANY_TOKENS and "microseconds" in found:
+                    ends = (found["microseconds"], *found["microseconds_quartiles"])
+                    parts.setdefault(tokens, {}).setdefault(scheme, {})[layer] = ends
+    said, sooner, later = [], [], []
+    for tokens, by_scheme in sorted(parts.items()):
+        copied = by_scheme.pop("one-copy", {})
+        rivals = {
+            scheme: [sum(ends) for ends in zip(*linears.values(), strict=True)]
+            for scheme, linears in by_scheme.items()
+            if scheme.partition("@")[0] == "w4a16" and linears.keys() == copied.keys()
+        }
+        if rivals:
+            rival = min(rivals, key=rivals.__getitem__)
+            middle, low, high = (sum(ends) for ends in zip(*copied.values(), strict=True))
+            other, least, most = rivals[rival]
+            said.append(f"{tokens} tokens: {middle:.0f} µs against {other:.0f} µs (`{rival}`)")
+            sooner.append(high < least)
+            later.append(low > most)
+    verdict = CONTRADICTED if any(later) else SHOWN if said and all(sooner) else NOT_SHOWN
+    claim = (
+        f"from {MANY_TOKENS} tokens on, INT8 from one copy multiplies a layer sooner than W4A16, at {where}"
     )
-    claim = f"from {MANY_TOKENS} tokens on, INT8 from one copy multiplies a layer sooner than W4A16"
-    return Verdict(claim, verdict, said or "not measured")
+    return Verdict(claim, verdict, "; ".join(said) or "not measured")
 
 
 def _by_phase(measured: Measured, routed: str) -> Iterator[Verdict]:
@@ -164,6 +180,30 @@ def _by_phase(measured: Measured, routed: str) -> Iterator[Verdict]:
     for static in ("w8a8", "w4a16"):
         ratios = _compare(several, [(routed, static)], rate)
         yield _faster(f"a batch makes more tokens a second than under static {static.upper()}", ratios)
+
+
+def _beside_vllms_choice(live: Measured, rival: Measured) -> Iterator[Verdict]:
+    """Yield verdicts on policies beside the W4A16 of a second server; W8A8, which both have, relates them."""
+    per_token, rate = (METRICS[name][0] for name in ("TPOT ms", "tokens/s"))
+
+    def compared(policy: str, metric: Metric, at_once: bool) -> Ratios:
+        found = []
+        for workload, own in live.items():
+            if workload not in rival or policy not in own or (workload.most_at_once > 1) != at_once:
+                continue
+            ours = paired_ratios(own[policy], own["w8a8"], metric)
+            theirs = paired_ratios(rival[workload]["w4a16"], rival[workload]["w8a8"], metric)
+            if both := [a / b for a, b in zip(ours, theirs, strict=False)]:
+                found.append((f"{workload.name}, `{policy}` / vLLM's `w4a16`", compare(both)))
+        return found
+
+    vllms = "W4A16 by the kernel that stock vLLM takes"
+    yield _no_slower(
+        f"one sequence is decoded at the pace of {vllms}", compared("phase-batch", per_token, False)
+    )
+    yield _faster(f"a batch makes more tokens a second than {vllms}", compared("phase-batch", rate, True))
+    claim = f"INT8 from one copy of INT4 weights prefills a batch sooner than {vllms}"
+    yield _sooner(claim, compared("one-copy", prefill_ms, True))
 
 
 def _one_copy(serving: Measured) -> Verdict:

@@ -174,10 +174,10 @@ def chosen_engine(folder: Path, variant: str, runner: str | None, tokens: Sequen
         return
     import pytest
 
-    from tests.gpu import conftest, interpreter, software_graphs
+    from tests.gpu import conftest, software_graphs
 
     if runner not in conftest.RUNNERS_HERE:
-        chosen = "TRITON_INTERPRET=1" if not interpreter.IS_CHOSEN else "no TRITON_INTERPRET"
+        chosen = "TRITON_INTERPRET=1" if not conftest.INTERPRETED else "no TRITON_INTERPRET"
         raise SystemExit(f"vLLM's {runner} runner needs {chosen} in the environment; start it so again")
     from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 

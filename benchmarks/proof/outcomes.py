@@ -19,7 +19,7 @@ import pytest
 
 VARIABLE = "FLEXQUANT_OUTCOMES"
 PASSED, FAILED, SKIPPED, NOT_RUN = "passed", "failed", "skipped", "not run"
-FIRST = ("FULL-by-size", "test_tune.py")
+FIRST = ("FULL-by-size", "test_tune.py", "serves_in_int8")
 """Parts of the names of tests to run first: these have not passed on a GPU yet."""
 LONGEST_REASON = 2000
 

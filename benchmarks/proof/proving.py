@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The steps of a proof in the order of what they are worth, each within its own time.
 
-The first five answer, within ten minutes, the questions that matter. Whatever a step finds is written as it
-is found, and the report after every step, so a proof that is cut off leaves what it answered. The same
+The first six answer, within fifteen minutes, the questions that matter. Whatever a step finds is written as
+it is found, and the report after every step, so a proof that is cut off leaves what it answered. The same
 command started again goes on where it stopped. On a CPU all steps run in miniature.
 """
 
@@ -15,21 +15,25 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.proof.claims import QUESTIONS, judge
 from benchmarks.proof.gpu import driver_problem, fitting, free_gib, server_gib, serving_options
-from benchmarks.proof.live import VARIANTS, compare_on_a_large_shape
+from benchmarks.proof.live import VARIANTS, compare_by_vllms_choice, compare_on_a_large_shape, tries
 from benchmarks.proof.outcomes import NOT_RUN, VARIABLE, read_outcomes
 from benchmarks.proof.report import (
     DOCTOR,
     FIRST_TOKENS,
+    LARGE,
     LIVE_POLICIES,
     PROOF,
+    RIVAL_POLICIES,
     TESTS_FILE,
+    read_document,
     read_found,
+    shape_of,
     write_proof,
 )
 from benchmarks.proof.steps import (
@@ -43,15 +47,27 @@ from benchmarks.proof.steps import (
     run_bounded,
 )
 from benchmarks.speed.models import Model, open_model
-from benchmarks.speed.results import Results
+from benchmarks.speed.results import ROOT, Results
 from benchmarks.speed.shapes import SHAPES
 from benchmarks.speed.subjects import parse_subject
+from examples.vllm_server import ProcessGroup
 from flexquant.errors import FlexQuantError
 
 ALONE = ["tests/gpu/test_w4a8_marlin.py", "tests/gpu/test_tune.py"]
 """Test files that have the GPU for themselves: W4A8 needs the memory, and tune times engines."""
-MINIATURE_KERNELS = ["--layers", "o_proj", "--tokens", "4", "--schemes", "bf16,w8a8,w4a16,one-copy"]
-ONE_COPY = ["--schemes", "w4a16,w8a8,one-copy", "--tokens", "512,2048,8192", "--seconds", "0.1"]
+ONE_COPY_TESTS = ["tests/gpu/test_one_copy_marlin.py"]
+"""Tests that run while a server starts: kernels alone, and two small engines."""
+MINIATURE_KERNELS = {
+    "one-copy": "w8a8,w4a16,one-copy,w4a16@TorchCPUInt4LinearKernel",
+    "rivals": "bf16,w4a8",
+}
+KERNELS = {
+    "one-copy": "w4a16,w8a8,one-copy,w4a16@marlin,w4a16@machete,w4a16@humming,one-copy@humming",
+    "rivals": "bf16,fp8,w4a8,w4a8-fp8@cutlass,w4a8-fp8@humming,w4a8@humming,w8a8@humming,fp8@humming",
+}
+"""Schemes of the linear layers that are timed; at most eight, which the measuring process holds at once."""
+TOKENS = "1,32,128,512,2048,8192"
+LARGE_SHAPE = "qwen2.5-32b"
 RUNNERS = {"V1": "0", "V2": "1"}
 """vLLM's model runners -> VLLM_USE_V2_MODEL_RUNNER."""
 FIRST_TOKEN_SHAPES = ("1.5b", "0.5b", "small")
@@ -77,11 +93,20 @@ class Proof:
     """What is proved, and where."""
 
     model: Model
-    arguments: list[str]
-    """The model, output and commit as arguments of `benchmarks run`."""
+    names: list[str]
+    """The model as it was given."""
     output: Path
+    log: Path
+    """File that receives what commands print."""
+    commit: str | None
     on_gpu: bool
     processes: int
+
+    @property
+    def arguments(self) -> list[str]:
+        """The model, output and commit as arguments of `benchmarks run`."""
+        found = ["--model", *self.names, "--output", str(self.output), "--work", str(self.model.work)]
+        return [*found, "--commit", self.commit] if self.commit else found
 
 
 class Step(NamedTuple):
@@ -93,10 +118,19 @@ class Step(NamedTuple):
     run: Callable[[Proof, float], Outcome]
 
 
-def kernel_of_one_copy(proof: Proof, seconds: float) -> Outcome:
-    if not proof.on_gpu:
-        return Outcome(DONE, "left to the step of all kernels")
-    return measure(proof, ["--parts", "kernels", *ONE_COPY], seconds)
+def kernels(schemes: str, proof: Proof, seconds: float) -> Outcome:
+    """Time a list of KERNELS at the proof's model."""
+    if proof.on_gpu:
+        some = ["--schemes", KERNELS[schemes], "--tokens", TOKENS]
+    else:
+        some = ["--schemes", MINIATURE_KERNELS[schemes], "--tokens", "4", "--layers", "o_proj"]
+    return measure(proof, ["--parts", "kernels", "--seconds", "0.1", *some], seconds)
+
+
+def kernels_at_large_shape(proof: Proof, seconds: float) -> Outcome:
+    """Time the kernels of one copy at the shape of a large model, into a folder of their own."""
+    shape = LARGE_SHAPE if proof.on_gpu else "tiny"
+    return kernels("one-copy", replace(proof, names=[shape], output=proof.output / LARGE), seconds)
 
 
 def first_token(runner: str, proof: Proof, seconds: float) -> Outcome:
@@ -105,7 +139,7 @@ def first_token(runner: str, proof: Proof, seconds: float) -> Outcome:
     environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner]}
     if proof.on_gpu:
         model, note = model_that_fits(proof.model, proof.output), ""
-        arguments = ["--tokens", "128", "512", "--rounds", "100"]
+        arguments = ["--tokens", "128", "512", "--rounds", "50"]
         note = "" if model.name == name else f"{name} does not fit into {free_gib():.0f} GiB: "
     else:
         model, note = proof.model, ""
@@ -117,7 +151,7 @@ def first_token(runner: str, proof: Proof, seconds: float) -> Outcome:
         [*command, *arguments, "--output", (proof.output / FIRST_TOKENS).absolute()],
         seconds,
         environment,
-        proof.output / LOG,
+        proof.log,
     )
     return found._replace(note=f"{note}{model.name}, dummy weights {found.note}".strip())
 
@@ -136,7 +170,28 @@ def model_that_fits(model: Model, output: Path) -> Model:
 
 
 def policies(proof: Proof, seconds: float) -> Outcome:
-    return compare_on_a_large_shape(proof.output / LIVE_POLICIES, proof.model.work, proof.on_gpu, seconds)
+    """Compare policies on one server; the tests of one copy run while it starts."""
+    options = ["--numprocesses", "4", "--dist", "loadgroup"] if proof.on_gpu else []
+
+    def start_tests() -> ProcessGroup:
+        command, environment = tests_command(proof.output / TESTS_FILE, [*ONE_COPY_TESTS, *options])
+        log = proof.output / "tests-of-one-copy.txt"
+        return ProcessGroup(command, log, environment, ROOT)
+
+    output = proof.output / LIVE_POLICIES
+    return compare_on_a_large_shape(output, proof.model.work, proof.on_gpu, seconds, start_tests)
+
+
+def w4a16_by_vllms_choice(proof: Proof, seconds: float) -> Outcome:
+    """Compare the static variants at the shape that the step of policies took, or the largest that fits."""
+    shape = shape_of(read_document(proof.output / LIVE_POLICIES))
+    if shape not in SHAPES:
+        shapes = [shape for shape, _ in tries(free_gib())] if proof.on_gpu else ["tiny"]
+        if not shapes:
+            return Outcome(FAILED, "the GPU's free memory holds no shape")
+        shape = shapes[0]
+    output = proof.output / RIVAL_POLICIES
+    return compare_by_vllms_choice(output, shape, proof.model.work, proof.on_gpu, seconds)
 
 
 def tests_together(proof: Proof, seconds: float) -> Outcome:
@@ -159,13 +214,18 @@ def tests_alone(proof: Proof, seconds: float) -> Outcome:
 
 def run_tests(file: Path, arguments: list[str], seconds: float) -> Outcome:
     """Run those tests that have not passed yet; the step is done when each has an outcome."""
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "benchmarks.proof.outcomes"]
-    environment = {**os.environ, VARIABLE: str(file.absolute())}
-    found = run_bounded([*command, *arguments], seconds, environment, file.with_name(LOG))
+    command, environment = tests_command(file, arguments)
+    found = run_bounded(command, seconds, environment, file.with_name(LOG))
     left = sum(outcome["outcome"] == NOT_RUN for outcome in read_outcomes(file).values())
     if found.state == OUT_OF_TIME:
         return found._replace(note=f"{left} tests have no outcome yet")
     return Outcome(DONE, found.note) if read_outcomes(file) else Outcome(FAILED, f"see {LOG}")
+
+
+def tests_command(file: Path, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the command, with its environment, that runs tests and appends their outcomes to ``file``."""
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "benchmarks.proof.outcomes"]
+    return [*command, *arguments], {**os.environ, VARIABLE: str(file.absolute())}
 
 
 def servers(proof: Proof, seconds: float) -> Outcome:
@@ -180,32 +240,29 @@ def doctor(proof: Proof, seconds: float) -> Outcome:
     return run_bounded(command, seconds, os.environ, file)
 
 
-def kernels(proof: Proof, seconds: float) -> Outcome:
-    some = [] if proof.on_gpu else MINIATURE_KERNELS
-    return measure(proof, ["--parts", "kernels", "--seconds", "0.1", *some], seconds)
-
-
 def measure(proof: Proof, options: list[str], seconds: float) -> Outcome:
     """Run a part of the speed benchmarks, which begins no cell shortly before ``seconds`` have passed."""
     limits = ["--time-limit", f"{0.75 * seconds:.0f}", "--start-timeout", f"{0.6 * seconds:.0f}"]
     limits += ["--cell-timeout", f"{0.6 * seconds:.0f}"]
     command = [sys.executable, "-m", "benchmarks", "run", *proof.arguments, *options, *limits]
-    return run_bounded(command, seconds, os.environ, proof.output / LOG)
+    return run_bounded(command, seconds, os.environ, proof.log)
 
 
 STEPS = (
-    Step("kernel of one copy", 60, kernel_of_one_copy),
-    Step("first token, V2 runner", 90, functools.partial(first_token, "V2")),
-    Step("policies at a large shape", 210, policies),
-    Step("first token, V1 runner", 80, functools.partial(first_token, "V1")),
-    Step("tests", 160, tests_together),
-    Step("tests with the GPU for themselves", 330, tests_alone),
-    Step("tests that are left", 230, tests_left),
-    Step("servers side by side", 480, servers),
+    Step("kernels of one copy", 90, functools.partial(kernels, "one-copy")),
+    Step("kernels of one copy at a large shape", 65, kernels_at_large_shape),
+    Step("policies at a large shape", 330, policies),
+    Step("first token, V2 runner", 110, functools.partial(first_token, "V2")),
+    Step("w4a16 by vLLM's choice", 190, w4a16_by_vllms_choice),
+    Step("tests", 115, tests_together),
+    Step("first token, V1 runner", 90, functools.partial(first_token, "V1")),
+    Step("tests with the GPU for themselves", 310, tests_alone),
+    Step("kernels", 100, functools.partial(kernels, "rivals")),
+    Step("tests that are left", 130, tests_left),
+    Step("servers side by side", 450, servers),
     Step("doctor", 40, doctor),
-    Step("kernels", 120, kernels),
 )
-"""The first five are to be done in ten minutes, all of them in thirty."""
+"""The first six are to be done in fifteen minutes, all but the last two in half an hour."""
 
 
 def prove(args: argparse.Namespace) -> Path:
@@ -222,10 +279,8 @@ def prove(args: argparse.Namespace) -> Path:
     model = open_model(args.model, args.work)
     output = args.output or Path("benchmarks/results") / f"{model.name}-proof"
     where = Results(output, model.name, args.commit).environment
-    arguments = ["--model", *args.model, "--output", str(output), "--work", str(args.work)]
-    arguments += ["--commit", args.commit] if args.commit else []
     processes = args.processes or max(1, (os.cpu_count() or 1) * 3 // 4)
-    proof = Proof(model, arguments, output, on_gpu, processes)
+    proof = Proof(model, args.model, output, output / LOG, args.commit, on_gpu, processes)
     limits = {step.name: step.seconds for step in STEPS}
     write_proof(output, limits)
     for step in STEPS:

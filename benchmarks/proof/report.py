@@ -15,16 +15,34 @@ from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, read_outcomes
 from benchmarks.proof.steps import read_steps
 from benchmarks.result import markdown
 from benchmarks.speed.live_policies import table
-from benchmarks.speed.results import read_cells, read_header
+from benchmarks.speed.results import CELLS, read_cells, read_header
 
 TESTS_FILE, FIRST_TOKENS, LIVE_POLICIES = "tests.jsonl", "first-token.json", "policies.json"
+RIVAL_POLICIES = "policies-vllms-choice.json"
+"""As LIVE_POLICIES, of a second server, whose W4A16 has the kernel that stock vLLM takes."""
+LARGE = "large"
+"""Folder of the cells at the shape of a large model."""
 DOCTOR, PROOF = "doctor.txt", "proof.md"
 
 
 def read_found(folder: Path) -> Found:
     """Return what the steps have written so far."""
-    first_tokens, live = (read_document(folder / name) for name in (FIRST_TOKENS, LIVE_POLICIES))
-    return Found(read_outcomes(folder / TESTS_FILE), read_cells(folder), first_tokens, live.get("cells", {}))
+    first_tokens, live, rival = (
+        read_document(folder / name) for name in (FIRST_TOKENS, LIVE_POLICIES, RIVAL_POLICIES)
+    )
+    return Found(
+        read_outcomes(folder / TESTS_FILE),
+        read_cells(folder),
+        first_tokens,
+        live.get("cells", {}),
+        rival.get("cells", {}) if shape_of(rival) == shape_of(live) else {},
+        read_cells(folder / LARGE) if (folder / LARGE / CELLS).is_file() else (),
+    )
+
+
+def shape_of(live: Mapping[str, Any]) -> str:
+    """Return the name of the synthetic model that a live server had; empty if its results do not tell."""
+    return str(live.get("model", "")).partition("/")[0]
 
 
 def read_document(file: Path) -> dict[str, Any]:
@@ -83,10 +101,14 @@ def details(question: str, found: Found) -> list[str]:
     """Return what a question's verdicts rest on."""
     if question == FIRST_TOKEN and found.first_tokens:
         return [first_token_table(found.first_tokens)]
-    if question == LIVE and any(any(policies.values()) for policies in found.live.values()):
-        return [
-            table({name: {p: list(rounds) for p, rounds in by.items()} for name, by in found.live.items()})
+    if question == LIVE:
+        tables = [
+            table({name: {p: list(rounds) for p, rounds in by.items()} for name, by in cells.items()})
+            for cells in (found.live, found.rival)
+            if any(any(policies.values()) for policies in cells.values())
         ]
+        between = "A second server, whose W4A16 has the kernel that stock vLLM takes:"
+        return tables[:1] + [text for more in tables[1:] for text in (between, more)]
     if question == TESTS:
         outcomes = found.outcomes
         ran = [outcome for outcome in outcomes.values() if outcome["outcome"] != NOT_RUN]

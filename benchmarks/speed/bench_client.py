@@ -3,7 +3,7 @@
 """``vllm bench serve``, run by its own code in a process that stays: importing vLLM takes longer than a cell.
 
 A request is the list of its command-line arguments; the reply is the part of its result that is kept, with
-``tpots`` added: for each request the seconds a token after the first.
+``tpots`` added: for each request the seconds a token after the first. An empty list only imports vLLM.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ def parser() -> Any:
 def bench(arguments: list[str]) -> dict[str, Any]:
     from vllm.benchmarks.serve import main
 
+    options = parser()
+    if not arguments:
+        return {}
     try:
-        found = main(parser().parse_args(arguments))
+        found = main(options.parse_args(arguments))
     finally:
         # vLLM freezes the heap at every call, with what earlier calls left there: a tokenizer of 50 MB each.
         gc.unfreeze()

@@ -13,7 +13,9 @@ import argparse
 import json
 import statistics
 import tempfile
+import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,8 @@ from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import apply_policy
 
 EFFORT = Effort(rounds=6, max_rounds=12)
-WAKE_UP = Workload(1, 16, 2)
-"""Requests after every change, before those that are timed."""
+WAKE_UP_TOKENS = 3
+"""Most tokens of the answer to the first workload's request, sent after every change and not timed."""
 SECONDS = 600.0
 """Time for one workload."""
 
@@ -44,17 +46,18 @@ def add_policies_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policy", action="append", required=True, help="name or file; the first is what others are held to")
     add("--serving", nargs="+", required=True, metavar="REQUESTSxINPUT+OUTPUT[@RATE]", help="workloads")
     add("--output", type=Path, required=True, metavar="FILE", help="JSON file to write")
+    add("--gate", type=Path, metavar="FILE", help="import vLLM, then wait until this file is there")
     add_effort(add, "each workload")
 
 
 def compare_live_policies(args: argparse.Namespace) -> None:
     """Measure, print a table, and write ``args.output`` after every round."""
-    if len(set(args.policy)) < 2:
-        raise FlexQuantError("one policy has nothing to be compared with; give --policy twice or more")
-    policies = {name: load_policy(name) for name in args.policy}
+    policies = {Path(name).stem: load_policy(name) for name in dict.fromkeys(args.policy)}
+    if len(policies) < max(2, len(set(args.policy))):
+        raise FlexQuantError("one policy has nothing to be compared with; give --policy twice, of two names")
     workloads = [Workload.parse(name) for name in args.serving]
+    wake_up = replace(workloads[0], requests=1, output=min(WAKE_UP_TOKENS, workloads[0].output))
     url = args.url.rstrip("/").removesuffix("/v1")
-    model, folder = served_model(url)
     cells: Cells = {w.name: {name: [] for name in policies} for w in workloads}
     with tempfile.TemporaryDirectory() as work:
         client = Worker("benchmarks.speed.bench_client", Path(work, "client.log"))
@@ -70,6 +73,11 @@ def compare_live_policies(args: argparse.Namespace) -> None:
 
         effort = EFFORT.changed(args.rounds, args.max_rounds, args.width)
         try:
+            if args.gate is not None:
+                client.call([], SECONDS)
+                print(f"waits for {args.gate.name}", flush=True)
+                wait_for_file(args.gate)
+            model, folder = served_model(url)
             for number in range(effort.max_rounds):
                 wide = [
                     workload
@@ -80,14 +88,20 @@ def compare_live_policies(args: argparse.Namespace) -> None:
                     break
                 for name in list(policies)[:: -1 if number % 2 else 1]:
                     apply_policy(url, policies[name])
-                    bench(WAKE_UP, -1)
+                    bench(wake_up, -1)
                     for workload in wide:
                         cells[workload.name][name].append(bench(workload, number))
                 print(f"round {number}: {', '.join(workload.name for workload in wide)}", flush=True)
-                write_result(args.output, {**origin("benchmarks"), "cells": cells})
+                served = "/".join(Path(folder).parts[-2:])
+                write_result(args.output, {**origin("benchmarks"), "model": served, "cells": cells})
         finally:
             client.close()
     print(table(cells))
+
+
+def wait_for_file(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.1)
 
 
 def served_model(url: str) -> tuple[str, str]:
