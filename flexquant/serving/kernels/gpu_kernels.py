@@ -71,6 +71,7 @@ class CutlassW4A8FP8LinearKernel(CutlassW4A8LinearKernel):
 
     def __init__(self, c: MPLinearLayerConfig, *names: str | None) -> None:
         super().__init__(_signed(c), *names)
+        self.config = c  # so that another kernel can take the layer over
 
 
 def _signed(c: MPLinearLayerConfig) -> MPLinearLayerConfig:

@@ -137,9 +137,9 @@ def _int4_to_8_bit(  # type: ignore[no-untyped-def]  # Triton tells the types it
             _weight(word, lower, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
             _weight(word, upper, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
         )
-        odd = tl.join(
-            _weight(word, lower + 4, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
-            _weight(word, upper + 4, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
+        odd = tl.join(  # the places 4 to 7 would reach into the exponent
+            _weight(word >> 12, lower + 1, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
+            _weight(word >> 12, upper + 1, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
         )
         # From [tile, output % 8, pair, output // 16, upper half of 16 inputs, odd] to [outputs, inputs].
         weights = tl.permute(tl.join(even, odd), (1, 3, 0, 4, 2, 5))
@@ -152,16 +152,13 @@ def _int4_to_8_bit(  # type: ignore[no-untyped-def]  # Triton tells the types it
 def _weight(  # type: ignore[no-untyped-def]
     word, place: tl.constexpr, middle, ratio, integer_bits, is_integer: tl.constexpr, dtype: tl.constexpr
 ):
-    """Return the 8-bit weights of one of a word's eight places, without a conversion between types.
+    """Return the 8-bit weights of a word's place, 0 to 4, without a conversion between types.
 
     The place stays where it is in the word, so a weight has the factor 16 to the place, and its ratio the
-    inverse: both are exact. Places from 5 on would reach into the exponent.
+    inverse: both are exact.
     """
-    if place > 4:
-        word = word >> 12
-    at: tl.constexpr = place - 3 if place > 4 else place
-    value = ((word & (15 << (4 * at))) | integer_bits).to(tl.float32, bitcast=True)
-    exact = (value - (middle * (1 << (4 * at)) + INTEGERS)) * (ratio * (1.0 / (1 << (4 * at))))
+    value = ((word & (15 << (4 * place))) | integer_bits).to(tl.float32, bitcast=True)
+    exact = (value - (middle * (1 << (4 * place)) + INTEGERS)) * (ratio * (1.0 / (1 << (4 * place))))
     if is_integer:
         return (exact + ROUNDS).to(tl.int32, bitcast=True).to(tl.int8)
     return exact.to(dtype)
