@@ -13,7 +13,7 @@ from textwrap import wrap
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import table_lines
 from flexquant.planning.device import GIB, HUMMING, W4A8, W4A8_DERIVED, Device
-from flexquant.planning.planned_model import INT4, INT4_KERNELS, ModelShape, PlannedModel
+from flexquant.planning.planned_model import INT4, ModelShape, PlannedModel
 from flexquant.planning.roofline import Batch, Batches, Limits, Load, pass_seconds, scheme_on, serve
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import Policy, find_policies, load_policy
@@ -101,8 +101,7 @@ def try_ways(
 
     outcomes = []
     for way in ways(device):
-        choice = INT4_KERNELS if way.is_flexquant else ()
-        shape = model.shape(way.schemes, devices, way.policy.derived, choice)
+        shape = model.shape(way.schemes, devices, way.policy.derived)
         tokens, weights = kv_cache_tokens(shape, device, utilization), shape.resident_bytes / GIB
         problem = _problem(shape, device, model.group_size)
         if not problem and tokens < batches.request_tokens:
@@ -264,8 +263,8 @@ def _notes(
             )
     if HUMMING in device.kernels:
         yield (
-            "stock W4A16 is priced by the kernel that vLLM chooses, FlexQuant's by the fastest of that one, "
-            "Marlin and Humming, or for one copy of Marlin and Humming"
+            "W4A16 has the time of its fastest kernel, mostly Humming, which vLLM takes if asked to "
+            "(--linear-backend humming); one copy has that of Marlin or Humming"
         )
     if W4A8_DERIVED in device.kernels:
         yield (

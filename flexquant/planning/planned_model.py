@@ -32,7 +32,7 @@ GROUP_SIZES = (128, 64, 32)
 """Group sizes of INT4 weights; the first that divides all linears' inputs is taken, as in the recipes."""
 INT4 = ("w4a16", W4A8, W4A8_DERIVED)
 INT4_KERNELS = ("w4a16", MARLIN, HUMMING)
-"""Kernels of W4A16 from which FlexQuant can choose."""
+"""Kernels of W4A16, the fastest of which is chosen."""
 LAYOUTS_OF_ONE_COPY = (MARLIN, HUMMING)
 """Kernels of W4A16 whose layout one copy reads."""
 MARLIN_TILES = ((64, 128), (128, 64))
@@ -68,14 +68,14 @@ class Linear:
     source_bytes: float = 0
     """Stored bytes of the INT4 weight from which each pass computes this one; 0 for one that is stored."""
     choice: tuple[str, ...] = ()
-    """Schemes of the kernels of which the fastest that the device has runs it; empty: its scheme's alone."""
+    """Schemes of the kernels from which the fastest is chosen; empty: all of its scheme."""
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Schemes of the kernels of which the fastest runs it: vLLM has Marlin run experts in INT4."""
-        if self.experts > 1 and self.scheme == "w4a16":
-            return (MARLIN,)
-        return self.choice or (self.scheme,)
+        """Schemes of the kernels from which the fastest is chosen: vLLM has Marlin run experts in INT4."""
+        if self.scheme != "w4a16":
+            return (self.scheme,)
+        return (MARLIN,) if self.experts > 1 else self.choice or INT4_KERNELS
 
     @property
     def fills_marlin(self) -> bool:
@@ -111,9 +111,9 @@ class Linear:
         if self.scheme != "w4a16" or self.experts > 1:
             return self
         if not derivation.is_one_copy:
-            return replace(self, scheme=W4A8_DERIVED, choice=())
+            return replace(self, scheme=W4A8_DERIVED)
         int8 = float(self.outputs * self.inputs)
-        return replace(self, scheme="w8a8", weight_bytes=int8, source_bytes=self.weight_bytes, choice=())
+        return replace(self, scheme="w8a8", weight_bytes=int8, source_bytes=self.weight_bytes)
 
 
 def plain_linear(outputs: int, inputs: int) -> Linear:
@@ -154,10 +154,7 @@ class ModelShape:
             linears[linear.derived(derivation)] += count
         if derivation.is_one_copy:
             own = max(linear.weight_bytes for linear in linears if linear.source_bytes)
-            stored = {
-                replace(x, choice=LAYOUTS_OF_ONE_COPY) if x.scheme == "w4a16" else x: n
-                for x, n in stored.items()
-            }
+            stored = {replace(x, choice=LAYOUTS_OF_ONE_COPY): n for x, n in stored.items()}
         else:
             own = sum(x.weight_bytes * n for x, n in linears.items() if x.scheme == W4A8_DERIVED)
         return replace(
@@ -225,17 +222,10 @@ class PlannedModel:
     def has_experts(self) -> bool:
         return any(linear.experts > 1 for linear in self.linears.values())
 
-    def shape(
-        self,
-        schemes: Iterable[str],
-        devices: int,
-        derived: Mapping[str, Derivation],
-        choice: tuple[str, ...] = (),
-    ) -> ModelShape:
+    def shape(self, schemes: Iterable[str], devices: int, derived: Mapping[str, Derivation]) -> ModelShape:
         """Return one device's share of the model with a variant, named after it, in each of ``schemes``.
 
-        ``derived`` are variants that a policy derives from these. ``choice`` are the kernels of which the
-        fastest runs W4A16; empty: vLLM's own. Bytes are divided evenly.
+        ``derived`` are variants that a policy derives from these. Bytes are divided evenly.
         Raises FlexQuantError as :meth:`Attention.read` and :func:`active_experts` do, and for linears that
         the ``devices`` cannot share.
         """
@@ -249,8 +239,6 @@ class PlannedModel:
             if name.endswith(tuple(QKV)):
                 heads = attention.heads[(layer_number(name) or 0) % num_layers]
                 linear = linear.with_outputs(linear.outputs + heads.repeated(devices))
-            if linear.scheme == "w4a16":
-                linear = replace(linear, choice=choice)
             return linear.share(name, devices)
 
         whole = {s: {name: self._in_scheme(name, s) for name in self.linears} for s in schemes}
