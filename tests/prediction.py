@@ -35,7 +35,9 @@ kernels:
 
 def square(scheme: str, outputs: int = 8192, inputs: int = 8192) -> Linear:
     """Return a GEMM of the published tables; INT4 has groups of 128 with 16-bit scales."""
-    width = {"bf16": 2, "w8a8": 1, "fp8": 1, "w4a16": 0.5 + 2 / 128}[scheme.removesuffix("-marlin")]
+    width = {"bf16": 2, "w8a8": 1, "fp8": 1, "w4a16": 0.5 + 2 / 128}[
+        scheme.removesuffix("-marlin").removesuffix("-humming")
+    ]
     return Linear(outputs, inputs, width * outputs * inputs, scheme)
 
 
