@@ -35,9 +35,7 @@ kernels:
 
 def square(scheme: str, outputs: int = 8192, inputs: int = 8192) -> Linear:
     """Return a GEMM of the published tables; INT4 has groups of 128 with 16-bit scales."""
-    width = {"bf16": 2, "w8a8": 1, "fp8": 1, "w4a16": 0.5 + 2 / 128}[
-        scheme.removesuffix("-marlin").removesuffix("-humming")
-    ]
+    width = {"bf16": 2, "w8a8": 1, "fp8": 1, "w4a16": 0.5 + 2 / 128}[scheme.partition("-")[0]]
     return Linear(outputs, inputs, width * outputs * inputs, scheme)
 
 

@@ -20,6 +20,7 @@ from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.planning.advising import (
+    INT4_TWICE,
     MARGIN,
     ONE_COPY,
     TWO_COPIES,
@@ -155,6 +156,20 @@ def test_linears_that_do_not_fill_marlin_have_no_one_copy_on_a_gpu(tmp_path: Pat
     assert tried(tmp_path, LLAMA_8B, "l20")[ONE_COPY].loads
 
 
+def test_w4a8_is_a_way_where_the_device_file_has_its_kernels(tmp_path: Path) -> None:
+    """Alone it takes the memory of W4A16, beside it twice that."""
+    found, without = tried(tmp_path, LLAMA_8B, "h200"), tried(tmp_path, LLAMA_8B, "l20")
+    assert found.keys() - without.keys() == {"stock W4A8", INT4_TWICE}
+    alone, twice, int4 = (found[name] for name in ("stock W4A8", INT4_TWICE, "stock W4A16"))
+    assert alone.weights_gib == int4.weights_gib
+    linears = 32 * (4096 * (4096 + 6144 + 28672) + 14336 * 4096) * 4.125 / 8 / 2**30
+    assert twice.weights_gib == pytest.approx(int4.weights_gib + linears, rel=1e-3)
+    assert twice.loads[1].tpot == int4.loads[1].tpot and twice.loads[1].ttft != int4.loads[1].ttft
+    for config in (MIXTURE, SMOLLM2):
+        problem = tried(tmp_path, config, "h200")["stock W4A8"].problem
+        assert problem == "W4A8 is priced without experts, in groups of 128"
+
+
 def test_the_limits_of_int4_are_those_of_a_ranks_shapes(tmp_path: Path) -> None:
     """8 ranks share the 11008 = 8 x 1376 inputs of Llama-2-7B's down_proj: no whole groups of 128."""
     llama2 = {"model_type": "llama"}
@@ -237,10 +252,10 @@ def test_a_full_kv_cache_makes_requests_wait(tmp_path: Path) -> None:
 # the choice
 
 
-def made(*seconds: float | None) -> list[Outcome]:
-    """Return outcomes of the ways on an L20 with these times of a request; None is not possible."""
+def made(*seconds: float | None, device: str = "l20") -> list[Outcome]:
+    """Return outcomes of the ways on a device with these times of a request; None is not possible."""
     outcomes = []
-    for way, time in zip(ways(load_device("l20")), seconds, strict=True):
+    for way, time in zip(ways(load_device(device)), seconds, strict=True):
         loads = {} if time is None else {1: Load(time / 2, time / 512, time)}
         gib = 12.0 if way.name == TWO_COPIES else 5.0
         tokens = None if time is None else 5000
@@ -276,6 +291,13 @@ def test_the_choice_and_why(seconds: tuple[float | None, ...], choice: str | Non
     assert re.search(text, explain(outcomes)), explain(outcomes)
 
 
+def test_int4_twice_may_be_the_choice() -> None:
+    outcomes = made(2, 2, 2, 2, None, 1, None, device="h200")
+    found = choose(outcomes)
+    assert found is not None and found.way.name == INT4_TWICE
+    assert "prompts compute in W4A8 and answers in W4A16, of whose INT4 weights" in explain(outcomes)
+
+
 def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
     def notes(config: dict[str, Any], device: str) -> str:
         model = planned(tmp_path, config)
@@ -286,6 +308,10 @@ def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
     assert "one copy has been measured on one GPU alone" in notes(LLAMA_8B, "l20")
     assert "experts in INT4" not in notes(LLAMA_8B, "l20") and "at once" not in notes(LLAMA_8B, "l20")
     assert "one copy leaves experts in INT4 for prompts too" in notes(MIXTURE, "l20")
+    assert "Humming" not in notes(LLAMA_8B, "l20")
+    on_h200 = notes(LLAMA_8B, "h200")
+    assert "mostly Humming, which vLLM takes if asked to" in on_h200
+    assert "INT4 twice holds a second copy of W4A16's INT4 weights" in on_h200
     assert "NVFP4" in notes(LLAMA_8B, "b200") and "NVFP4" not in notes(LLAMA_8B, "h100")
     on_cpu = notes(SMOLLM2, "cpu-2-core")
     assert "kernels that FlexQuant chooses" in on_cpu and "GPU" not in on_cpu

@@ -87,6 +87,9 @@ BAD = {
     "tiles a list": ("{16: 16x64, 64: 64x64}", "[16x64]", 13, "tiles is [", "give a mapping"),
     "no processors": ("processors: 4\n", "", 12, "'processors'", "add that key"),
     "processors": ("processors: 4", "processors: 0.5", 6, "processors is 0.5", "1 to 10000"),
+    "overlap": ("call_us: 5", "overlap: 0.5", 7, "overlap is 0.5", "1 to 10 (1: none)"),
+    "int8 from int4": ("call_us: 5", "int8_from_int4_us: -1", 7, "int8_from_int4_us is -1", "(microseconds)"),
+    "between": ("call_us: 5", "between_gb_per_s: 0", 7, "between_gb_per_s is 0", "1 to 100000 (GB/s)"),
     "reserve": ("0.25", "2", 10, "reserve_gib is 2", "0 to 1 (GiB)"),
     "description": ("round numbers", "8", 2, "description is 8", "give text"),
 }
@@ -176,7 +179,7 @@ def ratio(device: Device, name: str, tokens: int, outputs: int = 8192, inputs: i
 
 
 def with_efficiency(device: Device, w8a8: float, alone: bool) -> Device:
-    """Return the device with another efficiency than 0.6 of W8A8, or of all kernels alike unless ``alone``."""
+    """Return the device with another efficiency than 0.6 of W8A8, and of other kernels unless ``alone``."""
     kernels = {
         scheme: kernel.model_copy(update={"flops_per_s": kernel.flops_per_s * w8a8 / 0.6})
         for scheme, kernel in device.kernels.items()
