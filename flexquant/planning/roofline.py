@@ -9,7 +9,7 @@ A linear with N outputs and K inputs takes for M tokens
 *bytes* are the stored weight with its scales, the activations and the 16-bit outputs. *operations* are
 2 M N K, except for kernels with tiles: these cover M x N with whole tiles, and the tiles run in whole waves
 over the processors ("tile and wave quantization", NVIDIA's Matrix Multiplication Background User's Guide), so
-33 tokens in tiles of 64 rows cost as much as 64. Marlin and Machete, which run W4A16, spread their work
+33 tokens in tiles of 64 rows cost as much as 64. The kernels of W4A16 are taken to spread their work evenly.
 *p* is a device file's ``overlap``. With 1 the parts are added; kernels measured on an H200 overlap them (2).
 Rates and bandwidths are the data sheets'. W8A8 is taken as FP8 on all GPUs that have FP8.
 
