@@ -12,11 +12,11 @@ from textwrap import wrap
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import table_lines
-from flexquant.planning.device import GIB, HUMMING, W4A8, W4A8_DERIVED, Device
+from flexquant.planning.device import GIB, HUMMING, W4A8, W4A8_INT8, Device
 from flexquant.planning.planned_model import INT4, ModelShape, PlannedModel
 from flexquant.planning.roofline import Batch, Batches, Limits, Load, pass_seconds, scheme_on, serve
 from flexquant.policy.routes import build_route_table
-from flexquant.policy.rules import Policy, find_policies, load_policy
+from flexquant.policy.rules import Policy, find_policies, load_policy, parse_policy
 from flexquant.policy.schema import Phase
 
 MARGIN = 0.08
@@ -65,16 +65,20 @@ def ways(device: Device) -> list[Way]:
     """Return the ways to serve a model, the simplest first.
 
     Two copies have W8A8 beside W4A16, or FP8 on a device without an INT8 kernel. INT4 twice has W4A8 beside
-    W4A16, from the same weights. A device file without a kernel for W4A8 leaves it out.
+    W4A16, from the same weights, with FP8 activations or, without a kernel for these, INT8. A device file
+    without kernels for W4A8 leaves it out.
     """
     eight, policy = ("w8a8", "phase-batch") if "w8a8" in device.kernels else ("fp8", "fp8-phase-batch")
     schemes = [*SCHEMES, *([W4A8] if W4A8 in device.kernels else [])]
     static = find_policies(schemes, schemes).items()
-    twice = Way(INT4_TWICE, ("w4a16",), load_policy("single-copy"), True)
+    by_fp8 = {"w4a8": {"from": "w4a16", "activations": "fp8"}}
+    twice = load_policy("single-copy")
+    if W4A8 in device.kernels:
+        twice = parse_policy({**twice.document, "derive": by_fp8}, INT4_TWICE)
     return [
         *(Way(f"stock {scheme.upper()}", (scheme,), policy, False) for scheme, policy in static),
         Way(ONE_COPY, ("w4a16",), load_policy("one-copy"), True),
-        *([twice] if W4A8_DERIVED in device.kernels else []),
+        *([Way(INT4_TWICE, ("w4a16",), twice, True)] if {W4A8, W4A8_INT8} & device.kernels.keys() else []),
         Way(TWO_COPIES, (eight, "w4a16"), load_policy(policy), True),
     ]
 
@@ -266,11 +270,9 @@ def _notes(
             "W4A16 has the time of its fastest kernel, mostly Humming, which vLLM takes if asked to "
             "(--linear-backend humming); one copy has that of Marlin or Humming"
         )
-    if W4A8_DERIVED in device.kernels:
-        yield (
-            f"stock W4A8 has FP8 activations; {INT4_TWICE} holds a second copy of W4A16's INT4 weights, for "
-            "W4A8 with INT8 activations by Humming"
-        )
+    if any(outcome.way.name == INT4_TWICE for outcome in outcomes):
+        which = "FP8 activations, by CUTLASS" if W4A8 in device.kernels else "INT8 activations, by Humming"
+        yield f"W4A8 has {which}; {INT4_TWICE} holds a second copy of W4A16's INT4 weights for it"
     if one.loads and device.is_gpu:
         yield "one copy has been measured on one GPU alone, an H200: its times are the least certain"
     if one.loads and model.has_experts:

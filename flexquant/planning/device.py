@@ -56,12 +56,12 @@ MARLIN = "w4a16-marlin"
 HUMMING = "w4a16-humming"
 """W4A16 by Humming, which vLLM takes where it is asked to."""
 W4A8 = "w4a8"
-"""INT4 weights and FP8 activations by the kernel that vLLM takes."""
-W4A8_DERIVED = "w4a8-humming"
-"""INT4 weights and INT8 activations by Humming, for a variant that a policy derives from W4A16."""
+"""INT4 weights and FP8 activations by CUTLASS, in groups of 128."""
+W4A8_INT8 = "w4a8-humming"
+"""INT4 weights and INT8 activations by Humming."""
 RATES = {
     **{"bf16": "bf16", "w8a8": "int8", "fp8": "fp8", "w4a16": "bf16", MARLIN: "bf16", HUMMING: "bf16"},
-    **{W4A8: "fp8", W4A8_DERIVED: "int8"},
+    **{W4A8: "fp8", W4A8_INT8: "int8"},
 }
 """Scheme -> type of the numbers that its kernel multiplies, a key of ``tflops``."""
 CACHE = 20

@@ -22,7 +22,7 @@ from flexquant.checkpoint.model_config import JsonObject, count_layers, reads_mo
 from flexquant.checkpoint.module_names import decoder_layer, fused_name, layer_number
 from flexquant.errors import FlexQuantError
 from flexquant.planning.config_numbers import Attention, active_experts
-from flexquant.planning.device import HUMMING, MARLIN, W4A8, W4A8_DERIVED
+from flexquant.planning.device import HUMMING, MARLIN, W4A8, W4A8_INT8
 from flexquant.policy.schema import Derivation
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 GROUP_SIZES = (128, 64, 32)
 """Group sizes of INT4 weights; the first that divides all linears' inputs is taken, as in the recipes."""
-INT4 = ("w4a16", W4A8, W4A8_DERIVED)
+INT4 = ("w4a16", W4A8, W4A8_INT8)
 INT4_KERNELS = ("w4a16", MARLIN, HUMMING)
 """Kernels of W4A16, the fastest of which is chosen."""
 LAYOUTS_OF_ONE_COPY = (MARLIN, HUMMING)
@@ -111,7 +111,7 @@ class Linear:
         if self.scheme != "w4a16" or self.experts > 1:
             return self
         if not derivation.is_one_copy:
-            return replace(self, scheme=W4A8_DERIVED)
+            return replace(self, scheme=W4A8 if derivation.activations == "fp8" else W4A8_INT8)
         int8 = float(self.outputs * self.inputs)
         return replace(self, scheme="w8a8", weight_bytes=int8, source_bytes=self.weight_bytes)
 
@@ -156,7 +156,7 @@ class ModelShape:
             own = max(linear.weight_bytes for linear in linears if linear.source_bytes)
             stored = {replace(x, choice=LAYOUTS_OF_ONE_COPY): n for x, n in stored.items()}
         else:
-            own = sum(x.weight_bytes * n for x, n in linears.items() if x.scheme == W4A8_DERIVED)
+            own = sum(x.weight_bytes * n for x, n in linears.items() if x.scheme in (W4A8, W4A8_INT8))
         return replace(
             self,
             linears={**self.linears, derivation.source: stored, name: linears},

@@ -30,11 +30,11 @@ from math import ceil
 from statistics import fmean
 from typing import NamedTuple
 
-from flexquant.planning.device import GIB, HUMMING, W4A8, W4A8_DERIVED, Device, Kernel
+from flexquant.planning.device import GIB, HUMMING, W4A8, W4A8_INT8, Device, Kernel
 from flexquant.planning.planned_model import Linear, ModelShape
 from flexquant.policy.schema import Phase
 
-QUANTISED_ACTIVATIONS = ("w8a8", "fp8", W4A8, W4A8_DERIVED)
+QUANTISED_ACTIVATIONS = ("w8a8", "fp8", W4A8, W4A8_INT8)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from flexquant.planning.advising import (
     try_ways,
     ways,
 )
-from flexquant.planning.device import HUMMING, MARLIN, Device, load_device
+from flexquant.planning.device import HUMMING, MARLIN, W4A8, Device, load_device
 from flexquant.planning.planned_model import MARLIN_TILES, PlannedModel
 from flexquant.planning.roofline import Batches, Load
 from tests.checkpoints import make_checkpoint
@@ -164,7 +164,14 @@ def test_w4a8_is_a_way_where_the_device_file_has_its_kernels(tmp_path: Path) -> 
     assert alone.weights_gib == int4.weights_gib
     linears = 32 * (4096 * (4096 + 6144 + 28672) + 14336 * 4096) * 4.125 / 8 / 2**30
     assert twice.weights_gib == pytest.approx(int4.weights_gib + linears, rel=1e-3)
-    assert twice.loads[1].tpot == int4.loads[1].tpot and twice.loads[1].ttft != int4.loads[1].ttft
+    assert twice.loads[1].tpot == int4.loads[1].tpot
+    assert twice.loads[1].ttft == pytest.approx(alone.loads[1].ttft)
+    assert tried(tmp_path, MIXTURE, "h200")[INT4_TWICE].loads
+    h200 = load_device("h200")
+    kernels = {scheme: kernel for scheme, kernel in h200.kernels.items() if scheme != W4A8}
+    by_int8 = tried(tmp_path, LLAMA_8B, h200.model_copy(update={"kernels": kernels}))
+    assert "stock W4A8" not in by_int8
+    assert by_int8[INT4_TWICE].loads[1].ttft > 1.5 * twice.loads[1].ttft
     for config in (MIXTURE, SMOLLM2):
         problem = tried(tmp_path, config, "h200")["stock W4A8"].problem
         assert problem == "W4A8 is priced without experts, in groups of 128"
@@ -311,7 +318,7 @@ def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
     assert "Humming" not in notes(LLAMA_8B, "l20")
     on_h200 = notes(LLAMA_8B, "h200")
     assert "mostly Humming, which vLLM takes if asked to" in on_h200
-    assert "INT4 twice holds a second copy of W4A16's INT4 weights" in on_h200
+    assert "FP8 activations, by CUTLASS; INT4 twice holds a second copy of W4A16's INT4" in on_h200
     assert "NVFP4" in notes(LLAMA_8B, "b200") and "NVFP4" not in notes(LLAMA_8B, "h100")
     on_cpu = notes(SMOLLM2, "cpu-2-core")
     assert "kernels that FlexQuant chooses" in on_cpu and "GPU" not in on_cpu

@@ -17,7 +17,7 @@ from benchmarks.speed.tables import kernel_results
 from benchmarks.speed.workloads import Workload
 from flexquant.evaluation.comparison import compare
 from flexquant.planning.advising import ONE_COPY, TWO_COPIES, try_ways
-from flexquant.planning.device import HUMMING, MARLIN, W4A8, W4A8_DERIVED, Device, load_device
+from flexquant.planning.device import HUMMING, MARLIN, W4A8, W4A8_INT8, Device, load_device
 from flexquant.planning.planned_model import Linear
 from flexquant.planning.roofline import (
     Batch,
@@ -33,7 +33,7 @@ WITHIN = 0.15
 RESULTS = ROOT / "benchmarks/results"
 QWEN_32B = language_model("qwen2", 5120, 64, (40, 8), 27648, 152064, tie_word_embeddings=False)
 RIVALS = {"w8a8-int8": "w8a8", "w4a16-default": "w4a16", "w4a16-marlin": MARLIN, "humming-w4a16": HUMMING}
-RIVALS |= {"one-copy": "one-copy", "w4a8-cutlass-fp8": W4A8, "humming-w4a8-int8": W4A8_DERIVED}
+RIVALS |= {"one-copy": "one-copy", "w4a8-cutlass-fp8": W4A8, "humming-w4a8-int8": W4A8_INT8}
 SHAPES = {"gate_up": (28672, 4096), "down": (4096, 14336)}
 Times = dict[tuple[str, int], dict[tuple[int, int], float]]
 """Kernel and tokens -> outputs and inputs of a linear -> microseconds."""

@@ -18,7 +18,7 @@ from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.planning.config_numbers import Attention, language_config
-from flexquant.planning.device import HUMMING, MARLIN, W4A8, W4A8_DERIVED, load_device
+from flexquant.planning.device import HUMMING, MARLIN, W4A8, W4A8_INT8, load_device
 from flexquant.planning.planned_model import QKV, REPLICATED, ROW_PARALLEL, Linear, ModelShape, PlannedModel
 from flexquant.planning.roofline import linear_seconds
 from flexquant.policy.rules import load_policy
@@ -245,7 +245,7 @@ def test_w4a8_beside_w4a16_is_a_second_copy_of_int4(merged: Path, devices: int) 
     alone = model.shape(("w4a16",), devices, {})
     twice = model.shape(("w4a16",), devices, load_policy("single-copy").derived)
     assert twice.own_bytes == {"w4a16": alone.own_bytes["w4a16"], "w4a8": alone.own_bytes["w4a16"]}
-    assert {linear.scheme for linear in twice.linears["w4a8"]} == {W4A8_DERIVED}
+    assert {linear.scheme for linear in twice.linears["w4a8"]} == {W4A8_INT8}
     assert twice.linears["w4a16"] == alone.linears["w4a16"]
     assert model.shape((W4A8,), devices, {}).resident_bytes == alone.resident_bytes
 
@@ -257,7 +257,7 @@ def test_experts_of_one_copy_stay_in_int4_and_are_run_by_marlin() -> None:
     (w4a8,) = load_policy("single-copy").derived.values()
     assert expert.derived(one_copy) == expert.derived(w4a8) == expert
     single = replace(expert, experts=1, active_experts=1)
-    assert (single.derived(one_copy).scheme, single.derived(w4a8).scheme) == ("w8a8", W4A8_DERIVED)
+    assert (single.derived(one_copy).scheme, single.derived(w4a8).scheme) == ("w8a8", W4A8_INT8)
     assert replace(expert, scheme="bf16", experts=1).derived(one_copy).scheme == "bf16"
     h100 = load_device("h100")
     assert h100.kernel(MARLIN) != h100.kernel("w4a16")
