@@ -35,7 +35,7 @@ kernels:
 
 def square(scheme: str, outputs: int = 8192, inputs: int = 8192) -> Linear:
     """Return a GEMM of the published tables; INT4 has groups of 128 with 16-bit scales."""
-    width = {"bf16": 2, "w8a8": 1, "fp8": 1, "w4a16": 0.5 + 2 / 128}[scheme.removesuffix("-marlin")]
+    width = {"bf16": 2, "w8a8": 1, "fp8": 1, "w4a16": 0.5 + 2 / 128}[scheme.partition("-")[0]]
     return Linear(outputs, inputs, width * outputs * inputs, scheme)
 
 
@@ -132,13 +132,13 @@ def in_16_bit(tokens: int) -> Call:
     return call
 
 
-def in_int4(tokens: int, rates: Parts = W4A16) -> Call:
-    """Return calls with half a byte a weight, and two for the scale of 64."""
+def in_int4(tokens: int, *rates: Parts) -> Call:
+    """Return calls of the fastest of kernels with half a byte a weight, and two for the scale of 64."""
 
     def call(outputs: int, inputs: int) -> Parts:
         stored = outputs * inputs / 2 + 2 * outputs * inputs / 64
-        moved = stored + tokens * (2 * inputs + 2 * outputs)
-        return moved / rates[1], 2 * tokens * outputs * inputs / rates[0]
+        moved, operations = stored + tokens * (2 * inputs + 2 * outputs), 2 * tokens * outputs * inputs
+        return min(((moved / b, operations / o) for o, b in rates or (W4A16, MARLIN)), key=sum)
 
     return call
 

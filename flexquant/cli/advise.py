@@ -4,7 +4,8 @@
 
 Of the model only config.json is read. Latencies, memory and the choice come from a cost model that counts
 bytes, operations and overheads of the passes that requests take. One copy is a checkpoint in W4A16 that
-computes prompts in INT8; two copies are a merged checkpoint.
+computes prompts in INT8; INT4 twice is one that computes them in W4A8, in another layout of its weights; two
+copies are a merged checkpoint.
 
 examples:
   flexquant advise org/name --device h100 --input-len 8192 --concurrency 1,64

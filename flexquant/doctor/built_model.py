@@ -39,6 +39,8 @@ from flexquant.serving.worker.weight_memory import WeightMemory, to_be_packed
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from flexquant.policy.schema import Derivation
+
 
 def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
     """Yield a finding for each kernel of a variant that is built without weights.
@@ -100,7 +102,9 @@ def _why_not(candidate: type[LinearKernel], kernel: LinearKernel) -> str:
     return (candidate.can_implement(kernel.config)[1] or "").strip(" .")
 
 
-def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -> Iterator[Finding]:
+def examine_memory(
+    vllm_config: VllmConfig, variants: Mapping[str, nn.Module], derived: Mapping[str, Derivation]
+) -> Iterator[Finding]:
     """Yield how much memory the weights take on one rank, and how much is left for the KV cache.
 
     Weights count as stored in the checkpoint; an lm_head that a CPU's kernels pack counts twice, and each
@@ -112,6 +116,9 @@ def examine_memory(vllm_config: VllmConfig, variants: Mapping[str, nn.Module]) -
     sizes, by_layers = memory.nbytes(), memory.nbytes_by_range()
     weights = sum(sizes.values())
     text = f"{format_bytes(weights)} a rank: {describe_bytes(by_layers)}"
+    for name, derivation in derived.items():
+        if {name, derivation.source} <= variants.keys() and not derivation.is_one_copy:
+            text += f"; {name} is a second copy of {derivation.source}'s INT4 weights"
     yield Finding("ok", "weights", text, {"bytes": sizes, "bytes_by_layers": by_layers})
     per_token = cache_bytes_per_token(vllm_config)
     asked, (free, _) = asked_for_cache(vllm_config, weights), free_and_total_bytes()

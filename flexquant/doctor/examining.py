@@ -73,7 +73,7 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
         yield _graphs(vllm_config, model)
         for name, variant in model.variants.items():
             yield from find_kernels(name, variant)
-        yield from examine_memory(vllm_config, dict(model.variants.items()))
+        yield from examine_memory(vllm_config, dict(model.variants.items()), model.routes.derived)
 
 
 def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:

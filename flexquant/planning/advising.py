@@ -12,11 +12,11 @@ from textwrap import wrap
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import table_lines
-from flexquant.planning.device import GIB, Device
+from flexquant.planning.device import GIB, HUMMING, W4A8, W4A8_INT8, Device
 from flexquant.planning.planned_model import INT4, ModelShape, PlannedModel
 from flexquant.planning.roofline import Batch, Batches, Limits, Load, pass_seconds, scheme_on, serve
 from flexquant.policy.routes import build_route_table
-from flexquant.policy.rules import Policy, find_policies, load_policy
+from flexquant.policy.rules import Policy, find_policies, load_policy, parse_policy
 from flexquant.policy.schema import Phase
 
 MARGIN = 0.08
@@ -25,7 +25,7 @@ MARGIN = 0.08
 What two copies save was predicted within so much of what they saved in the committed runs.
 """
 SCHEMES = ("fp8", "w8a8", "w4a16")
-ONE_COPY, TWO_COPIES = "one copy", "two copies"
+ONE_COPY, INT4_TWICE, TWO_COPIES = "one copy", "INT4 twice", "two copies"
 WIDTH = 110
 
 
@@ -64,13 +64,21 @@ class Outcome:
 def ways(device: Device) -> list[Way]:
     """Return the ways to serve a model, the simplest first.
 
-    Two copies have W8A8 beside W4A16, or FP8 on a device without an INT8 kernel.
+    Two copies have W8A8 beside W4A16, or FP8 on a device without an INT8 kernel. INT4 twice has W4A8 beside
+    W4A16, from the same weights, with FP8 activations or, without a kernel for these, INT8. A device file
+    without kernels for W4A8 leaves it out.
     """
     eight, policy = ("w8a8", "phase-batch") if "w8a8" in device.kernels else ("fp8", "fp8-phase-batch")
-    static = find_policies(SCHEMES, SCHEMES).items()
+    schemes = [*SCHEMES, *([W4A8] if W4A8 in device.kernels else [])]
+    static = find_policies(schemes, schemes).items()
+    by_fp8 = {"w4a8": {"from": "w4a16", "activations": "fp8"}}
+    twice = load_policy("single-copy")
+    if W4A8 in device.kernels:
+        twice = parse_policy({**twice.document, "derive": by_fp8}, INT4_TWICE)
     return [
         *(Way(f"stock {scheme.upper()}", (scheme,), policy, False) for scheme, policy in static),
         Way(ONE_COPY, ("w4a16",), load_policy("one-copy"), True),
+        *([Way(INT4_TWICE, ("w4a16",), twice, True)] if {W4A8, W4A8_INT8} & device.kernels.keys() else []),
         Way(TWO_COPIES, (eight, "w4a16"), load_policy(policy), True),
     ]
 
@@ -121,6 +129,8 @@ def _problem(shape: ModelShape, device: Device, group_size: int) -> str:
     if "w8a8" in needed and "w8a8" not in device.kernels:
         return "vLLM has no INT8 kernel for the device"
     for linear in every:
+        if linear.scheme == W4A8 and (linear.experts > 1 or group_size != 128):
+            return "W4A8 is priced without experts, in groups of 128"
         if linear.scheme in INT4 and linear.inputs % group_size:
             return f"groups of {group_size} do not divide the {linear.inputs} inputs of a device"
         if linear.source_bytes and device.is_gpu and not linear.fills_marlin:
@@ -218,6 +228,8 @@ def _reason(choice: Outcome, two: Outcome) -> str:
     if choice is two:
         eight = "FP8" if "fp8" in choice.way.schemes else "INT8"
         return f"{eight} and answers read INT4 weights, both of which are in memory."
+    if choice.way.name == INT4_TWICE:
+        return "W4A8 and answers in W4A16, of whose INT4 weights memory holds a copy for each."
     reason = "INT8 and answers read INT4 weights, which are in memory once."
     if two.loads:
         gain, memory = 1 - two.seconds / choice.seconds, two.weights_gib - choice.weights_gib
@@ -253,6 +265,14 @@ def _notes(
                 f"the KV cache of {choice.way.name} holds {fit} requests at once, and further ones wait; a "
                 "larger --tensor-parallel-size or device would hold more"
             )
+    if HUMMING in device.kernels:
+        yield (
+            "W4A16 has the time of its fastest kernel, mostly Humming, which vLLM takes if asked to "
+            "(--linear-backend humming); one copy has that of Marlin or Humming"
+        )
+    if any(outcome.way.name == INT4_TWICE for outcome in outcomes):
+        which = "FP8 activations, by CUTLASS" if W4A8 in device.kernels else "INT8 activations, by Humming"
+        yield f"W4A8 has {which}; {INT4_TWICE} holds a second copy of W4A16's INT4 weights for it"
     if one.loads and device.is_gpu:
         yield "one copy has been measured on one GPU alone, an H200: its times are the least certain"
     if one.loads and model.has_experts:

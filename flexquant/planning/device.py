@@ -12,6 +12,9 @@
     layer_us: 600                                       # a decoder layer beside its linears; default: 0
     pass_us: 500                                        # scheduling and sampling of a pass; default: 0
     reserve_gib: 2                                      # activations, CUDA graphs, runtime; default: 0
+    overlap: 2                                          # of a kernel's bytes and operations; default: 1
+    between_gb_per_s: 1500                              # of inputs and outputs between linears; optional
+    int8_from_int4_us: 0.7                              # one copy's INT8, a million weights; optional
     kernels:                                            # by scheme
       w8a8: {efficiency: 0.6, bandwidth: 0.9, tiles: {64: 64x64, 128: 64x128, 256: 128x128}}
       w4a16: {efficiency: 0.387, bandwidth: 0.83}
@@ -19,7 +22,8 @@
 ``efficiency`` and ``bandwidth`` are the fractions of the data sheet's rate and bandwidth that a kernel
 reaches; a measured device gives ``tflops`` and ``gb_per_s`` instead. ``tiles`` is for kernels without
 split-K: it maps a largest number of tokens to output tiles of rows x columns; the last entry also holds for
-more tokens. A kernel may have a ``call_us`` of its own.
+more tokens. A kernel may have a ``call_us`` of its own. ``overlap`` 1 adds the times of bytes and of
+operations; 2 takes the square root of the sum of their squares.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, WrapValidator, model_validator
@@ -48,7 +53,16 @@ SCHEMA: Literal["flexquant.device/v1"] = "flexquant.device/v1"
 PACKAGE = "flexquant.planning.devices"
 MARLIN = "w4a16-marlin"
 """W4A16 by Marlin, on a device on which vLLM prefers another kernel; elsewhere w4a16's kernel is Marlin."""
-RATES = {"bf16": "bf16", "w8a8": "int8", "fp8": "fp8", "w4a16": "bf16", MARLIN: "bf16"}
+HUMMING = "w4a16-humming"
+"""W4A16 by Humming, which vLLM takes where it is asked to."""
+W4A8 = "w4a8"
+"""INT4 weights and FP8 activations by CUTLASS, in groups of 128."""
+W4A8_INT8 = "w4a8-humming"
+"""INT4 weights and INT8 activations by Humming."""
+RATES = {
+    **{"bf16": "bf16", "w8a8": "int8", "fp8": "fp8", "w4a16": "bf16", MARLIN: "bf16", HUMMING: "bf16"},
+    **{W4A8: "fp8", W4A8_INT8: "int8"},
+}
 """Scheme -> type of the numbers that its kernel multiplies, a key of ``tflops``."""
 CACHE = 20
 """Largest ratio of a kernel's bandwidth, for weights that stay in caches, to the memory's bandwidth."""
@@ -169,6 +183,11 @@ class Device(Section):
     layer_seconds: Overhead = Field(0, alias="layer_us")
     pass_seconds: Overhead = Field(0, alias="pass_us")
     reserve_bytes: Annotated[float, within(0, 10_000, "GiB", GIB)] = Field(0, alias="reserve_gib")
+    overlap: Annotated[float, within(1, 10, "1: none")] = 1
+    between_bytes_per_s: Bandwidth = Field(inf, alias="between_gb_per_s")
+    """Bytes of linears' inputs and outputs that what lies between moves a second; infinite: not counted."""
+    int8_from_int4_seconds: Overhead | None = Field(None, alias="int8_from_int4_us")
+    """For a million weights of one copy; None: the time of reading INT4 and writing INT8."""
     name: str = Field("", exclude=True)
     """The name or path by which it was loaded."""
 

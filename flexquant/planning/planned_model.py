@@ -22,7 +22,7 @@ from flexquant.checkpoint.model_config import JsonObject, count_layers, reads_mo
 from flexquant.checkpoint.module_names import decoder_layer, fused_name, layer_number
 from flexquant.errors import FlexQuantError
 from flexquant.planning.config_numbers import Attention, active_experts
-from flexquant.planning.device import MARLIN
+from flexquant.planning.device import HUMMING, MARLIN, W4A8, W4A8_INT8
 from flexquant.policy.schema import Derivation
 
 if TYPE_CHECKING:
@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 GROUP_SIZES = (128, 64, 32)
 """Group sizes of INT4 weights; the first that divides all linears' inputs is taken, as in the recipes."""
-INT4 = ("w4a16", MARLIN)
+INT4 = ("w4a16", W4A8, W4A8_INT8)
+INT4_KERNELS = ("w4a16", MARLIN, HUMMING)
+"""Kernels of W4A16, the fastest of which is chosen."""
+LAYOUTS_OF_ONE_COPY = (MARLIN, HUMMING)
+"""Kernels of W4A16 whose layout one copy reads."""
 MARLIN_TILES = ((64, 128), (128, 64))
 """Outputs and inputs of which the INT4 linears of one copy need multiples on a GPU."""
 ROW_PARALLEL = frozenset(
@@ -63,11 +67,15 @@ class Linear:
     """Experts that each token goes through."""
     source_bytes: float = 0
     """Stored bytes of the INT4 weight from which each pass computes this one; 0 for one that is stored."""
+    choice: tuple[str, ...] = ()
+    """Schemes of the kernels from which the fastest is chosen; empty: all of its scheme."""
 
     @property
-    def kernel(self) -> str:
-        """Scheme of the kernel that runs it: vLLM has Marlin run experts in INT4."""
-        return MARLIN if self.experts > 1 and self.scheme == "w4a16" else self.scheme
+    def kernels(self) -> tuple[str, ...]:
+        """Schemes of the kernels from which the fastest is chosen: vLLM has Marlin run experts in INT4."""
+        if self.scheme != "w4a16":
+            return (self.scheme,)
+        return (MARLIN,) if self.experts > 1 else self.choice or INT4_KERNELS
 
     @property
     def fills_marlin(self) -> bool:
@@ -95,13 +103,15 @@ class Linear:
             return self.with_outputs(size // devices)
         return replace(self, inputs=size // devices, weight_bytes=self.weight_bytes / devices)
 
-    def computed(self) -> Linear:
-        """Return the INT8 linear that each pass computes from this one, or this one if none does.
+    def derived(self, derivation: Derivation) -> Linear:
+        """Return the linear of a variant that is derived from this one's, or this one if none is.
 
-        One copy leaves experts, and what is not in INT4, as they are.
+        Experts, and what is not in INT4, stay as they are. One copy computes an INT8 weight in each pass.
         """
-        if self.scheme not in INT4 or self.experts > 1:
+        if self.scheme != "w4a16" or self.experts > 1:
             return self
+        if not derivation.is_one_copy:
+            return replace(self, scheme=W4A8 if derivation.activations == "fp8" else W4A8_INT8)
         int8 = float(self.outputs * self.inputs)
         return replace(self, scheme="w8a8", weight_bytes=int8, source_bytes=self.weight_bytes)
 
@@ -132,21 +142,25 @@ class ModelShape:
         """Bytes of all variants' weights; shared tensors count once."""
         return self.shared_bytes + sum(self.own_bytes.values())
 
-    def with_computed(self, name: str, source: str) -> ModelShape:
-        """Return the model with a variant ``name`` in INT8, computed in each pass from the INT4 ``source``.
+    def with_derived(self, name: str, derivation: Derivation) -> ModelShape:
+        """Return the model with a variant ``name`` derived from an INT4 one.
 
-        It takes memory for the largest linear, and has Marlin run the source's own passes.
+        W4A8 has a second copy of the INT4 weights in another kernel's layout. One copy takes memory for its
+        largest INT8 weight, and its source's passes run on a kernel whose layout it reads.
         """
-        stored = self.linears[source]
+        stored = self.linears[derivation.source]
         linears: Counter[Linear] = Counter()
         for linear, count in stored.items():
-            linears[linear.computed()] += count
-        stored = {replace(x, scheme=MARLIN) if x.scheme in INT4 else x: n for x, n in stored.items()}
-        largest = max(linear.weight_bytes for linear in linears if linear.source_bytes)
+            linears[linear.derived(derivation)] += count
+        if derivation.is_one_copy:
+            own = max(linear.weight_bytes for linear in linears if linear.source_bytes)
+            stored = {replace(x, choice=LAYOUTS_OF_ONE_COPY): n for x, n in stored.items()}
+        else:
+            own = sum(x.weight_bytes * n for x, n in linears.items() if x.scheme in (W4A8, W4A8_INT8))
         return replace(
             self,
-            linears={**self.linears, source: stored, name: linears},
-            own_bytes={**self.own_bytes, name: largest},
+            linears={**self.linears, derivation.source: stored, name: linears},
+            own_bytes={**self.own_bytes, name: own},
         )
 
 
@@ -211,7 +225,7 @@ class PlannedModel:
     def shape(self, schemes: Iterable[str], devices: int, derived: Mapping[str, Derivation]) -> ModelShape:
         """Return one device's share of the model with a variant, named after it, in each of ``schemes``.
 
-        ``derived`` are variants of one copy that a policy derives from these. Bytes are divided evenly.
+        ``derived`` are variants that a policy derives from these. Bytes are divided evenly.
         Raises FlexQuantError as :meth:`Attention.read` and :func:`active_experts` do, and for linears that
         the ``devices`` cannot share.
         """
@@ -238,7 +252,7 @@ class PlannedModel:
             self.rest_bytes / devices,
         )
         for name, derivation in derived.items():
-            model = model.with_computed(name, derivation.source)
+            model = model.with_derived(name, derivation)
         return model
 
     def _in_scheme(self, name: str, scheme: str) -> Linear:
@@ -246,7 +260,7 @@ class PlannedModel:
         weights = linear.outputs * linear.inputs
         if name in self.kept:
             return replace(linear, weight_bytes=2 * weights)
-        if scheme == "w4a16":
+        if scheme in INT4:
             nbytes = weights / 2 + 2 * weights / self.group_size
         else:
             nbytes = weights + 2 * linear.outputs

@@ -4,20 +4,21 @@
 
 A linear with N outputs and K inputs takes for M tokens
 
-    time = call + bytes / bandwidth + operations / rate
+    time = call + ((bytes / bandwidth) ^ p + (operations / rate) ^ p) ^ (1 / p)
 
 *bytes* are the stored weight with its scales, the activations and the 16-bit outputs. *operations* are
 2 M N K, except for kernels with tiles: these cover M x N with whole tiles, and the tiles run in whole waves
 over the processors ("tile and wave quantization", NVIDIA's Matrix Multiplication Background User's Guide), so
-33 tokens in tiles of 64 rows cost as much as 64. Marlin and Machete, which run W4A16, spread their work
-evenly. The three parts are added, because GEMMs of tens of microseconds hardly overlap them.
+33 tokens in tiles of 64 rows cost as much as 64. The kernels of W4A16 are taken to spread their work evenly.
+*p* is a device file's ``overlap``. With 1 the parts are added; kernels measured on an H200 overlap them (2).
+Rates and bandwidths are the data sheets'. W8A8 is taken as FP8 on all GPUs that have FP8.
 
-Rates and bandwidths are the data sheets'. W4A16's ``call_us``, ``efficiency`` and, on Hopper, ``bandwidth``
-are calibrated on published gains and losses of Marlin (N = K = 8192), and Machete's on this repository's run
-on an H100. W8A8 is assumed to reach 0.6 of the rate and 0.9 of the bandwidth, and is taken as FP8 on all GPUs
-that have FP8. The crossovers are predicted: all five lie within the published brackets, also if W8A8 reaches
-0.55 to 0.75 of the rate and W4A16's efficiency changes in proportion. Not met: in the run on the H100, GEMMs
-of 256 to 1024 tokens took W4A16 and W8A8 two thirds of what is predicted, or less; their ratio is met.
+On Hopper the kernels' fractions of them are fitted to this repository's runs on an H200 and an H100: by model
+and number of tokens, the ratios of W4A16, W4A8 and one copy to W8A8 are within 15 % of those measured on the
+H200. Elsewhere W8A8 is assumed to reach 0.6 of the rate and 0.9 of the bandwidth, and W4A16's ``call_us`` and
+``efficiency`` are calibrated on published gains and losses of Marlin (N = K = 8192). Crossovers are predicted
+there, within the published brackets, also if W8A8 reaches 0.55 to 0.75 of the rate and W4A16's efficiency
+changes in proportion.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from math import ceil
 from statistics import fmean
 from typing import NamedTuple
 
-from flexquant.planning.device import GIB, Device
+from flexquant.planning.device import GIB, HUMMING, W4A8, W4A8_INT8, Device, Kernel
 from flexquant.planning.planned_model import Linear, ModelShape
 from flexquant.policy.schema import Phase
 
-QUANTISED_ACTIVATIONS = ("w8a8", "fp8")
+QUANTISED_ACTIVATIONS = ("w8a8", "fp8", W4A8, W4A8_INT8)
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,11 @@ def pass_seconds(model: ModelShape, variant: str, batch: Batch, device: Device) 
     """Return the seconds of a forward pass in one variant on one device; communication is left out."""
     seconds = linear_seconds(model.head, batch.sequences, device, in_pass=True)
     for linear, count in model.linears[variant].items():
+        between = 2 * batch.tokens * linear.active_experts * (linear.inputs + linear.outputs)
         seconds += count * (
             linear_seconds(linear, batch.tokens, device, in_pass=True)
-            + _preparation_seconds(linear, batch.tokens, device)
+            + preparation_seconds(linear, batch.tokens, device)
+            + between / device.between_bytes_per_s
         )
     seconds += batch.cached * model.kv_bytes_per_token / device.kernel("bf16").bytes_per_s
     seconds += batch.pairs * model.attention_flops / device.attention_flops_per_s
@@ -70,47 +73,54 @@ def scheme_on(device: Device, linear: Linear, scheme: str) -> str:
 def linear_seconds(linear: Linear, tokens: int, device: Device, in_pass: bool = False) -> float:
     """Return the time of one call with activations [tokens, inputs], or of all experts together.
 
-    The model assumes that tokens choose their experts evenly and independently. ``in_pass`` tells whether
-    other calls come before and after this one.
+    The fastest of its kernels runs it. The model assumes that tokens choose their experts evenly and
+    independently. ``in_pass`` tells whether other calls come before and after this one.
     """
-    kernel = device.kernel(scheme_on(device, linear, linear.kernel))
+    schemes = [scheme_on(device, linear, scheme) for scheme in linear.kernels]
+    kernels = [device.kernel(scheme) for scheme in schemes if scheme != HUMMING or scheme in device.kernels]
     rows = tokens * linear.active_experts
     used = linear.experts * (1 - (1 - linear.active_experts / linear.experts) ** tokens)
     activation_bytes = 1 if linear.scheme in QUANTISED_ACTIVATIONS else 2
     moved = used * linear.weight_bytes + rows * (activation_bytes * linear.inputs + 2 * linear.outputs)
-    operations = 2 * _padded_outputs(linear, rows, used, device) * linear.inputs
-    call = kernel.call_in_pass_seconds if in_pass else kernel.call_seconds
-    return call + moved / kernel.bytes_per_s + operations / kernel.flops_per_s
+
+    def seconds(kernel: Kernel) -> float:
+        computed = _padded_outputs(linear, rows, used, kernel, device.processors)
+        call = kernel.call_in_pass_seconds if in_pass else kernel.call_seconds
+        parts = moved / kernel.bytes_per_s, 2 * computed * linear.inputs / kernel.flops_per_s
+        return call + sum(part**device.overlap for part in parts) ** (1 / device.overlap)
+
+    return min(map(seconds, kernels))
 
 
-def _preparation_seconds(linear: Linear, tokens: int, device: Device) -> float:
+def preparation_seconds(linear: Linear, tokens: int, device: Device) -> float:
     """Return the time before the product, of quantising 16-bit activations [tokens, inputs] to 8 bit.
 
-    For one copy it includes computing the INT8 weight from the stored INT4 one: each pass reads the one and
-    writes the other at the memory's bandwidth, and the product reads it again.
+    For one copy it includes computing the INT8 weight from the stored INT4 one, by default in the time of
+    reading the one and writing the other.
     """
     memory, seconds = device.kernel("bf16"), 0.0
     if linear.scheme in QUANTISED_ACTIVATIONS:
         seconds += 3 * tokens * linear.inputs / memory.bytes_per_s
-    if linear.source_bytes:
+    if linear.source_bytes and device.int8_from_int4_seconds is not None:
+        seconds += linear.outputs * linear.inputs / 1e6 * device.int8_from_int4_seconds
+    elif linear.source_bytes:
         seconds += memory.call_in_pass_seconds
         seconds += (linear.source_bytes + linear.weight_bytes) / memory.bytes_per_s
     return seconds
 
 
-def _padded_outputs(linear: Linear, rows: int, experts: float, device: Device) -> float:
+def _padded_outputs(linear: Linear, rows: int, experts: float, kernel: Kernel, processors: int) -> float:
     """Return how many elements of its output [rows, outputs] a kernel computes, padding included.
 
     A kernel with tiles computes whole tiles for each of the ``experts`` experts in use. Its last wave takes
     as long as if every processor had a tile.
     """
-    tiles = device.kernel(scheme_on(device, linear, linear.scheme)).tiles
-    if not tiles:
+    if not (tiles := kernel.tiles):
         return rows * linear.outputs
     rows_per_expert = ceil(rows / experts)
     tile = next((tile for tile in tiles if rows_per_expert <= tile.tokens), tiles[-1])
     blocks = ceil(experts * ceil(rows_per_expert / tile.rows) * ceil(linear.outputs / tile.columns))
-    return ceil(blocks / device.processors) * device.processors * tile.rows * tile.columns
+    return ceil(blocks / processors) * processors * tile.rows * tile.columns
 
 
 class Limits(NamedTuple):

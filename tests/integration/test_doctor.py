@@ -112,6 +112,18 @@ def test_weights_are_those_of_the_checkpoint(merged):
     assert list(weights.details["bytes_by_layers"]["shared"]) == [""], "attention's scales are not kept"
 
 
+def test_a_second_copy_of_int4_is_said(merged):
+    """single-copy loads W4A16 and W4A8, the policy w4a8 W4A8 alone, and one copy has no second one."""
+    said = "w4a8 is a second copy of w4a16's INT4 weights"
+    for policy, twice in (("single-copy", True), ("w4a8", False), ("one-copy", False)):
+        found = findings(merged, "--additional-config", json.dumps({"flexquant": {"policy": policy}}))
+        (weights,) = found["weights"]
+        sizes = weights.details["bytes"]
+        assert (said in weights.text) == twice == ({"w4a8", "w4a16"} <= sizes.keys()), policy
+        if twice:
+            assert sizes["w4a8"] == pytest.approx(sizes["w4a16"], rel=0.1)
+
+
 def test_scales_count_with_the_zero_points_that_pytorchs_kernel_keeps_beside_them(tmp_path, monkeypatch):
     """Scales of groups of 32 are an eighth of INT4 weights, so twice that is seen."""
     if not current_platform.is_cpu():

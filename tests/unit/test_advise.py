@@ -20,6 +20,7 @@ from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.planning.advising import (
+    INT4_TWICE,
     MARGIN,
     ONE_COPY,
     TWO_COPIES,
@@ -30,7 +31,7 @@ from flexquant.planning.advising import (
     try_ways,
     ways,
 )
-from flexquant.planning.device import load_device
+from flexquant.planning.device import HUMMING, MARLIN, W4A8, Device, load_device
 from flexquant.planning.planned_model import MARLIN_TILES, PlannedModel
 from flexquant.planning.roofline import Batches, Load
 from tests.checkpoints import make_checkpoint
@@ -44,9 +45,14 @@ TRAFFIC = Batches(1024, 256, (1, 8, 32))
 
 
 def tried(
-    folder: Path, config: dict[str, Any], device: str, devices: int = 1, traffic: Batches = TRAFFIC
+    folder: Path,
+    config: dict[str, Any],
+    device: str | Device,
+    devices: int = 1,
+    traffic: Batches = TRAFFIC,
 ) -> dict[str, Outcome]:
-    found = try_ways(planned(folder, config), load_device(device), traffic, devices, 0.9)
+    device = load_device(device) if isinstance(device, str) else device
+    found = try_ways(planned(folder, config), device, traffic, devices, 0.9)
     return {outcome.way.name: outcome for outcome in found}
 
 
@@ -150,6 +156,27 @@ def test_linears_that_do_not_fill_marlin_have_no_one_copy_on_a_gpu(tmp_path: Pat
     assert tried(tmp_path, LLAMA_8B, "l20")[ONE_COPY].loads
 
 
+def test_w4a8_is_a_way_where_the_device_file_has_its_kernels(tmp_path: Path) -> None:
+    """Alone it takes the memory of W4A16, beside it twice that."""
+    found, without = tried(tmp_path, LLAMA_8B, "h200"), tried(tmp_path, LLAMA_8B, "l20")
+    assert found.keys() - without.keys() == {"stock W4A8", INT4_TWICE}
+    alone, twice, int4 = (found[name] for name in ("stock W4A8", INT4_TWICE, "stock W4A16"))
+    assert alone.weights_gib == int4.weights_gib
+    linears = 32 * (4096 * (4096 + 6144 + 28672) + 14336 * 4096) * 4.125 / 8 / 2**30
+    assert twice.weights_gib == pytest.approx(int4.weights_gib + linears, rel=1e-3)
+    assert twice.loads[1].tpot == int4.loads[1].tpot
+    assert twice.loads[1].ttft == pytest.approx(alone.loads[1].ttft)
+    assert tried(tmp_path, MIXTURE, "h200")[INT4_TWICE].loads
+    h200 = load_device("h200")
+    kernels = {scheme: kernel for scheme, kernel in h200.kernels.items() if scheme != W4A8}
+    by_int8 = tried(tmp_path, LLAMA_8B, h200.model_copy(update={"kernels": kernels}))
+    assert "stock W4A8" not in by_int8
+    assert by_int8[INT4_TWICE].loads[1].ttft > 1.5 * twice.loads[1].ttft
+    for config in (MIXTURE, SMOLLM2):
+        problem = tried(tmp_path, config, "h200")["stock W4A8"].problem
+        assert problem == "W4A8 is priced without experts, in groups of 128"
+
+
 def test_the_limits_of_int4_are_those_of_a_ranks_shapes(tmp_path: Path) -> None:
     """8 ranks share the 11008 = 8 x 1376 inputs of Llama-2-7B's down_proj: no whole groups of 128."""
     llama2 = {"model_type": "llama"}
@@ -186,15 +213,19 @@ def test_latencies_relate_as_measured(
 ) -> None:
     """Every ratio of two ways' TTFT or TPOT is within 35 % of the committed runs', for each batch.
 
-    What two copies save against the better static precision is within the margin of what they saved.
+    What two copies save against the better static precision is within the margin of what they saved. W4A16
+    ran on the kernel that vLLM chooses.
     """
+    loaded = load_device(device)
+    kernels = {s: kernel for s, kernel in loaded.kernels.items() if s not in (MARLIN, HUMMING)}
+    as_run = loaded.model_copy(update={"kernels": kernels})
     names = {"w8a8": "stock W8A8", "w4a16": "stock W4A16", "flexquant:phase-batch": TWO_COPIES}
     cells = read_cells(ROOT / "benchmarks/results" / folder)
     batches = {w: found for w, found in by_workload(cells, "serving").items() if w.rate is None}
     assert len(batches) > 1
     for load, measured in batches.items():
         traffic = Batches(load.input, load.output, (load.requests,))
-        outcomes = tried(tmp_path, config, device, traffic=traffic)
+        outcomes = tried(tmp_path, config, as_run, traffic=traffic)
         for metric in ("ttft", "tpot"):
             by_subject = {}
             for subject, name in names.items():
@@ -228,10 +259,10 @@ def test_a_full_kv_cache_makes_requests_wait(tmp_path: Path) -> None:
 # the choice
 
 
-def made(*seconds: float | None) -> list[Outcome]:
-    """Return outcomes of the ways on an L20 with these times of a request; None is not possible."""
+def made(*seconds: float | None, device: str = "l20") -> list[Outcome]:
+    """Return outcomes of the ways on a device with these times of a request; None is not possible."""
     outcomes = []
-    for way, time in zip(ways(load_device("l20")), seconds, strict=True):
+    for way, time in zip(ways(load_device(device)), seconds, strict=True):
         loads = {} if time is None else {1: Load(time / 2, time / 512, time)}
         gib = 12.0 if way.name == TWO_COPIES else 5.0
         tokens = None if time is None else 5000
@@ -267,6 +298,13 @@ def test_the_choice_and_why(seconds: tuple[float | None, ...], choice: str | Non
     assert re.search(text, explain(outcomes)), explain(outcomes)
 
 
+def test_int4_twice_may_be_the_choice() -> None:
+    outcomes = made(2, 2, 2, 2, None, 1, None, device="h200")
+    found = choose(outcomes)
+    assert found is not None and found.way.name == INT4_TWICE
+    assert "prompts compute in W4A8 and answers in W4A16, of whose INT4 weights" in explain(outcomes)
+
+
 def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
     def notes(config: dict[str, Any], device: str) -> str:
         model = planned(tmp_path, config)
@@ -277,6 +315,10 @@ def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
     assert "one copy has been measured on one GPU alone" in notes(LLAMA_8B, "l20")
     assert "experts in INT4" not in notes(LLAMA_8B, "l20") and "at once" not in notes(LLAMA_8B, "l20")
     assert "one copy leaves experts in INT4 for prompts too" in notes(MIXTURE, "l20")
+    assert "Humming" not in notes(LLAMA_8B, "l20")
+    on_h200 = notes(LLAMA_8B, "h200")
+    assert "mostly Humming, which vLLM takes if asked to" in on_h200
+    assert "FP8 activations, by CUTLASS; INT4 twice holds a second copy of W4A16's INT4" in on_h200
     assert "NVFP4" in notes(LLAMA_8B, "b200") and "NVFP4" not in notes(LLAMA_8B, "h100")
     on_cpu = notes(SMOLLM2, "cpu-2-core")
     assert "kernels that FlexQuant chooses" in on_cpu and "GPU" not in on_cpu

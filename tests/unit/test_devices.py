@@ -87,6 +87,9 @@ BAD = {
     "tiles a list": ("{16: 16x64, 64: 64x64}", "[16x64]", 13, "tiles is [", "give a mapping"),
     "no processors": ("processors: 4\n", "", 12, "'processors'", "add that key"),
     "processors": ("processors: 4", "processors: 0.5", 6, "processors is 0.5", "1 to 10000"),
+    "overlap": ("call_us: 5", "overlap: 0.5", 7, "overlap is 0.5", "1 to 10 (1: none)"),
+    "int8 from int4": ("call_us: 5", "int8_from_int4_us: -1", 7, "int8_from_int4_us is -1", "(microseconds)"),
+    "between": ("call_us: 5", "between_gb_per_s: 0", 7, "between_gb_per_s is 0", "1 to 100000 (GB/s)"),
     "reserve": ("0.25", "2", 10, "reserve_gib is 2", "0 to 1 (GiB)"),
     "description": ("round numbers", "8", 2, "description is 8", "give text"),
 }
@@ -156,7 +159,10 @@ def test_one_copy_multiplies_in_fp8_where_there_is_no_int8(model: ModelShape) ->
 # tokens, the second at the second. W8A8 is INT8 on the A100 class, which has no FP8; elsewhere read as FP8.
 CROSSOVERS = {"h20": (8, 16), "h200": (16, 32), "h100": (32, 64), "a100": (64, 128), "rtx-4090": (128, 256)}
 GAINS = {"h200": 1.22, "h100": 1.33, "a100": 1.60, "rtx-4090": 1.95}
-LOSSES = {"h200": 3.1, "h100": 3.1, "a100": 2.15}
+LOSSES = {"h100": 3.1, "a100": 2.15}
+"""On the H200 in benchmarks/results the loss was 4.0 to 4.6, where 3.1 is published."""
+FITTED = ("h20", "h100", "h200")
+"""Devices whose kernels are fitted to runs on an H200 and an H100, not to what is published."""
 
 
 def w8a8_scheme(name: str) -> str:
@@ -173,7 +179,7 @@ def ratio(device: Device, name: str, tokens: int, outputs: int = 8192, inputs: i
 
 
 def with_efficiency(device: Device, w8a8: float, alone: bool) -> Device:
-    """Return the device with another efficiency of W8A8 and FP8, or of all kernels alike unless ``alone``."""
+    """Return the device with another efficiency than 0.6 of W8A8, and of other kernels unless ``alone``."""
     kernels = {
         scheme: kernel.model_copy(update={"flops_per_s": kernel.flops_per_s * w8a8 / 0.6})
         for scheme, kernel in device.kernels.items()
@@ -186,10 +192,12 @@ def with_efficiency(device: Device, w8a8: float, alone: bool) -> Device:
     ("efficiency", "alone"), [(0.55, False), (0.6, False), (0.75, False), (0.55, True), (0.65, True)]
 )
 def test_crossovers_fall_within_the_published_brackets(efficiency: float, alone: bool) -> None:
-    """W4A16 wins at the lower end and loses at the upper one. The claim names 4 GPUs; all 5 meet it."""
+    """W4A16 wins at the lower end and loses at the upper one; what is fitted is taken as it is."""
     misses = []
     for name, (low, high) in CROSSOVERS.items():
-        device = with_efficiency(load_device(name), efficiency, alone)
+        device = load_device(name)
+        if name not in FITTED:
+            device = with_efficiency(device, efficiency, alone)
         if not ratio(device, name, low) > 1 > ratio(device, name, high):
             misses.append(name)
     assert misses == []
@@ -200,32 +208,32 @@ def test_first_crossovers() -> None:
         name: next(tokens for tokens in range(1, 4097) if ratio(load_device(name), name, tokens) < 1)
         for name in CROSSOVERS
     }
-    assert found == {"h20": 9, "h200": 28, "h100": 40, "a100": 119, "rtx-4090": 139}
+    assert found == {"h20": 9, "h200": 24, "h100": 58, "a100": 119, "rtx-4090": 139}
 
 
 @pytest.mark.parametrize("name", GAINS)
 def test_gain_of_w4a16_at_one_token_and_loss_at_many(name: str) -> None:
     device = load_device(name)
-    assert ratio(device, name, 1) == pytest.approx(GAINS[name], rel=0.04)
-    if name in ("h100", "h200"):  # the gain grows with the matrix
-        assert ratio(device, name, 1, 73728, 12288) == pytest.approx(1.7, rel=0.05)
+    assert ratio(device, name, 1) == pytest.approx(GAINS[name], rel=0.13 if name in FITTED else 0.04)
+    if name in FITTED:  # the gain grows with the matrix
+        assert ratio(device, name, 1, 73728, 12288) == pytest.approx(1.7, rel=0.2)
     if name in LOSSES:
-        assert 1 / ratio(device, name, 8192) == pytest.approx(LOSSES[name], rel=0.03)
+        assert 1 / ratio(device, name, 8192) == pytest.approx(LOSSES[name], rel=0.04)
 
 
 def test_an_h100_against_its_measurement() -> None:
-    """W4A16 is Machete in benchmarks/results/llama-3.1-8b-h100: its ratio to W8A8 is met within 35 %."""
+    """W4A16 is Machete in benchmarks/results/llama-3.1-8b-h100: its ratio to W8A8 is met within 20 %."""
     device = load_device("h100")
     cells = read_cells(ROOT / "benchmarks/results/llama-3.1-8b-h100")
     (((_, outputs, inputs), by_tokens),) = kernel_results(cells).items()
     for tokens, by_scheme in by_tokens.items():
         found, predicted = [], []
         for scheme in ("w4a16", "w8a8"):
-            linear = Linear(outputs, inputs, by_scheme[scheme]["weight_bytes"], scheme)
+            linear = Linear(outputs, inputs, by_scheme[scheme]["weight_bytes"], scheme, choice=(scheme,))
             found.append(by_scheme[scheme]["microseconds"])
             predicted.append(linear_seconds(linear, tokens, device, in_pass=True))
         ratio = (predicted[0] / predicted[1]) / (found[0] / found[1])
-        assert 1 / 1.35 < ratio < 1.35, tokens
+        assert 1 / 1.2 < ratio < 1.2, tokens
 
 
 def test_this_cpu_against_its_measurement() -> None:

@@ -18,7 +18,7 @@ from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.planning.config_numbers import Attention, language_config
-from flexquant.planning.device import MARLIN, load_device
+from flexquant.planning.device import HUMMING, MARLIN, W4A8, W4A8_INT8, load_device
 from flexquant.planning.planned_model import QKV, REPLICATED, ROW_PARALLEL, Linear, ModelShape, PlannedModel
 from flexquant.planning.roofline import linear_seconds
 from flexquant.policy.rules import load_policy
@@ -225,7 +225,7 @@ ONE_COPY = load_policy("one-copy").derived
 
 
 def test_int8_computed_from_int4_is_no_second_copy(merged: Path) -> None:
-    """It needs its source's weights, and memory for the largest linear; Marlin runs the source's passes."""
+    """It needs its source's weights in a layout that it reads, and memory for the largest linear."""
     model = PlannedModel.read(str(merged))
     plain, one = (model.shape(("w8a8", "w4a16"), 1, derived) for derived in ({}, ONE_COPY))
     assert list(one.linears) == ["w8a8", "w4a16", "w8a8-from-int4"]
@@ -235,16 +235,30 @@ def test_int8_computed_from_int4_is_no_second_copy(merged: Path) -> None:
     assert one.resident_bytes == plain.resident_bytes + 512 * 128
     half = model.shape(("w4a16",), 2, ONE_COPY)
     assert half.own_bytes["w8a8-from-int4"] == 512 * 128 / 2
-    marlin = {replace(linear, scheme=MARLIN): n for linear, n in plain.linears["w4a16"].items()}
-    assert one.linears["w4a16"] == marlin
+    read = {replace(linear, choice=(MARLIN, HUMMING)): n for linear, n in plain.linears["w4a16"].items()}
+    assert one.linears["w4a16"] == read
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_w4a8_beside_w4a16_is_a_second_copy_of_int4(merged: Path, devices: int) -> None:
+    model = PlannedModel.read(str(merged))
+    alone = model.shape(("w4a16",), devices, {})
+    twice = model.shape(("w4a16",), devices, load_policy("single-copy").derived)
+    assert twice.own_bytes == {"w4a16": alone.own_bytes["w4a16"], "w4a8": alone.own_bytes["w4a16"]}
+    assert {linear.scheme for linear in twice.linears["w4a8"]} == {W4A8_INT8}
+    assert twice.linears["w4a16"] == alone.linears["w4a16"]
+    assert model.shape((W4A8,), devices, {}).resident_bytes == alone.resident_bytes
 
 
 def test_experts_of_one_copy_stay_in_int4_and_are_run_by_marlin() -> None:
     """vLLM prefers Machete on Hopper, which packs weights in another way and has no kernel for experts."""
     expert = Linear(64, 16, 600, "w4a16", experts=4, active_experts=2)
-    assert expert.computed() == expert
-    assert replace(expert, experts=1, active_experts=1).computed().scheme == "w8a8"
-    assert replace(expert, scheme="bf16", experts=1).computed().scheme == "bf16"
+    (one_copy,) = ONE_COPY.values()
+    (w4a8,) = load_policy("single-copy").derived.values()
+    assert expert.derived(one_copy) == expert.derived(w4a8) == expert
+    single = replace(expert, experts=1, active_experts=1)
+    assert (single.derived(one_copy).scheme, single.derived(w4a8).scheme) == ("w8a8", W4A8_INT8)
+    assert replace(expert, scheme="bf16", experts=1).derived(one_copy).scheme == "bf16"
     h100 = load_device("h100")
     assert h100.kernel(MARLIN) != h100.kernel("w4a16")
     assert load_device("l20").kernel(MARLIN) == load_device("l20").kernel("w4a16")

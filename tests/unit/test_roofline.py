@@ -4,14 +4,25 @@
 
 from __future__ import annotations
 
-from math import ceil
+from dataclasses import replace
+from math import ceil, hypot
 
 import pytest
 
 from flexquant.planning.advising import find_way, kv_cache_tokens, try_ways
-from flexquant.planning.device import builtin_devices, load_device
+from flexquant.planning.device import HUMMING, builtin_devices, load_device
+from flexquant.planning.device import MARLIN as MARLIN_KERNEL
 from flexquant.planning.planned_model import Linear, ModelShape
-from flexquant.planning.roofline import Batch, Batches, Limits, Load, linear_seconds, pass_seconds, serve
+from flexquant.planning.roofline import (
+    Batch,
+    Batches,
+    Limits,
+    Load,
+    linear_seconds,
+    pass_seconds,
+    preparation_seconds,
+    serve,
+)
 from flexquant.policy.rules import load_policy
 from flexquant.policy.schema import Phase
 from tests.prediction import (
@@ -163,6 +174,31 @@ def test_a_hybrid(devices: int) -> None:
     head = in_16_bit(1)(1000 // devices, 256)
     parts = total(times(3, mlp), times(2, around), attention, head, (0, pairs))
     check(shape, "w4a16", prefill(5), parts, calls=5)
+
+
+def test_what_a_device_file_may_tell_of_kernels_and_of_what_is_between() -> None:
+    """Humming, if there, is a choice; parts overlap; inputs and outputs move; INT8 takes its own time."""
+    tokens, sizes = 5, (576, 320)
+    alone = square("w4a16", *sizes)
+    fast = UNLIKE.kernels["w4a16"].model_copy(update={"bytes_per_s": 400e9, "flops_per_s": 40e12})
+    humming = UNLIKE.model_copy(update={"kernels": {**UNLIKE.kernels, HUMMING: fast}})
+    assert linear_seconds(alone, tokens, humming) == linear_seconds(square(HUMMING, *sizes), tokens, humming)
+    moved = alone.weight_bytes + tokens * 2 * (320 + 576)
+    memory, compute = moved / MARLIN[1], 2 * tokens * 576 * 320 / MARLIN[0]
+    alone = replace(alone, choice=(MARLIN_KERNEL,))
+    assert linear_seconds(alone, tokens, UNLIKE) == pytest.approx(11e-6 + memory + compute, rel=1e-12)
+    overlapping = UNLIKE.model_copy(update={"overlap": 2.0})
+    assert linear_seconds(alone, tokens, overlapping) == pytest.approx(11e-6 + hypot(memory, compute))
+    shape = model("dense").shape(("w4a16",), 1, load_policy("one-copy").derived)
+    between = UNLIKE.model_copy(update={"between_bytes_per_s": 1e9})
+    more = [pass_seconds(shape, "w4a16", decode(tokens, 0), device) for device in (between, UNLIKE)]
+    numbers = 3 * (576 + 320 + 320 + 384 + 1280 + 320 + 320 + 640)
+    assert more[0] - more[1] == pytest.approx(tokens * 2 * numbers / 1e9)
+    told = UNLIKE.model_copy(update={"int8_from_int4_seconds": 0.5})
+    linear = next(x for x in shape.linears["w8a8-from-int4"] if x.outputs == 576)
+    quantised = 3 * tokens * 320 / BF16[1]
+    expected = 0.5 * 576 * 320 / 1e6 + quantised
+    assert preparation_seconds(linear, tokens, told) == pytest.approx(expected)
 
 
 def test_a_call_alone_has_an_overhead_of_its_own() -> None:
