@@ -159,6 +159,11 @@ def gpu_live(folder: Path = H200_32B) -> str:
     return markdown(["requests", "policy", "TTFT", "TPOT"], rows)
 
 
+def gpu_live_again() -> str:
+    """Return the same of a second run, with one copy's kernel rewritten and W4A8."""
+    return gpu_live(H200_32B.with_name(f"{H200_32B.name}-again"))
+
+
 def gpu_ratios() -> str:
     """Return FlexQuant over each static variant on an H100."""
     rows = [
@@ -256,7 +261,16 @@ def one_server_or_two() -> str:
 
 BLOCKS: tuple[Callable[[], str], ...] = (
     *(policies, one_copy_policies, methods, generation, own_cost, merging),
-    *(gpu_live, gpu_ratios, gpu_kernels, cpu_ratios, cpu_kernels, one_copy_live, one_server_or_two),
+    *(
+        gpu_live,
+        gpu_live_again,
+        gpu_ratios,
+        gpu_kernels,
+        cpu_ratios,
+        cpu_kernels,
+        one_copy_live,
+        one_server_or_two,
+    ),
 )
 
 

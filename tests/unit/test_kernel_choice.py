@@ -1,24 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""How a CPU kernel is chosen: the sizes that are tried, what is remembered, what a failed trial does."""
+"""How kernels are chosen: which are tried, with what sizes, what is kept, and what a failed trial does."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import operator
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
+from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy, parse_policy
 from flexquant.serving.kernels import trial
-from flexquant.serving.kernels.choice import sizes_by_variant, zentorch_problem
+from flexquant.serving.kernels.choice import (
+    choose_kernels,
+    possible_kernels,
+    sizes_by_variant,
+    zentorch_problem,
+)
 from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.layers import LinearKernel, kernel_of_layer
 from flexquant.serving.kernels.trial import find_fastest
-from flexquant.serving.vllm_api import _custom_ops  # noqa: F401 - loads torch.ops._C
+from flexquant.serving.vllm_api import (
+    HummingLinearKernel,
+    MacheteLinearKernel,
+    MarlinLinearKernel,
+    _custom_ops,  # noqa: F401 - loads torch.ops._C
+    set_current_vllm_config,
+)
 
 TORCH = f"{TorchCPUInt4LinearKernel.__module__}:{TorchCPUInt4LinearKernel.__name__}"
 STOCK = "flexquant.serving.kernels.cpu_kernels:CPUW4A16LinearKernel"
@@ -142,3 +161,122 @@ def test_a_zentorch_that_vllm_does_not_take_is_told_in_one_line(tmp_path, monkey
     problem = zentorch_problem()
     assert problem is not None and problem.startswith("zentorch 9.9 is installed and not used: ")
     assert reason in problem and "extra 'zen'" in problem and "\n" not in problem
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return what has vLLM's kernels find a GPU of a compute capability, and Humming's package."""
+
+    def pretend(capability: int) -> None:
+        answers = {
+            "is_cuda": True,
+            "is_cpu": False,
+            "get_device_capability": DeviceCapability(*divmod(capability, 10)),
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(type(current_platform), name, lambda *_, answer=answer: answer)
+        for name in ("is_device_capability", "has_device_capability"):
+            compare = operator.eq if name.startswith("is") else operator.le
+            monkeypatch.setattr(type(current_platform), name, lambda _, c, *__, f=compare: f(c, capability))
+        monkeypatch.setattr(f"{HummingLinearKernel.__module__}.has_humming", lambda: True)
+
+    return pretend
+
+
+def int4_kernel(**changes: object) -> LinearKernel:
+    """Return a kernel for INT4 that a linear of 512 inputs and 256 outputs has."""
+    layer = {"inputs": 512, "outputs": 256, "dtype": "bfloat16", "group_size": 128, **changes}
+    found = kernel_of_layer(trial.new_layer(layer, TorchCPUInt4LinearKernel))
+    assert found is not None
+    return found
+
+
+def tried(kernel: LinearKernel) -> list[str]:
+    return [kind.__name__.removesuffix("LinearKernel") for kind in possible_kernels(kernel)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "own", "layer", "expected"),
+    [
+        (90, MacheteLinearKernel, {}, ["Machete", "Marlin", "Humming"]),
+        (90, MacheteLinearKernel, {"zero_points": True}, ["Machete", "Marlin", "Humming"]),
+        (90, MarlinLinearKernel, {"group_size": 32}, ["Marlin", "Humming"]),
+        (80, MarlinLinearKernel, {}, ["Marlin", "Humming"]),
+    ],
+    ids=["Hopper", "zero points", "groups that Machete lacks", "Ampere"],
+)
+def test_a_gpu_tries_vllms_int4_kernels(on_gpu, monkeypatch, capability, own, layer, expected):
+    kernel = int4_kernel(**layer)
+    on_gpu(capability)
+    kernel = own(kernel.config, kernel.w_q_name, kernel.w_s_name, kernel.w_zp_name)
+    assert tried(kernel) == expected
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", f"{expected[1]}LinearKernel")
+    assert tried(kernel) == [expected[0], *expected[2:]]
+    config = VllmConfig()
+    config.kernel_config.linear_backend = "marlin"
+    with set_current_vllm_config(config):
+        assert tried(kernel) == expected[:1]
+
+
+@pytest.mark.parametrize(
+    ("capability", "act_type", "group", "expected"),
+    [
+        (90, torch.float8_e4m3fn, 128, ["CutlassW4A8FP8", "HummingW4A8"]),
+        (90, torch.float8_e4m3fn, 32, ["HummingW4A8"]),
+        (90, torch.int8, 128, ["HummingW4A8", "MarlinW4A8"]),
+        (89, torch.float8_e4m3fn, 128, ["HummingW4A8", "MarlinW4A8"]),
+    ],
+    ids=["Hopper, FP8", "groups that CUTLASS lacks", "Hopper, INT8", "Ada, FP8"],
+)
+def test_a_gpu_tries_what_multiplies_int4_by_8_bit(on_gpu, capability, act_type, group, expected):
+    kernel = int4_kernel(group_size=group)
+    on_gpu(capability)
+    kernel.config = dataclasses.replace(kernel.config, act_type=act_type, out_type=torch.bfloat16)
+    assert tried(kernel) == expected
+
+
+class BrokenKernel(TorchCPUInt4LinearKernel):
+    """Fails when it lays out weights, as one does whose programs cannot be compiled."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        raise RuntimeError("no compiler")
+
+
+class OtherKernel(TorchCPUInt4LinearKernel):
+    """The same under another name."""
+
+
+def test_a_trial_takes_the_fastest_that_runs(cache, monkeypatch, caplog):
+    """By this test's clock; what fails is named and left out."""
+    seconds = {"TorchCPUInt4LinearKernel": 2e-6, "OtherKernel": 1e-6}
+    clock = lambda layers, x: lambda: len(x) * seconds[type(kernel_of_layer(layers[0])).__name__]  # noqa: E731
+    monkeypatch.setattr(trial, "timed_pass", clock)
+    kinds = [
+        f"{kind.__module__}:{kind.__name__}" for kind in (BrokenKernel, TorchCPUInt4LinearKernel, OtherKernel)
+    ]
+    found = trial.measure({**LAYER, "kernels": kinds})
+    assert list(found) == kinds[1:]
+    assert trial._least(json.loads(json.dumps(found)), kinds[0]) == kinds[2]
+    assert trial._least({}, kinds[0]) == kinds[0]
+    assert "BrokenKernel" in caplog.text and "no compiler" in caplog.text
+
+
+def test_of_two_trials_at_once_both_take_the_first_that_is_kept(cache):
+    layer = {**LAYER, "kernels": [STOCK, TORCH]}
+    key = {**trial._circumstances(), **layer}
+    file = cache / f"{trial.digest_of(key)[:32]}.json"
+    for chosen in (TORCH, STOCK):
+        trial._write(file, {"key": key, "chosen": chosen, "microseconds": {}})
+    assert find_fastest([layer]) == [TORCH]
+    assert [path.name for path in cache.iterdir()] == [file.name]
+
+
+def test_a_kernel_can_be_named(cache):
+    def model() -> torch.nn.Module:
+        return torch.nn.ModuleList([trial.new_layer(LAYER, TorchCPUInt4LinearKernel)])
+
+    named = model()
+    choose_kernels({"w4a16": named}, {}, named={"w4a16": "Torch"})
+    assert type(kernel_of_layer(named[0])) is TorchCPUInt4LinearKernel
+    with pytest.raises(FlexQuantError, match="names 'humming' for variant 'w4a16', .* run on .*Torch"):
+        choose_kernels({"w4a16": model()}, {}, named={"w4a16": "humming"})
