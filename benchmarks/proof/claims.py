@@ -36,7 +36,7 @@ QUESTIONS = (FIRST_TOKEN, LIVE, COPY, TESTS, SERVERS)
 TESTED = {
     "test_graph_modes.py": "a constant policy answers as the static checkpoint does, in every graph mode",
     "test_plans_in_graphs.py": "every CUDA graph holds the policy's plan, and all are there before serving",
-    "test_one_copy_marlin.py": "INT8 weights are computed from what Marlin keeps, and answers with them",
+    "test_one_copy.py": "INT8 weights are computed from what Marlin keeps, and answers with them",
     "test_w4a8_marlin.py": "W4A8 is what vLLM's Marlin computes with 8-bit activations",
     "test_tune.py": "`flexquant tune` finds a policy for this machine",
 }

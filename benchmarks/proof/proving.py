@@ -55,7 +55,7 @@ from flexquant.errors import FlexQuantError
 
 ALONE = ["tests/gpu/test_w4a8_marlin.py", "tests/gpu/test_tune.py"]
 """Test files that have the GPU for themselves: W4A8 needs the memory, and tune times engines."""
-ONE_COPY_TESTS = ["tests/gpu/test_one_copy_marlin.py"]
+ONE_COPY_TESTS = ["tests/gpu/test_one_copy.py"]
 """Tests that run while a server starts: kernels alone, and two small engines."""
 MINIATURE_KERNELS = {
     "one-copy": "w8a8,w4a16,one-copy,w4a16@TorchCPUInt4LinearKernel",

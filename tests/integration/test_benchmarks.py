@@ -184,7 +184,7 @@ def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> 
     done = programs.run(command, timeout=1500, environment=programs.newcomers_environment())
     outcomes = read_outcomes(output / "tests.jsonl")
     assert outcomes and {outcome["outcome"] for outcome in outcomes.values()} == {SKIPPED}
-    beside_the_server = {test for test in outcomes if "test_one_copy_marlin.py" in test}
+    beside_the_server = {test for test in outcomes if "test_one_copy.py" in test}
     assert beside_the_server and {
         outcomes[test]["reason"] for test in outcomes.keys() - beside_the_server
     } == {"needs an NVIDIA GPU"}

@@ -25,7 +25,7 @@ from vllm import triton_utils
 triton_utils.triton, triton_utils.tl = triton, triton.language
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from flexquant.serving.worker.one_copy.gpu import _int4_to_8_bit as kernel
+from flexquant.serving.worker.one_copy.gpu_kernel import _int4_to_8_bit as kernel
 
 names = kernel.arg_names
 types = dict(packed="*i32", scale="*bf16", zero="*i8", inverse="*fp32", out="*i8")

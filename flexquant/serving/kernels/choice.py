@@ -103,6 +103,9 @@ def choose_kernels(
             if (kernel := kernel_of_layer(layer)) is None:
                 continue
             kinds = possible_kernels(kernel)
+            if getattr(layer, "bias", None) is not None and getattr(layer, "input_is_parallel", False):
+                # vLLM 0.26's adds the bias on every rank. Delete this when the oldest supported one does not.
+                kinds = [kind for kind in kinds if not issubclass(kind, HummingLinearKernel)]
             if name in read_again and isinstance(kernel, MPLinearKernel):
                 kinds = readable_kinds(kernel, kinds)
             if wanted is not None:
@@ -170,22 +173,18 @@ def possible_kernels(kernel: LinearKernel) -> list[type[LinearKernel]]:
 
 def _for_gpu(kernel: LinearKernel) -> list[type[LinearKernel]]:
     """Return vLLM's kernels for INT4 on this GPU, the layer's own first; the user's choice is left alone."""
-    vllm_config, capability = get_current_vllm_config_or_none(), current_platform.get_device_capability()
-    is_free = vllm_config is None or vllm_config.kernel_config.linear_backend == "auto"
-    if (
-        not isinstance(kernel, MPLinearKernel)
-        or kernel.config.weight_type.size_bits != 4
-        or capability is None
-    ):
+    capability = current_platform.get_device_capability()
+    if not isinstance(kernel, MPLinearKernel) or kernel.config.weight_type.size_bits != 4 or not capability:
         return []
-    if getattr(kernel.config, "has_g_idx", False) or not is_free:
+    vllm_config = get_current_vllm_config_or_none()
+    is_named = vllm_config is not None and vllm_config.kernel_config.linear_backend != "auto"
+    if is_named or getattr(kernel.config, "has_g_idx", False):
         return [type(kernel)]
     if kernel.config.act_type in EIGHT_BIT:
         return list(W4A8_KERNELS)
-    of_vllm = [
-        k for k in (MacheteLinearKernel, MarlinLinearKernel, HummingLinearKernel) if k is not type(kernel)
-    ]
-    return [k for k in (type(kernel), *of_vllm) if k.get_min_capability() <= capability.to_int()]
+    of_vllm: list[type[MPLinearKernel]] = [MacheteLinearKernel, MarlinLinearKernel, HummingLinearKernel]
+    kinds = dict.fromkeys([type(kernel), *of_vllm])
+    return [kind for kind in kinds if kind.get_min_capability() <= capability.to_int()]
 
 
 def _for_cpu(kernel: LinearKernel) -> list[type[LinearKernel]]:

@@ -83,6 +83,11 @@ def find_fastest(layers: Sequence[JsonObject]) -> list[str]:
             measured = []
         for i, times in zip(missing, measured, strict=False):
             chosen[i] = _least(times, chosen[i])
+            logger.info(
+                "FlexQuant takes %s for %d inputs and %d outputs: microseconds by tokens %s",
+                *(chosen[i].partition(":")[2], layers[i]["inputs"], layers[i]["outputs"]),
+                {name.partition(":")[2]: found for name, found in times.items()},
+            )
             _write(files[i], {"key": keys[i], "chosen": chosen[i], "microseconds": times})
     return [_read(file, key) or first for file, key, first in zip(files, keys, chosen, strict=True)]
 
@@ -97,7 +102,7 @@ def _least(times: dict[str, dict[str, float]], first: str) -> str:
 
 def _try(layers: list[JsonObject]) -> list[dict[str, dict[str, float]]]:
     if not current_platform.is_cpu():
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.device("cuda"):  # a model may be under construction without memory
             found = json.loads(json.dumps([measure(layer) for layer in layers]))
         torch.cuda.empty_cache()
         return found

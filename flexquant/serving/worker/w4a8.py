@@ -12,7 +12,7 @@ another layout, which costs half a byte a weight.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ def use_8bit_activations(model: nn.Module, activations: str) -> None:
                 "batch-invariant mode; unset VLLM_BATCH_INVARIANT, or take such a variant's rules out of the "
                 "policy"
             )
-        changes = {"act_type": DTYPES[activations], "out_type": scheme.kernel.config.act_type}
+        changes: dict[str, Any] = {"act_type": DTYPES[activations], "out_type": scheme.kernel.config.act_type}
         config = dataclasses.replace(scheme.kernel.config, **changes)
         problems = {kernel: kernel.can_implement(config)[1] for kernel in kernels}
         # group_problem has refused everything else before; a layer's width is known only here.

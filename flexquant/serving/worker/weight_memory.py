@@ -125,10 +125,10 @@ class WeightMemory:
             identity = storage.data_ptr() or id(tensor)  # without memory, the parameter itself
             yield Piece(identity, storage.nbytes() // tensor.itemsize, storage.nbytes())
         in_onednn = any(isinstance(p, CPUDNNLGEMMHandler) for p in packed)
-        kept = {found.group(1) for found in map(WEIGHT.match, parameters) if found}
+        kept = {WEIGHT.sub(r"\1", name) for name in parameters if WEIGHT.match(name)}
         for name, weight in self._loaded.get(module, {}).items():
             # A kernel may keep a weight under another name, as Humming does.
-            is_gone = WEIGHT.match(name)[1] not in kept and not packed
+            is_gone = WEIGHT.sub(r"\1", name) not in kept and not packed
             if in_onednn or is_gone or module in self._to_be_packed:
                 yield weight
 

@@ -3,7 +3,7 @@
 """Derive W8A8 without a second copy of the weights: each linear computes INT8 weights from INT4 in each pass.
 
 1. *Build*: the source, a W4A16 variant, gets INT4 kernels whose layout of weights is known: those that
-   ``cpu.layout_of`` and ``gpu.layout_of`` know. The variant is a view of the source, with a view of
+   ``cpu.layout_of`` and ``gpu_layouts.layout_of`` know. The variant is a view of the source, with a view of
    each INT4 linear that has another method (:class:`OneCopyMethod`).
 2. *Load*: only the source is loaded. Then :func:`find_scales` gives each view one scale a channel.
 3. *Pass*: the method reads the weights where the source's kernel keeps them, writes INT8 weights into memory
@@ -146,7 +146,7 @@ def _product(kernel: MPLinearKernel, kind: type[Any]) -> Product | None:
 
         of_cpu = cpu.layout_of(kind)
         return None if of_cpu is None else cpu.CPUInt8Product(kernel, of_cpu)
-    from flexquant.serving.worker.one_copy import gpu
+    from flexquant.serving.worker.one_copy import gpu, gpu_layouts
 
-    of_gpu = gpu.layout_of(kind, kernel.config)
+    of_gpu = gpu_layouts.layout_of(kind, kernel.config)
     return None if of_gpu is None else gpu.GPUProduct(kernel, of_gpu)

@@ -35,6 +35,7 @@ LINEARS = {
     "Gemma-2-2B q": (2304, 2048),
 }
 """Inputs and outputs of linears of real models."""
+LAYOUTS = ("Marlin", "Humming", "Humming for Hopper")
 PART = 128
 """Outputs of a part of a linear."""
 EVERY_DAY = [
@@ -75,7 +76,7 @@ def zeros_packed_by_humming(zeros: torch.Tensor) -> torch.Tensor:
     return (permuted << (4 * torch.arange(8))).sum(-1).to(torch.int32)
 
 
-@pytest.mark.parametrize("layout", ["Marlin", "Humming", "Humming for Hopper"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("precision", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("name", "group", "has_zeros", "outputs"), [*((*case, PART) for case in EVERY_DAY), *ALL]
@@ -83,9 +84,15 @@ def zeros_packed_by_humming(zeros: torch.Tensor) -> torch.Tensor:
 def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     name: str, group: int, has_zeros: bool, outputs: int, precision: torch.dtype, layout: str
 ) -> None:
-    from flexquant.serving.worker.one_copy import gpu
+    from flexquant.serving.worker.one_copy import gpu, gpu_kernel, gpu_layouts
 
-    known = dict(zip(("Marlin", "Humming", "Humming for Hopper"), (gpu.MARLIN, *gpu.HUMMING), strict=True))
+    known = dict(
+        zip(
+            ("Marlin", "Humming", "Humming for Hopper"),
+            (gpu_layouts.MARLIN, *gpu_layouts.HUMMING),
+            strict=True,
+        )
+    )
     kept = known[layout]
 
     greatest = 127 if precision == torch.int8 else 448
@@ -107,9 +114,9 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     zero, middle = None, torch.full((groups, outputs), 8)
     if has_zeros:
         middle = zeros
-        zero = gpu.zeros_in_order_of_outputs(packed_zeros, groups, outputs, kept.zeros)
+        zero = gpu_layouts.zeros_in_order_of_outputs(packed_zeros, groups, outputs, kept.zeros)
         assert torch.equal(zero.cpu().long(), zeros)
-    assert torch.equal(gpu.in_order_of_outputs(permuted).cpu(), scale)
+    assert torch.equal(gpu_layouts.in_order_of_outputs(permuted).cpu(), scale)
 
     channel = gpu.channel_scales(packed, permuted, zero, precision, kept.outputs_first)
     codes = (values.view(groups, -1, outputs) - middle[:, None]).float()
@@ -118,8 +125,10 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     if precision == torch.float8_e4m3fn:
         channel = torch.exp2(channel.log2().ceil() + 4)  # weights that are no integers too
     out = torch.empty(outputs, inputs, dtype=precision, device=DEVICE)
-    found = gpu.eight_bit_weights(packed, permuted, zero, channel.reciprocal(), out, kept.outputs_first).cpu()
-    exact = (codes * (scale.float() * channel.reciprocal().cpu())[:, None]).view(inputs, outputs)
+    found = gpu_kernel.eight_bit_weights(
+        packed, permuted, zero, channel.reciprocal(), out, kept.outputs_first
+    ).cpu()
+    exact = (codes * (scale.float() * inverse.cpu())[:, None]).view(inputs, outputs)
     nearest = exact.round().to(torch.int8) if precision == torch.int8 else exact.to(precision)
     assert torch.equal(found.t().float(), nearest.float())
 
@@ -130,10 +139,10 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
 @pytest.mark.parametrize("family", ["Marlin", "Humming"])
 def test_the_layouts_are_those_of_the_kernels(family: str, group: int, zero_points: bool) -> None:
     from flexquant.serving import vllm_api
-    from flexquant.serving.worker.one_copy import gpu
+    from flexquant.serving.worker.one_copy import gpu_layouts
 
     kind = getattr(vllm_api, f"{family}LinearKernel")
-    assert gpu.layout_found(kind, group, zero_points, "bfloat16") is not None
+    assert gpu_layouts.layout_found(kind, group, zero_points, "bfloat16") is not None
 
 
 @pytest.mark.cuda

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Write a layer's 8-bit weights on a GPU, from INT4 weights that are packed in Marlin's tiles."""
+
+from __future__ import annotations
+
+import torch
+
+from flexquant.serving.vllm_api import tl, triton
+
+MOST_INPUTS = 128
+"""Largest number of inputs of the weights that one program of the kernel writes; it has 64 outputs."""
+INT8 = torch.int8
+ROUNDS = tl.constexpr(12582912.0)
+"""Added to a small float32, it rounds to the nearest integer, ties to even: the low byte of its bits."""
+INTEGERS = tl.constexpr(8388608.0)
+"""2 to the 23rd: from here to twice that, the low bits of a float32 are what it has above this number."""
+INTEGER_BITS = 0x4B000000
+"""The bits of that number. The kernel gets them as an argument: one instruction takes one constant."""
+
+
+@triton.jit
+def _int4_to_8_bit(  # type: ignore[no-untyped-def]  # Triton tells the types itself
+    packed,
+    scale,
+    zero,
+    inverse,
+    out,
+    outputs,
+    inputs,
+    group,
+    integer_bits,
+    is_grouped: tl.constexpr,
+    has_zero: tl.constexpr,
+    is_integer: tl.constexpr,
+    outputs_first: tl.constexpr,
+    tiles: tl.constexpr,
+):
+    column = tl.program_id(0)
+    first = tl.program_id(1) * tiles
+    # Axes as the words lie: tile, output % 8, pair of inputs, output // 16.
+    tile = first + tl.arange(0, tiles)[:, None, None, None]
+    low = tl.arange(0, 8)[None, :, None, None]
+    pair = tl.arange(0, 4)[None, None, :, None]
+    block = tl.arange(0, 4)[None, None, None, :]
+    place = tile * (outputs * 2) + column * 128 + low * 16 + pair * 4 + block
+    word = tl.load(packed + place, mask=tile * 16 < inputs, other=0)
+    of_group = first * 16 // group * outputs
+    k = first * 16 + tl.arange(0, tiles * 16)[None, None, :]
+    for half in tl.static_range(2):
+        n = column * 64 + block * 16 + half * 8 + low
+        if is_grouped:
+            place = n // 64 * 64 + n % 8 * 8 + n % 64 // 8
+        else:
+            place = n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 8 * 2 + n % 2
+        ratio = tl.load(scale + of_group + place).to(tl.float32)
+        ratio = ratio * tl.load(inverse + n)
+        if has_zero:
+            middle = tl.load(zero + of_group + n).to(tl.float32)
+        else:
+            middle = tl.full([1, 8, 1, 4], 8, tl.float32)
+        lower, upper = (half * 2, half * 2 + 1) if outputs_first else (half, half + 2)
+        even = tl.join(
+            _weight(word, lower, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
+            _weight(word, upper, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
+        )
+        odd = tl.join(  # the places 4 to 7 would reach into the exponent
+            _weight(word >> 12, lower + 1, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
+            _weight(word >> 12, upper + 1, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
+        )
+        # From [tile, output % 8, pair, output // 16, upper half of 16 inputs, odd] to [outputs, inputs].
+        weights = tl.permute(tl.join(even, odd), (1, 3, 0, 4, 2, 5))
+        weights = tl.reshape(weights, (8, 4, tiles * 16))
+        row = tl.arange(0, 8)[:, None, None] + tl.arange(0, 4)[None, :, None] * 16
+        tl.store(out + (column * 64 + half * 8 + row) * inputs + k, weights, mask=k < inputs)
+
+
+@triton.jit
+def _weight(  # type: ignore[no-untyped-def]
+    word, place: tl.constexpr, middle, ratio, integer_bits, is_integer: tl.constexpr, dtype: tl.constexpr
+):
+    """Return the 8-bit weights of a word's place, 0 to 4, without a conversion between types.
+
+    The place stays where it is in the word, so a weight has the factor 16 to the place, and its ratio the
+    inverse: both are exact.
+    """
+    value = ((word & (15 << (4 * place))) | integer_bits).to(tl.float32, bitcast=True)
+    exact = (value - (middle * (1 << (4 * place)) + INTEGERS)) * (ratio * (1.0 / (1 << (4 * place))))
+    if is_integer:
+        return (exact + ROUNDS).to(tl.int32, bitcast=True).to(tl.int8)
+    return exact.to(dtype)
+
+
+def eight_bit_weights(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    inverse: torch.Tensor,
+    out: torch.Tensor,
+    outputs_first: bool,
+) -> torch.Tensor:
+    """Write the weights into ``out`` [outputs, inputs], in INT8 or FP8, and return it.
+
+    ``packed`` int32 [inputs / 16, outputs * 2] and ``scale`` [groups, outputs] are as the kernel keeps them,
+    ``zero`` [groups, outputs] and ``inverse`` float32 [outputs], of the scales of 8-bit weights, are in the
+    order of outputs. In INT8 a weight is (value - zero) * (scale * inverse), each operation rounded to the
+    nearest float32, and then to the nearest integer, ties to even: a fused multiply-add, which rounds once,
+    would differ.
+    """
+    outputs, inputs = out.shape
+    group = inputs // len(scale)
+    tiles = min(group, MOST_INPUTS) // 16
+    _int4_to_8_bit[(outputs // 64, triton.cdiv(inputs, tiles * 16))](
+        packed,
+        scale,
+        scale if zero is None else zero,
+        inverse,
+        out,
+        outputs,
+        inputs,
+        group,
+        INTEGER_BITS,
+        is_grouped=len(scale) > 1,
+        has_zero=zero is not None,
+        is_integer=out.dtype == INT8,
+        outputs_first=outputs_first,
+        tiles=tiles,
+        num_warps=max(1, tiles // 4),
+        enable_fp_fusion=False,
+    )
+    return out
