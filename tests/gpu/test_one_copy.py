@@ -125,9 +125,8 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     if precision == torch.float8_e4m3fn:
         channel = torch.exp2(channel.log2().ceil() + 4)  # weights that are no integers too
     out = torch.empty(outputs, inputs, dtype=precision, device=DEVICE)
-    found = gpu_kernel.eight_bit_weights(
-        packed, permuted, zero, channel.reciprocal(), out, kept.outputs_first
-    ).cpu()
+    inverse = channel.reciprocal()
+    found = gpu_kernel.eight_bit_weights(packed, permuted, zero, inverse, out, kept.outputs_first).cpu()
     exact = (codes * (scale.float() * inverse.cpu())[:, None]).view(inputs, outputs)
     nearest = exact.round().to(torch.int8) if precision == torch.int8 else exact.to(precision)
     assert torch.equal(found.t().float(), nearest.float())
