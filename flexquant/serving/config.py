@@ -128,7 +128,14 @@ def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
     graphs, and so the largest decode pass, afterwards. Raises :class:`FlexQuantError` for an unknown policy,
     an unreadable file, a document that breaks the schema, and a policy that cannot be served.
     """
-    policy = choose_policy(ServingOptions.from_vllm(vllm_config).policy, merged.policy)
+    options = ServingOptions.from_vllm(vllm_config)
+    policy = choose_policy(options.policy, merged.policy)
+    variants = [*merged.variants, *policy.derived]
+    if unknown := [name for name in options.kernels if name not in variants]:
+        raise FlexQuantError(
+            f"additional-config key '{OPTIONS_KEY}.kernels' names '{unknown[0]}', which is no variant; allowed: "
+            f"{', '.join(variants)}"
+        )
     served = served_policy(vllm_config, merged, policy)
     vllm_config.additional_config = additional_config(vllm_config) | {RESOLVED_KEY: served.to_json()}
     return served.routes.up_to(max_decode_tokens(vllm_config))

@@ -114,9 +114,11 @@ def one_layer(merged, tmp_path_factory) -> OneLayer:
 @pytest.mark.oldest
 def test_only_the_layers_in_use_have_memory(one_layer, both):
     held, used = both["weight_bytes"], one_layer.header["weight_bytes"]
-    assert used["w8a8"] * 4 == held["w8a8"]
-    assert used["w4a16"] * 4 == held["w4a16"] * 3
-    assert used["shared"] == held["shared"]
+    scales = used["w8a8"] - held["w8a8"] // 4  # vLLM 0.26 keeps three of an attention layer, 4 bytes each
+    assert scales in (0, 3 * 4)
+    assert used["w8a8"] == held["w8a8"] // 4 + scales
+    assert used["w4a16"] == held["w4a16"] // 4 * 3 + 3 * scales
+    assert used["shared"] == held["shared"] - 4 * scales
     assert one_layer.header["weight_bytes_in_16_bit"] == both["weight_bytes_in_16_bit"]
     assert one_layer.without == [{0, 2, 3}, {1}]
     for variant, layers in {"w8a8": {1}, "w4a16": {0, 2, 3}}.items():

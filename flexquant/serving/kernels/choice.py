@@ -97,61 +97,75 @@ def choose_kernels(
     to_try: dict[str, tuple[JsonObject, list[Any]]] = {}
     kinds_by_name: dict[str, type[LinearKernel]] = {}
     for name, model in models.items():
-        wanted, fitting, others = (named or {}).get(name), False, set()
-        modules: list[Any] = list(model.modules())
-        for layer in modules:
-            if (kernel := kernel_of_layer(layer)) is None:
-                continue
-            kinds = possible_kernels(kernel)
-            if getattr(layer, "bias", None) is not None and getattr(layer, "input_is_parallel", False):
-                # vLLM 0.26's adds the bias on every rank. Delete this when the oldest supported one does not.
-                kinds = [kind for kind in kinds if not issubclass(kind, HummingLinearKernel)]
-            if name in read_again and isinstance(kernel, MPLinearKernel):
-                kinds = readable_kinds(kernel, kinds)
-            if wanted is not None:
-                others |= {kind.__name__ for kind in kinds}
-                those = [kind for kind in kinds if kind.__name__.lower().startswith(wanted.lower())]
-                fitting, kinds = fitting or bool(those), those or kinds
-            if len(kinds) > 1 and _is_worth_a_trial(layer, kernel):
+        layers: list[Any] = [layer for layer in model.modules() if kernel_of_layer(layer) is not None]
+        kinds_of = {layer: _kinds_for(layer, name in read_again) for layer in layers}
+        if wanted := (named or {}).get(name):
+            kinds_of = _only(kinds_of, wanted, name)
+        for layer, kinds in kinds_of.items():
+            if len(kinds) > 1 and _is_worth_a_trial(layer):
                 by_name = {f"{kind.__module__}:{kind.__name__}": kind for kind in kinds}
                 kinds_by_name |= by_name
-                config = kernel.config
-                request = {
-                    "inputs": layer.input_size_per_partition,
-                    "outputs": layer.output_size_per_partition,
-                    "dtype": str(layer.params_dtype).removeprefix("torch."),
-                    "group_size": getattr(config, "group_size", None),
-                    "zero_points": getattr(config, "zero_points", False),
-                    "activations": _activations(kernel),
-                    "sizes": list(sizes.get(name, DECODE_SIZES)),
-                    "kernels": list(by_name),
-                }
+                request = _request(layer, sizes.get(name, DECODE_SIZES), list(by_name))
                 to_try.setdefault(digest_of(request), (request, []))[1].append(layer)
             elif kinds:
                 exchange_kernel(layer, kinds[0])
-        if wanted is not None and not fitting:
-            raise FlexQuantError(
-                f"the option 'kernels' names '{wanted}' for variant '{name}', whose layers run on "
-                f"{', '.join(sorted(others)) or 'one kernel alone'}; name the beginning of one of these"
-            )
     chosen = find_fastest([request for request, _ in to_try.values()])
     for (_, layers), kind_name in zip(to_try.values(), chosen, strict=True):
         for layer in layers:
             exchange_kernel(layer, kinds_by_name[kind_name])
 
 
-def _activations(kernel: LinearKernel) -> str | None:
-    """Return the dtype to which a kernel for INT4 weights quantises its inputs; None if it does not."""
-    act_type = getattr(kernel.config, "act_type", None)
-    return str(act_type).removeprefix("torch.") if act_type in EIGHT_BIT else None
+def _kinds_for(layer: Any, is_read_again: bool) -> list[type[LinearKernel]]:
+    """Return the kernels among which a layer's is chosen."""
+    kernel = kernel_of_layer(layer)
+    assert kernel is not None
+    kinds = possible_kernels(kernel)
+    if getattr(layer, "bias", None) is not None and getattr(layer, "input_is_parallel", False):
+        # vLLM 0.26's adds the bias on every rank. Delete this when the oldest supported one does not.
+        kinds = [kind for kind in kinds if not issubclass(kind, HummingLinearKernel)]
+    return readable_kinds(kernel, kinds) if is_read_again and isinstance(kernel, MPLinearKernel) else kinds
 
 
-def _is_worth_a_trial(layer: Any, kernel: LinearKernel) -> bool:
+def _only(
+    kinds_of: Mapping[Any, list[type[LinearKernel]]], wanted: str, variant: str
+) -> dict[Any, list[type[LinearKernel]]]:
+    """Return the kernels whose name begins with ``wanted``, and for a layer that has none of them, all."""
+    those = {
+        layer: [kind for kind in kinds if kind.__name__.lower().startswith(wanted.lower())]
+        for layer, kinds in kinds_of.items()
+    }
+    if not any(those.values()):
+        names = sorted({kind.__name__ for kinds in kinds_of.values() for kind in kinds})
+        raise FlexQuantError(
+            f"additional-config key 'flexquant.kernels' is '{wanted}' for variant '{variant}', whose layers run "
+            f"on {', '.join(names) or 'one kernel alone'}; give the beginning of one of these"
+        )
+    return {layer: those[layer] or kinds for layer, kinds in kinds_of.items()}
+
+
+def _request(layer: Any, sizes: Sequence[int], kinds: list[str]) -> JsonObject:
+    """Return what a trial of a layer's kernels is to time (:func:`trial.measure`)."""
+    config = getattr(kernel_of_layer(layer), "config", None)
+    act_type = getattr(config, "act_type", None)
+    return {
+        "inputs": layer.input_size_per_partition,
+        "outputs": layer.output_size_per_partition,
+        "dtype": str(layer.params_dtype).removeprefix("torch."),
+        "group_size": getattr(config, "group_size", None),
+        "zero_points": getattr(config, "zero_points", False),
+        "activations": str(act_type).removeprefix("torch.") if act_type in EIGHT_BIT else None,
+        "sizes": list(sizes),
+        "kernels": kinds,
+    }
+
+
+def _is_worth_a_trial(layer: Any) -> bool:
     """Whether a layer has many weights, of a scheme that a trial supports.
 
     These are INT4, and INT8 per channel with activations quantised per token.
     """
-    if layer.input_size_per_partition * layer.output_size_per_partition < FEWEST_WEIGHTS:
+    kernel = kernel_of_layer(layer)
+    if kernel is None or layer.input_size_per_partition * layer.output_size_per_partition < FEWEST_WEIGHTS:
         return False
     if isinstance(kernel, MPLinearKernel):
         return kernel.config.weight_type in (scalar_types.uint4b8, scalar_types.uint4)
