@@ -133,7 +133,7 @@ def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
     variants = [*merged.variants, *policy.derived]
     if unknown := [name for name in options.kernels if name not in variants]:
         raise FlexQuantError(
-            f"additional-config key '{OPTIONS_KEY}.kernels' names '{unknown[0]}', which is no variant; allowed: "
+            f"additional-config key '{OPTIONS_KEY}.kernels' is of '{unknown[0]}', no variant; allowed: "
             f"{', '.join(variants)}"
         )
     served = served_policy(vllm_config, merged, policy)

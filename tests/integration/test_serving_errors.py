@@ -104,7 +104,7 @@ def written(policy: str, folder: Path) -> str:
         (flexquant(trace_mib=0), "'flexquant.trace_mib' is 0; give a whole number from 1 on"),
         (flexquant(trace_mib="1"), "'flexquant.trace_mib' is '1'; give a whole number from 1 on"),
         (flexquant(kernels="humming"), "'flexquant.kernels' is 'humming'; give a mapping of variants"),
-        (flexquant(kernels={"w4a8": "marlin"}), "'w4a8', which is no variant; allowed: w8a8, w4a16"),
+        (flexquant(kernels={"w4a8": "marlin"}), "is of 'w4a8', no variant; allowed: w8a8, w4a16"),
         ({"additional_config": {"flexquant": "phase"}}, "'phase'"),
     ],
 )

@@ -278,5 +278,5 @@ def test_a_kernel_can_be_named(cache):
     named = model()
     choose_kernels({"w4a16": named}, {}, named={"w4a16": "Torch"})
     assert type(kernel_of_layer(named[0])) is TorchCPUInt4LinearKernel
-    with pytest.raises(FlexQuantError, match="is 'humming' for variant 'w4a16', .* run on .*Torch"):
+    with pytest.raises(FlexQuantError, match="is 'humming' for 'w4a16', .* run on .*Torch"):
         choose_kernels({"w4a16": model()}, {}, named={"w4a16": "humming"})

@@ -137,7 +137,7 @@ def _only(
     if not any(those.values()):
         names = sorted({kind.__name__ for kinds in kinds_of.values() for kind in kinds})
         raise FlexQuantError(
-            f"additional-config key 'flexquant.kernels' is '{wanted}' for variant '{variant}', whose layers run "
+            f"additional-config key 'flexquant.kernels' is '{wanted}' for '{variant}', whose layers run "
             f"on {', '.join(names) or 'one kernel alone'}; give the beginning of one of these"
         )
     return {layer: those[layer] or kinds for layer, kinds in kinds_of.items()}
