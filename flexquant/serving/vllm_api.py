@@ -114,10 +114,7 @@ if TYPE_CHECKING:
     # Goes when vLLM's own kernels are right on every CPU (see serving/kernels/cpu_kernels.py).
     from vllm import _custom_ops
     from vllm.model_executor.kernels.linear import register_linear_kernel
-    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
-        Int8ScaledMMLinearLayerConfig,
-        ScaledMMLinearKernel,
-    )
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import ScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
     from vllm.model_executor.layers.quantization.utils import replace_parameter
     from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
@@ -191,9 +188,7 @@ MODULES = {
     "vllm.model_executor.kernels.linear.mixed_precision.machete": "MacheteLinearKernel",
     "vllm.model_executor.kernels.linear.mixed_precision.marlin": "MarlinLinearKernel",
     "vllm.model_executor.kernels.linear.mixed_precision.zentorch": "ZentorchWNA16LinearKernel",
-    "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel": (
-        "Int8ScaledMMLinearLayerConfig ScaledMMLinearKernel"
-    ),
+    "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel": "ScaledMMLinearKernel",
     "vllm.model_executor.kernels.linear.scaled_mm.cpu": "CPUInt8ScaledMMLinearKernel",
     "vllm.model_executor.kernels.linear.scaled_mm.zentorch": "ZentorchInt8ScaledMMLinearKernel",
     "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",

@@ -27,7 +27,6 @@ from flexquant.serving.vllm_api import (
     unpack_cols,
     unpack_quantized_values_into_int32,
 )
-from flexquant.serving.worker.one_copy.gpu_kernel import eight_bit_weights
 
 logger = init_logger("vllm.flexquant.kernels")
 
@@ -86,6 +85,8 @@ def layout_of(kind: type[MPLinearKernel], config: MPLinearLayerConfig) -> Layout
 @functools.cache
 def layout_found(kind: type[MPLinearKernel], group: int, zero_points: bool, dtype: str) -> Layout | None:
     """Return the layout that reads back a small layer's random weights, and their scales and zero points."""
+    from flexquant.serving.worker.one_copy.gpu_kernel import eight_bit_weights  # it needs Triton
+
     inputs, outputs = max(256, group), 256
     layer = dict(inputs=inputs, outputs=outputs, dtype=dtype, group_size=group, zero_points=zero_points)
     with torch.device("cuda"):  # a model may be under construction without memory
