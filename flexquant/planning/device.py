@@ -14,7 +14,7 @@
     reserve_gib: 2                                      # activations, CUDA graphs, runtime; default: 0
     overlap: 2                                          # of a kernel's bytes and operations; default: 1
     between_gb_per_s: 1500                              # of inputs and outputs between linears; optional
-    int8_from_int4_us: 0.7                              # one copy's INT8, a million weights; optional
+    int8_from_int4_us: 0.5                              # one copy's INT8, a million weights; optional
     kernels:                                            # by scheme
       w8a8: {efficiency: 0.6, bandwidth: 0.9, tiles: {64: 64x64, 128: 64x128, 256: 128x128}}
       w4a16: {efficiency: 0.387, bandwidth: 0.83}

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -33,19 +34,17 @@ WITHIN = 0.15
 RESULTS = ROOT / "benchmarks/results"
 QWEN_32B = language_model("qwen2", 5120, 64, (40, 8), 27648, 152064, tie_word_embeddings=False)
 RIVALS = {"w8a8-int8": "w8a8", "w4a16-default": "w4a16", "w4a16-marlin": MARLIN, "humming-w4a16": HUMMING}
-RIVALS |= {"one-copy": "one-copy", "w4a8-cutlass-fp8": W4A8, "humming-w4a8-int8": W4A8_INT8}
+RIVALS |= {"w4a8-cutlass-fp8": W4A8, "humming-w4a8-int8": W4A8_INT8}
 SHAPES = {"gate_up": (28672, 4096), "down": (4096, 14336)}
 Times = dict[tuple[str, int], dict[tuple[int, int], float]]
 """Kernel and tokens -> outputs and inputs of a linear -> microseconds."""
 
 
 def predicted(scheme: str, outputs: int, inputs: int, tokens: int, device: Device) -> float:
-    """Return seconds, those of quantising activations and of computing INT8 weights included."""
+    """Return seconds, those of quantising activations included."""
     weights = outputs * inputs
     in_int4 = weights * (0.5 + 2 / 128)
-    if scheme == "one-copy":
-        linear = Linear(outputs, inputs, weights, "w8a8", source_bytes=in_int4)
-    elif scheme == "w8a8":
+    if scheme == "w8a8":
         linear = Linear(outputs, inputs, weights + 2 * outputs, scheme)
     else:
         linear = Linear(outputs, inputs, in_int4, scheme, choice=(scheme,))
@@ -53,11 +52,12 @@ def predicted(scheme: str, outputs: int, inputs: int, tokens: int, device: Devic
 
 
 def of_cells(folder: str) -> Times:
+    """Return a run's times without one copy's, whose kernel has been rewritten since."""
     found: Times = {}
     for (_, *sizes), by_tokens in kernel_results(read_cells(RESULTS / folder)).items():
         for tokens, by_scheme in by_tokens.items():
             for scheme, result in by_scheme.items():
-                if scheme != "one-copy-exact":
+                if not scheme.startswith("one-copy"):
                     found.setdefault((scheme, tokens), {})[sizes[0], sizes[1]] = result["microseconds"]
     return found
 
@@ -82,9 +82,9 @@ def of_rivals() -> Times:
 @pytest.mark.parametrize(
     ("read", "kernels", "points"),
     [
-        (lambda: of_cells("llama-3.1-8b-h200"), 4, 5),
-        (lambda: of_cells("qwen2.5-32b-h200"), 4, 5),
-        (of_rivals, 7, 9),
+        (lambda: of_cells("llama-3.1-8b-h200"), 3, 5),
+        (lambda: of_cells("qwen2.5-32b-h200"), 3, 5),
+        (of_rivals, 6, 9),
     ],
     ids=["8b", "32b", "rivals"],
 )
@@ -99,6 +99,18 @@ def test_linears_of_a_layer(read: Callable[[], Times], kernels: int, points: int
         ours, w8a8 = (sum(predicted(s, *n, tokens, device) for n in by_sizes) for s in (scheme, "w8a8"))
         off[scheme, tokens] = ours / w8a8 / found - 1
     assert {key: value for key, value in off.items() if abs(value) > WITHIN} == {}
+
+
+def test_one_copys_kernel() -> None:
+    lines = (RESULTS / "h200-one-copy-kernel.jsonl").read_text().splitlines()
+    cells = [cell for cell in map(json.loads, lines) if (cell.get("tiles"), cell.get("warps")) == (8, 2)]
+    found = {cell["kernel"]: cell["microseconds"] for cell in cells}  # the last commit's
+    weights = {cell["kernel"]: cell["weights_millions"] * 1e6 for cell in cells}
+    assert len(found) == 3
+    for name, microseconds in found.items():
+        linear = Linear(1, int(weights[name]), weights[name], "w8a8", source_bytes=weights[name] / 2)
+        ours = preparation_seconds(linear, 0, load_device("h200"))
+        assert ours == pytest.approx(microseconds / 1e6, rel=WITHIN)
 
 
 @pytest.fixture(scope="module")
@@ -120,18 +132,23 @@ def measured(result: dict[str, Any], metric: str, answer: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("policy", "way"), [("w4a16", "stock W4A16"), ("one-copy", ONE_COPY), ("phase-batch", TWO_COPIES)]
+    ("policy", "way", "run"),
+    [
+        ("w4a16", "stock W4A16", "qwen2.5-32b-h200"),
+        ("one-copy", ONE_COPY, "qwen2.5-32b-h200-again"),
+        ("phase-batch", TWO_COPIES, "qwen2.5-32b-h200"),
+    ],
 )
-def test_a_live_server(policy: str, way: str, as_served: Device, tmp_path: Path) -> None:
-    """Left out is what the rounds themselves tell no closer than 15 %: TTFT at 128 tokens.
+def test_a_live_server(policy: str, way: str, run: str, as_served: Device, tmp_path: Path) -> None:
+    """Left out is what takes W8A8 over twice the time of its passes, client and server included: TTFT at 128.
 
     If prompts take several passes, TPOT depends on when vLLM hands out first tokens: the time of a request is
     compared instead, and a decode pass, which the quickest quarter of the answers tells.
     """
     model = planned(tmp_path, QWEN_32B)
     shape, limits = model.shape(("w8a8", "w4a16"), 1, {}), Limits.of(as_served)
-    wide = []
-    cells = json.loads((RESULTS / "qwen2.5-32b-h200/policies.json").read_text())["cells"]
+    left_out = []
+    cells = json.loads((RESULTS / run / "policies.json").read_text())["cells"]
     for name, by_policy in cells.items():
         load = Workload.parse(name)
         together = load.most_at_once
@@ -147,9 +164,9 @@ def test_a_live_server(policy: str, way: str, as_served: Device, tmp_path: Path)
             first, second = (
                 [measured(r, metric, load.output) for r in by_policy[of]] for of in (policy, "w8a8")
             )
-            found = compare([a / b for a, b in zip(first, second, strict=True)])
-            if max(found.high / found.ratio, found.ratio / found.low) > 1 + WITHIN:
-                wide.append((name, metric))
-            else:
-                assert ours[metric] / w8a8[metric] == pytest.approx(found.ratio, rel=WITHIN), (name, metric)
-    assert wide == [("6x128+6/1", "ttft")]
+            if statistics.median(second) > 2e3 * w8a8[metric]:
+                left_out.append((name, metric))
+                continue
+            found = compare([a / b for a, b in zip(first, second, strict=True)]).ratio
+            assert ours[metric] / w8a8[metric] == pytest.approx(found, rel=WITHIN), (name, metric)
+    assert left_out == [("6x128+6/1", "ttft")]
