@@ -74,10 +74,10 @@ def write_int8(int4: Path, output: Path) -> Path:
     for name in [key.removesuffix("_packed") for key in given if key.endswith(".weight_packed")]:
         codes = unpack_from_int32(given[f"{name}_packed"], 4, torch.Size(given[f"{name}_shape"].tolist()))
         scale = given[f"{name}_scale"].float()
-        weight = codes.unflatten(1, (scale.shape[1], -1)).float() * scale[..., None]
-        weight = weight.flatten(1)
-        channel = weight.abs().amax(1, keepdim=True) / 127
-        state |= {name: (weight / channel).round().to(torch.int8), f"{name}_scale": channel}
+        codes = codes.unflatten(1, (scale.shape[1], -1)).float()
+        channel = (codes * scale[..., None]).flatten(1).abs().amax(1, keepdim=True) / 127
+        weight = codes * (scale * channel.reciprocal())[..., None]
+        state |= {name: weight.flatten(1).round().to(torch.int8), f"{name}_scale": channel}
     save_file(state, file, metadata={"format": "pt"})
     return output
 

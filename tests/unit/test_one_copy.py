@@ -88,7 +88,7 @@ def test_the_int8_weights_are_the_nearest(
     channel = one_copy.channel_scales(packed, scale, zero, INPUTS, layout)
     expected_scale = weight.abs().amax(1, keepdim=True) / 127
     torch.testing.assert_close(channel.double()[:, None], expected_scale, rtol=1e-6, atol=0)
-    ratio = (scale.float() / channel).contiguous()
+    ratio = (scale.float() * channel.reciprocal()).contiguous()
     found = one_copy._int8_weights(packed, ratio, one_copy._zeros(zero, scale), INPUTS, layout)
     # Ties fall either way, by the last bit of a scale.
     assert (found.t() - weight / expected_scale).abs().max() < 0.5 + 1e-4
