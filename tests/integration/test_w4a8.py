@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.vllm_api import CompressedTensorsWNA16
-from flexquant.serving.worker.w4a8 import find_kernel, int4_scheme, use_8bit_activations
+from flexquant.serving.worker.w4a8 import find_kernels, int4_scheme, use_8bit_activations
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import (
     Answers,
@@ -150,7 +150,7 @@ def test_device_without_a_kernel_is_refused_before_loading(tiny_merged, tmp_path
     message = refused(tiny_merged(), tmp_path, "w4a16", "fp8")
     assert message.startswith("there is no kernel for INT4 weights with fp8 activations on this CPU")
     with pytest.raises(FlexQuantError):
-        find_kernel("fp8")
+        find_kernels("fp8")
 
 
 def test_a_layer_that_vllm_runs_without_a_kernel_is_refused():
