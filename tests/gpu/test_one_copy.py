@@ -35,22 +35,25 @@ LINEARS = {
     "Gemma-2-2B q": (2304, 2048),
 }
 """Inputs and outputs of linears of real models."""
-LAYOUTS = ("Marlin", "Humming", "Humming for Hopper")
+LAYOUTS = MARLIN, HUMMING, HOPPER = "Marlin", "Humming", "Humming for Hopper"
 PART = 128
 """Outputs of a part of a linear."""
 EVERY_DAY = [
-    ("Qwen2.5-0.5B qkv", 128, False),
-    ("SmolLM2-360M o", 32, True),
-    ("Qwen2.5-1.5B qkv", -1, False),
-    ("Llama-3.2-1B kv", 128, True),
-    ("Gemma-2-2B q", 64, False),
+    ("Qwen2.5-0.5B qkv", 128, False, MARLIN),
+    ("SmolLM2-360M o", 32, True, MARLIN),
+    ("SmolLM2-360M o", 32, True, HOPPER),
+    ("Qwen2.5-1.5B qkv", -1, False, MARLIN),
+    ("Qwen2.5-1.5B qkv", -1, False, HUMMING),
+    ("Llama-3.2-1B kv", 128, True, MARLIN),
+    ("Gemma-2-2B q", 64, False, MARLIN),
 ]
-"""Name, size of a group (-1: one for all inputs), and whether there are zero points."""
+"""Name, size of a group (-1: one for all inputs), whether there are zero points, and the layout."""
 ALL = [
-    pytest.param(name, group, zeros, LINEARS[name][1], marks=pytest.mark.full)
+    pytest.param(name, group, zeros, layout, LINEARS[name][1], marks=pytest.mark.full)
     for name in LINEARS
     for group in (32, 64, 128, -1)
     for zeros in (False, True)
+    for layout in LAYOUTS
     if LINEARS[name][0] % group == 0
 ]
 
@@ -76,13 +79,12 @@ def zeros_packed_by_humming(zeros: torch.Tensor) -> torch.Tensor:
     return (permuted << (4 * torch.arange(8))).sum(-1).to(torch.int32)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("precision", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
-    ("name", "group", "has_zeros", "outputs"), [*((*case, PART) for case in EVERY_DAY), *ALL]
+    ("name", "group", "has_zeros", "layout", "outputs"), [*((*case, PART) for case in EVERY_DAY), *ALL]
 )
 def test_8_bit_weights_are_those_of_the_packed_int4_weights(
-    name: str, group: int, has_zeros: bool, outputs: int, precision: torch.dtype, layout: str
+    name: str, group: int, has_zeros: bool, layout: str, outputs: int, precision: torch.dtype
 ) -> None:
     from flexquant.serving.worker.one_copy import gpu, gpu_kernel, gpu_layouts
 
@@ -104,7 +106,7 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     if precision == torch.float8_e4m3fn:  # exact in FP8, whose rounding differs between GPU and interpreter
         scale = scale.sign() * torch.exp2(scale.float().abs().mul(4).round()).bfloat16()
     zeros = torch.randint(0, 16, (groups, outputs), generator=generator)
-    if layout == "Marlin":
+    if layout == MARLIN:
         packed = marlin_weights(values, inputs, outputs, 4, get_weight_perm(4)).to(DEVICE)
         packed_zeros = marlin_zero_points(zeros.int(), groups, outputs, 4).to(DEVICE)
     else:
