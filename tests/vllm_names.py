@@ -20,8 +20,8 @@ CHECKED = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0",
 NEEDED = {
     "0.27.1": "vLLM calls a model's process_weights_after_loading: handed on to the variants",
     "0.29.0": "vLLM unties a model whose files hold an lm_head: a variant without one is tied again",
-    "0.30.0": "layers have no g_idx any more: PyTorch's INT4 kernel and the kernel trial ask for it only "
-    "where there is one",
+    "0.30.0": "layers have no g_idx any more: PyTorch's INT4 kernel and the choice of kernels ask for it "
+    "only where there is one",
     "0.32.0": "vLLM asks which shards a model does not want, and names a plan's compiled code by its tag",
     "0.33.0": "a W4A16 layer has no kernel in batch-invariant mode: a policy with W4A8 is refused there",
 }
