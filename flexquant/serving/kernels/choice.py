@@ -98,9 +98,11 @@ def choose_kernels(
     kinds_by_name: dict[str, type[LinearKernel]] = {}
     for name, model in models.items():
         layers: list[Any] = [layer for layer in model.modules() if kernel_of_layer(layer) is not None]
-        kinds_of = {layer: _kinds_for(layer, name in read_again) for layer in layers}
+        kinds_of = {layer: _kinds_for(layer) for layer in layers}
         if wanted := (named or {}).get(name):
             kinds_of = _only(kinds_of, wanted, name)
+        if name in read_again:
+            kinds_of = {layer: _readable(layer, kinds) for layer, kinds in kinds_of.items()}
         for layer, kinds in kinds_of.items():
             if len(kinds) > 1 and _is_worth_a_trial(layer):
                 by_name = {f"{kind.__module__}:{kind.__name__}": kind for kind in kinds}
@@ -115,7 +117,7 @@ def choose_kernels(
             exchange_kernel(layer, kinds_by_name[kind_name])
 
 
-def _kinds_for(layer: Any, is_read_again: bool) -> list[type[LinearKernel]]:
+def _kinds_for(layer: Any) -> list[type[LinearKernel]]:
     """Return the kernels among which a layer's is chosen."""
     kernel = kernel_of_layer(layer)
     assert kernel is not None
@@ -123,7 +125,13 @@ def _kinds_for(layer: Any, is_read_again: bool) -> list[type[LinearKernel]]:
     if getattr(layer, "bias", None) is not None and getattr(layer, "input_is_parallel", False):
         # vLLM 0.26's adds the bias on every rank. Delete this when the oldest supported one does not.
         kinds = [kind for kind in kinds if not issubclass(kind, HummingLinearKernel)]
-    return readable_kinds(kernel, kinds) if is_read_again and isinstance(kernel, MPLinearKernel) else kinds
+    return kinds
+
+
+def _readable(layer: Any, kinds: list[type[LinearKernel]]) -> list[type[LinearKernel]]:
+    """Return those of ``kinds`` that keep INT4 weights in a known layout."""
+    kernel = kernel_of_layer(layer)
+    return readable_kinds(kernel, kinds) if isinstance(kernel, MPLinearKernel) else kinds
 
 
 def _only(
