@@ -52,7 +52,7 @@ def beginnings(real_merged) -> dict[str, tuple[str, ...]]:
     prompts = {prompt: tokenizer(prompt)["input_ids"] for prompt in PROMPTS}
     prompts[QUESTION] = tokenizer(text, add_special_tokens=False)["input_ids"]
     asked = [{"prompt_token_ids": ids} for ids in prompts.values()]
-    ((found,), _) = generate(real_merged, ["phase"], asked, sampling={"max_tokens": 1})[0]
+    found = generate(real_merged, ["phase"], asked, sampling={"max_tokens": 1})[0].answers[0]
     beginnings = {}
     for (prompt, ids), (_, (likely,)) in zip(prompts.items(), found, strict=True):
         before = tokenizer.decode(ids)
