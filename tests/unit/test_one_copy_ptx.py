@@ -25,7 +25,7 @@ from vllm import triton_utils
 triton_utils.triton, triton_utils.tl = triton, triton.language
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from flexquant.serving.worker.one_copy.gpu_kernel import _int4_to_8_bit as kernel
+from flexquant.serving.worker.one_copy.gpu_kernel import _int4_to_8_bit as kernel, compile_options
 
 names = kernel.arg_names
 types = dict(packed="*i32", scale="*bf16", zero="*i8", inverse="*fp32", out="*i8")
@@ -41,8 +41,7 @@ for capability in CAPABILITIES:
             attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
         )
         target = GPUTarget("cuda", capability, 32)
-        options = dict(enable_fp_fusion=False, num_warps=2)
-        found[f"{capability} {zero}"] = triton.compile(source, target, options).asm["ptx"]
+        found[f"{capability} {zero}"] = triton.compile(source, target, compile_options(8)).asm["ptx"]
 print(json.dumps(found))
 """
 

@@ -91,6 +91,11 @@ def _weight(  # type: ignore[no-untyped-def]
     return exact.to(dtype)
 
 
+def compile_options(tiles: int) -> dict[str, int]:
+    """Return Triton's options for the kernel: no fused multiply-add, which would round once."""
+    return {"num_warps": max(1, tiles // 4), "enable_fp_fusion": False}
+
+
 def eight_bit_weights(
     packed: torch.Tensor,
     scale: torch.Tensor,
@@ -125,7 +130,6 @@ def eight_bit_weights(
         is_integer=out.dtype == INT8,
         outputs_first=outputs_first,
         tiles=tiles,
-        num_warps=max(1, tiles // 4),
-        enable_fp_fusion=False,
+        **compile_options(tiles),
     )
     return out
