@@ -96,8 +96,12 @@ NAMES = (
             "is_attention_free": "the same",
             "is_hybrid": "the same",
             "has_noops": "the same",
-            "supports_mamba_prefix_caching": "the same",
         },
+    ),
+    Names(
+        "vllm.model_executor.models.registry",
+        {"supports_mamba_prefix_caching": "the same"},
+        until=(0, 32),
     ),
     Names(
         "vllm.model_executor.models.interfaces",

@@ -53,7 +53,7 @@ VERIFIED = "FLEXQUANT_VERIFIED"
 """Environment variable with the folder that the front end has verified, so that its API servers skip it."""
 
 STATES = ("has_inner_state", "is_attention_free", "is_hybrid", "has_noops", "supports_mamba_prefix_caching")
-"""What vLLM's description of a class says of its layers' states."""
+"""What vLLM's description of a class says of its layers' states; the last one goes with vLLM 0.33."""
 
 logger = init_logger("vllm.flexquant.registration")
 
@@ -146,7 +146,7 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         if reads_images and merged.base_architecture not in VISION_ARCHITECTURES:
             return  # `refusals` says so; vLLM may lack what the architecture needs
         base, _ = model_config.registry.inspect_model_cls([merged.base_architecture], model_config)
-        known = {key: getattr(base, key) for key in STATES}
+        known = {key: getattr(base, key) for key in STATES if hasattr(base, key)}
         model_config._model_info = dataclasses.replace(model_config._model_info, **known)
 
     @staticmethod
