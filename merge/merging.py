@@ -145,7 +145,7 @@ def _merged_config(plan: MergePlan, kv: KVReport, policy: str | None) -> MergedC
         mixable=tuple(map(tuple, kv.mixable)),
         rescaled=tuple(kv.rescaled),
         policy=policy_to_store(policy, names),
-        kv_compatibility=kv.to_json(),
+        kv_compatibility={**kv.to_json()},
     )
 
 

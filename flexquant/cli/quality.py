@@ -96,7 +96,7 @@ def eval_policies(args: argparse.Namespace) -> JsonObject:
     if args.output:
         write_results(document, args.output)
         save_plot(args.output / "quality.png", partial(draw_quality, document))
-    return document
+    return {**document}
 
 
 def configure_sensitivity(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space
 from flexquant.checkpoint.weight_bytes import weights_in_layers
 from flexquant.documents.results import hash_file
+from flexquant.evaluation.document import BytesPerWeight, Evaluation, Result
 from flexquant.evaluation.engine import (
     describe_command,
     describe_machine,
@@ -60,7 +61,7 @@ def evaluate(
     questions: Sequence[str] | None = None,
     settings: Settings | None = None,
     progress: Callable[[str], None] = lambda message: None,
-) -> JsonObject:
+) -> Evaluation:
     """Measure policies of a merged checkpoint on a text file; return a JSON-able document.
 
     ``reference`` is the folder or Hugging Face id of the 16-bit model; without it only perplexity is
@@ -68,9 +69,9 @@ def evaluate(
     and the checkpoint's default. ``questions`` are answered only if there is a reference; None: the questions
     that come with FlexQuant, empty: none. ``progress`` gets a line before each engine starts.
 
-    The document's ``results`` hold one entry for each policy and batch size, the reference's first; an
-    entry's ``quality`` has the fields of :class:`flexquant.evaluation.measure.Quality`. Raises FlexQuantError
-    for a checkpoint, text, reference or policy that cannot be evaluated, before anything is measured.
+    The document's ``results`` hold one entry for each policy and batch size, the reference's first.
+    Raises FlexQuantError for a checkpoint, text, reference or policy that cannot be evaluated, before
+    anything is measured.
     """
     settings = settings or Settings()
     prepare_environment()
@@ -185,9 +186,9 @@ class _Evaluation:
     def _answer(self, llm: LLM, batch_size: int) -> list[TokenIds]:
         return greedy_answers(llm, self.prompts, batch_size, self.settings.answer_tokens)
 
-    def results(self, policies: list[str]) -> list[JsonObject]:
+    def results(self, policies: list[str]) -> list[Result]:
         """Return one entry per batch size for the reference, then one per policy and batch size."""
-        reference = [
+        reference: list[Result] = [
             {
                 "policy": REFERENCE,
                 "batch_size": batch_size,
@@ -200,9 +201,9 @@ class _Evaluation:
         runs = sorted(self.runs, key=lambda run: policies.index(run.name))
         return reference + [self._result(run) for run in runs]
 
-    def _result(self, run: PolicyRun) -> JsonObject:
+    def _result(self, run: PolicyRun) -> Result:
         source = run.same_as or (run.name, run.batch_size)
-        result = {
+        result: Result = {
             "policy": run.name,
             "batch_size": run.batch_size,
             "prefill_plan": run.prefill_plan.name,
@@ -225,12 +226,8 @@ class _Evaluation:
         return result
 
 
-def bytes_per_weight(checkpoint: MergedCheckpoint, routes: RouteTable, decode: Plan) -> dict[str, float]:
-    """Return the stored bytes per weight of the decoder layers; 2.0 in the 16-bit model.
-
-    ``resident`` counts the layers that the plans of ``routes`` take from variants, shared tensors once,
-    ``decode`` those that a pass by the plan ``decode`` reads.
-    """
+def bytes_per_weight(checkpoint: MergedCheckpoint, routes: RouteTable, decode: Plan) -> BytesPerWeight:
+    """Return those of a policy with the table ``routes`` and the plan ``decode`` in decode passes."""
     names = checkpoint.merged.variants
     weights = max(weights_in_layers(checkpoint.variant_tensors(name)) for name in names)
 

@@ -22,6 +22,8 @@ from flexquant.policy.pass_times import device_name
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from flexquant.evaluation.document import Evaluation, Result
+
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
@@ -32,21 +34,25 @@ def _with_error(quality: JsonObject, name: str) -> str:
     return _number(value, "{:.4f}") + ("" if error is None else f" ± {error:.4f}")
 
 
-def _plans(result: JsonObject) -> str:
-    return " > ".join(dict.fromkeys(result[key] for key in ("prefill_plan", "decode_plan") if key in result))
+def _plans(result: Result) -> str:
+    return (
+        " > ".join(dict.fromkeys([result["prefill_plan"], result["decode_plan"]]))
+        if "decode_plan" in result
+        else ""
+    )
 
 
-def _same_answers(result: JsonObject) -> str:
+def _same_answers(result: Result) -> str:
     answers = result.get("answers")
     return f"{answers['identical']}/{answers['questions']}, {answers['matched']:.0%}" if answers else "-"
 
 
-def _same_as(result: JsonObject) -> str:
+def _same_as(result: Result) -> str:
     source = result.get("same_as")
     return f"{source['policy']} at {source['batch_size']}" if source else "-"
 
 
-COLUMNS: tuple[tuple[str, Callable[[JsonObject], str]], ...] = (
+COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("policy", lambda r: r["policy"]),
     ("batch", lambda r: str(r["batch_size"])),
     ("prefill > decode", lambda r: _plans(r) or "-"),
@@ -62,7 +68,7 @@ COLUMNS: tuple[tuple[str, Callable[[JsonObject], str]], ...] = (
 )
 
 
-def format_quality_table(document: JsonObject) -> str:
+def format_quality_table(document: Evaluation) -> str:
     """Return the results as an aligned Markdown table, followed by notes on how they were measured."""
     columns = [(title, [cell(r) for r in document["results"]]) for title, cell in COLUMNS]
     columns = [(title, cells) for title, cells in columns if any(cell != "-" for cell in cells)]
@@ -97,7 +103,7 @@ def writable_folder(folder: str | Path, option: str) -> Iterator[Path]:
         raise
 
 
-def write_results(document: JsonObject, folder: str | Path) -> None:
+def write_results(document: Evaluation, folder: str | Path) -> None:
     """Write ``quality.json`` and ``quality.md`` into ``folder``, made if need be.
 
     Existing files are replaced once the new ones are complete. Raises FlexQuantError if a file cannot be
@@ -126,7 +132,7 @@ def _keep_aside(numbers: str) -> str:
     return f"the numbers are kept in {file} instead"
 
 
-def _notes(document: JsonObject) -> list[str]:
+def _notes(document: Evaluation) -> list[str]:
     settings, text = document["settings"], document["text"]
     versions = " ".join(f"{name} {version}" for name, version in document["versions"].items())
     notes = [
@@ -135,7 +141,7 @@ def _notes(document: JsonObject) -> list[str]:
         f"{settings['seed']}. KL divergence and log-perplexity are in nats, with standard errors over rows. "
         "B/weight: bytes held for a weight of the decoder layers, scales included; decode: bytes that one "
         "decode pass reads.",
-        f"{device_name(document)}, {versions}.",
+        f"{device_name({**document})}, {versions}.",
     ]
     if any(result.get("answers") for result in document["results"]):
         notes.insert(
@@ -149,7 +155,7 @@ def _notes(document: JsonObject) -> list[str]:
     return [line for note in notes for line in (note, "")][:-1]
 
 
-def draw_quality(document: JsonObject) -> Figure:
+def draw_quality(document: Evaluation) -> Figure:
     """Draw mean KL (log scale; perplexity without a reference) over decode bytes per weight.
 
     Runs with equal numbers share one point, labelled with all their names. Raises FlexQuantError without

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import BytesByRange, bytes_in_use
@@ -37,6 +37,17 @@ class Interval(NamedTuple):
     plan: Plan
 
 
+class RouteTableData(TypedDict):
+    """A :class:`RouteTable` in vLLM's configuration, from the front end to the workers."""
+
+    plans: dict[str, list[str]]
+    """Plan -> the variant of every decoder layer."""
+    intervals: dict[Phase, list[tuple[int, int, str]]]
+    """Phase -> first and last number of tokens, and the plan's name."""
+    derived: dict[str, JsonObject]
+    tokens_per_sequence: int
+
+
 class RouteTable:
     """Gives every forward pass its plan."""
 
@@ -56,7 +67,7 @@ class RouteTable:
         """The plans that some pass can take, in the order of phases and token counts."""
 
     @classmethod
-    def from_json(cls, data: JsonObject) -> RouteTable:
+    def from_json(cls, data: RouteTableData) -> RouteTable:
         """Return the table that :meth:`to_json` returned as data."""
         intervals = {
             phase: [
@@ -68,12 +79,13 @@ class RouteTable:
         derived = {name: Derivation.model_validate(how) for name, how in data["derived"].items()}
         return cls(intervals, derived, data["tokens_per_sequence"])
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> RouteTableData:
         """Return the table as JSON-able data."""
         return {
             "plans": self.layers_by_plan(),
             "intervals": {
-                phase: [[*row[:2], row.plan.name] for row in rows] for phase, rows in self._intervals.items()
+                phase: [(row.min_tokens, row.max_tokens, row.plan.name) for row in rows]
+                for phase, rows in self._intervals.items()
             },
             "derived": {name: how.model_dump(by_alias=True) for name, how in self.derived.items()},
             "tokens_per_sequence": self.tokens_per_sequence,

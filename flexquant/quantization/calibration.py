@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
+from typing import TypedDict
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -60,6 +61,17 @@ MOST_DOCUMENTS = 16
 """Largest number of documents, as a multiple of the number that would do if all had full length."""
 PASSAGE = 1000
 """Characters after which a passage of Python's documentation ends at the end of a paragraph."""
+
+
+class Record(TypedDict, total=False):
+    """A line of the calibration text: ``text``, or the ``messages`` of a conversation."""
+
+    kind: str
+    """What the text is, if the model did not write it."""
+    text: str
+    messages: list[dict[str, str]]
+    temperature: float
+    """The temperature at which the model wrote it."""
 
 
 def calibration_rows(
@@ -162,13 +174,13 @@ def _write_documents(
     source: SourceModel,
     settings: Calibration,
     progress: Progress | None,
-) -> list[JsonObject]:
+) -> list[Record]:
     needed = tokens_needed(tokenizer, samples=settings.samples, length=settings.length)
     languages = known_languages(model, tokenizer)
     real = _real_text(tokenizer, languages, needed // 2, settings.seed)
     to_write = max(needed // 2, needed - _count_tokens(real, tokenizer))
-    records: list[JsonObject] = []
-    repeating: list[JsonObject] = []
+    records: list[Record] = []
+    repeating: list[Record] = []
     tokens = asked = 0
     most = MOST_DOCUMENTS * math.ceil(to_write / settings.length)
     while tokens < to_write:
@@ -207,7 +219,7 @@ def _write_batch(
     languages: tuple[Language, ...],
     numbers: Sequence[int],
     settings: Calibration,
-) -> list[JsonObject]:
+) -> list[Record]:
     """Return the records of the documents with these numbers, without those that stayed empty."""
     draws = [Random(f"{settings.seed}, document {number}") for number in numbers]
     temperatures = [draw.choice(TEMPERATURES) for draw in draws]
@@ -223,13 +235,13 @@ def _write_batch(
             prompts.append(start_of_row(tokenizer) + tokenizer(start, add_special_tokens=False)["input_ids"])
         starts.append(start)
     written = sample(model, tokenizer, prompts, temperatures, settings.length)
-    records: list[JsonObject] = []
+    records: list[Record] = []
     for start, temperature, prompt, ids in zip(starts, temperatures, prompts, written, strict=True):
         answer = str(tokenizer.decode(ids, skip_special_tokens=True))
         if not answer.strip():
             continue
-        document: JsonObject = (
-            {"text": tokenizer.decode([*prompt, *ids], skip_special_tokens=True)}
+        document: Record = (
+            {"text": str(tokenizer.decode([*prompt, *ids], skip_special_tokens=True))}
             if isinstance(start, str)
             else {"messages": [*start, {"role": "assistant", "content": answer}]}
         )
@@ -239,21 +251,25 @@ def _write_batch(
 
 def _real_text(
     tokenizer: PreTrainedTokenizerBase, languages: Sequence[Language], tokens: int, seed: int
-) -> list[JsonObject]:
+) -> list[Record]:
     """Return records of real text with ``tokens`` tokens or a few more, about as many of each kind.
 
     It may be fewer if all that there is has fewer. The languages but English are one kind.
     """
-    kinds: dict[str, list[JsonObject]] = {}
+    kinds: dict[str, list[Record]] = {}
     for kind, document in known_documents(read_corpus(held_out=False), languages, tokenizer):
-        record = {"kind": kind, "text" if isinstance(document, str) else "messages": document}
+        record: Record = (
+            {"kind": kind, "text": document}
+            if isinstance(document, str)
+            else {"kind": kind, "messages": document}
+        )
         kinds.setdefault(kind.partition("/")[0], []).append(record)
     passages = [passage for page in read_documents(None) for passage in _passages(str(page))]
     kinds["reference"] = [{"kind": "reference", "text": passage} for passage in passages]
     for kind, records in kinds.items():
         Random(f"{seed}, {kind}").shuffle(records)
     used = dict.fromkeys(kinds, 0)
-    taken: list[JsonObject] = []
+    taken: list[Record] = []
     while sum(used.values()) < tokens and (left := [kind for kind in used if kinds[kind]]):
         kind = min(left, key=lambda kind: used[kind])
         taken.append(kinds[kind].pop())
@@ -261,11 +277,11 @@ def _real_text(
     return taken
 
 
-def _record_tokens(record: JsonObject, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _record_tokens(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return document_tokens(record.get("messages") or record["text"], tokenizer, "the calibration text")
 
 
-def _count_tokens(records: Sequence[JsonObject], tokenizer: PreTrainedTokenizerBase) -> int:
+def _count_tokens(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> int:
     return sum(len(_record_tokens(record, tokenizer)) for record in records)
 
 

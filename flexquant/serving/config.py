@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,7 +23,7 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
-from flexquant.policy.routes import RouteTable, build_route_table
+from flexquant.policy.routes import RouteTable, RouteTableData, build_route_table
 from flexquant.policy.rules import Policy, choose_policy
 from flexquant.serving.refusals import check_derivable, has_one_head, refusals
 
@@ -86,6 +86,17 @@ def additional_config(vllm_config: VllmConfig) -> JsonObject:
     return dict(additional)
 
 
+class PolicyName(TypedDict):
+    name: str
+    digest: str
+
+
+class ServedPolicyData(PolicyName):
+    """A :class:`ServedPolicy` as plain data."""
+
+    routes: RouteTableData
+
+
 @dataclass(frozen=True)
 class ServedPolicy:
     """A policy as the front end hands it to workers: its route table for one model and server."""
@@ -97,7 +108,7 @@ class ServedPolicy:
     routes: RouteTable
 
     @classmethod
-    def from_json(cls, data: JsonObject) -> ServedPolicy:
+    def from_json(cls, data: ServedPolicyData) -> ServedPolicy:
         """Return the policy that :meth:`to_json` returned as data."""
         return cls(data["name"], data["digest"], RouteTable.from_json(data["routes"]))
 
@@ -112,11 +123,11 @@ class ServedPolicy:
             )
         return cls.from_json(resolved)
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> ServedPolicyData:
         """Return the policy as JSON-able data."""
-        return {**self.described(), "routes": self.routes.to_json()}
+        return {"name": self.name, "digest": self.digest, "routes": self.routes.to_json()}
 
-    def described(self) -> dict[str, str]:
+    def described(self) -> PolicyName:
         """Return the name and the digest, for people."""
         return {"name": self.name, "digest": self.digest}
 

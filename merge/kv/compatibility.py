@@ -142,6 +142,16 @@ class Closest(TypedDict):
     share_of_bound: float
 
 
+class KVVerdict(TypedDict):
+    """A :class:`KVReport` in the merged config."""
+
+    compatible: bool
+    layered_plans: bool
+    message: str
+    residual_message: str
+    worst: dict[str, Closest]
+
+
 @dataclass
 class KVReport:
     """Result of the comparison. The first source is the reference for all others."""
@@ -171,7 +181,7 @@ class KVReport:
         self.message, self.rescaled = message, [source.name for source in sources[1:]]
         return self
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> KVVerdict:
         return {
             "compatible": self.compatible,
             "layered_plans": self.layered_plans,

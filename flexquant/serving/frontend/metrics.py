@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
@@ -20,11 +20,11 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from vllm.logger import init_logger
 
-from flexquant.checkpoint.model_config import JsonObject
 from flexquant.serving.frontend.access import Answers, answer_of, ask_workers, serves_merged
 
 if TYPE_CHECKING:
     from flexquant.serving.vllm_api import AsyncLLM
+    from flexquant.serving.worker.worker_extension import RankMetrics
 
 logger = init_logger("vllm.flexquant.metrics")
 
@@ -82,7 +82,7 @@ class WorkerMetrics(Collector):
         yield from weights_and_policies(engines)
 
 
-Engines = list[tuple[list[str], JsonObject]]
+Engines = Sequence[tuple[list[str], "RankMetrics"]]
 """The values of vLLM's labels for each engine, and what its counting worker told."""
 
 

@@ -22,7 +22,6 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
@@ -37,7 +36,7 @@ from flexquant.serving.kernels.cpu_kernels import (
 )
 from flexquant.serving.kernels.gpu_kernels import W4A8_KERNELS
 from flexquant.serving.kernels.layers import LinearKernel, exchange_kernel, kernel_of_layer
-from flexquant.serving.kernels.trial import find_fastest
+from flexquant.serving.kernels.trial import LayerTrial, find_fastest
 from flexquant.serving.vllm_api import (
     CPUInt8ScaledMMLinearKernel,
     HummingLinearKernel,
@@ -94,7 +93,7 @@ def choose_kernels(
     """
     if problem := zentorch_problem():
         logger.warning(problem)
-    to_try: dict[str, tuple[JsonObject, list[Any]]] = {}
+    to_try: dict[str, tuple[LayerTrial, list[Any]]] = {}
     kinds_by_name: dict[str, type[LinearKernel]] = {}
     for name, model in models.items():
         layers: list[Any] = [layer for layer in model.modules() if kernel_of_layer(layer) is not None]
@@ -151,8 +150,7 @@ def _only(
     return {layer: those[layer] or kinds for layer, kinds in kinds_of.items()}
 
 
-def _request(layer: Any, sizes: Sequence[int], kinds: list[str]) -> JsonObject:
-    """Return what a trial of a layer's kernels is to time (:func:`trial.measure`)."""
+def _request(layer: Any, sizes: Sequence[int], kinds: list[str]) -> LayerTrial:
     config = getattr(kernel_of_layer(layer), "config", None)
     act_type = getattr(config, "act_type", None)
     return {

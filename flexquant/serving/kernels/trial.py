@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import nn
@@ -64,10 +64,33 @@ MANY_TOKENS = 64
 RUNS = {"cpu": 5, "cuda": 15}
 
 
-def find_fastest(layers: Sequence[JsonObject]) -> list[str]:
+class Layer(TypedDict):
+    """A quantised linear on one rank, as :func:`new_layer` builds it."""
+
+    inputs: int
+    outputs: int
+    dtype: str
+    """Of the activations in the model: ``bfloat16`` or ``float16``."""
+    group_size: int | None
+    """Of INT4 weights, -1 for one scale a channel; None for INT8."""
+    zero_points: NotRequired[bool]
+    activations: NotRequired[str | None]
+    """The dtype of 8-bit activations before INT4 weights; None for others."""
+
+
+class LayerTrial(Layer):
+    """What :func:`measure` times."""
+
+    sizes: list[int]
+    """In tokens."""
+    kernels: list[str]
+    """As ``module:class``; vLLM's own choice first."""
+
+
+def find_fastest(layers: Sequence[LayerTrial]) -> list[str]:
     """Return the name of the fastest kernel for each layer, by the geometric mean of the times over sizes.
 
-    ``layers`` are those of :func:`measure`. The first kernel is kept unless another is clearly faster.
+    The first kernel is kept unless another is clearly faster.
     """
     keys = [{**_circumstances(), **layer} for layer in layers]
     folder = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "kernels"
@@ -100,7 +123,7 @@ def _least(times: dict[str, dict[str, float]], first: str) -> str:
     return min(means, key=lambda name: means[name], default=first)
 
 
-def _try(layers: list[JsonObject]) -> list[dict[str, dict[str, float]]]:
+def _try(layers: list[LayerTrial]) -> list[dict[str, dict[str, float]]]:
     if not current_platform.is_cpu():
         with torch.inference_mode(), torch.device("cuda"):  # a model may be under construction without memory
             found = json.loads(json.dumps([measure(layer) for layer in layers]))
@@ -164,11 +187,10 @@ def main(request: str, reply: str) -> None:
     Path(reply).write_text(json.dumps(found), encoding="utf-8")
 
 
-def measure(layer: JsonObject) -> dict[str, dict[int, float]]:
+def measure(layer: LayerTrial) -> dict[str, dict[int, float]]:
     """Return kernel -> number of tokens -> microseconds; the kernels take turns.
 
-    ``layer`` is that of :func:`new_layer`, with ``sizes`` in tokens, and ``kernels`` as ``module:class``. A
-    kernel that cannot be prepared or does not run is left out.
+    A kernel that cannot be prepared or does not run is left out.
     """
     device = "cpu" if current_platform.is_cpu() else "cuda"
     nbytes = layer["inputs"] * layer["outputs"] // (1 if layer["group_size"] is None else 2)
@@ -250,17 +272,15 @@ def _kind(name: str) -> type[Any]:
     return getattr(importlib.import_module(module), kind)
 
 
-def new_layer(layer: JsonObject, kind: type[Any]) -> ReplicatedLinear:
-    """Return vLLM's linear with random weights and a kernel of ``kind``, which has not laid them out yet.
-
-    ``layer`` has ``inputs``, ``outputs``, ``dtype``, ``group_size`` (for INT4; -1 for one scale a channel,
-    None for INT8), ``zero_points``, and ``activations`` for INT4 weights with others than 16-bit ones.
-    """
+def new_layer(layer: Layer, kind: type[Any]) -> ReplicatedLinear:
+    """Return vLLM's linear with random weights and a kernel of ``kind``, which has not laid them out yet."""
     dtype, group = getattr(torch, layer["dtype"]), layer["group_size"]
     is_int4 = group is not None
     weights = {"num_bits": 4 if is_int4 else 8, "type": "int", "symmetric": not layer.get("zero_points")}
-    in_groups = is_int4 and group > 0
-    weights |= {"strategy": "group", "group_size": group} if in_groups else {"strategy": "channel"}
+    if group is not None and group > 0:
+        weights |= {"strategy": "group", "group_size": group}
+    else:
+        weights["strategy"] = "channel"
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None if is_int4 else inputs}
     form = "pack-quantized" if is_int4 else "int-quantized"

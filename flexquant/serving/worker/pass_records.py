@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import BinaryIO, TypedDict
 
 import msgspec
 import torch
@@ -180,6 +180,19 @@ class Trace:
                 file.close()
 
 
+class EngineCounters(TypedDict):
+    """What the worker that tells an engine's counters tells for ``/metrics``."""
+
+    engine: str
+    policies: list[tuple[str, str, int]]
+    """Name and digest of each policy that has routed, and 1 for the one that routes now, else 0."""
+    counted: list[JsonObject]
+    """Plan, phase, and the counters of :meth:`PlanCounters.to_data`."""
+    sizes: list[tuple[list[tuple[str, int]], int]]
+    """For each record of ``counted``: the upper end of each bucket with the number of passes up to it, and
+    the sum of the passes' sizes."""
+
+
 class PassRecords:
     """The trace of one worker, if one is configured, and the counters of its engine.
 
@@ -236,20 +249,17 @@ class PassRecords:
             for (plan, phase), counters in self._counters.items()
         ]
 
-    def metrics_data(self) -> JsonObject | None:
-        """Return all counters, and the policies, for ``/metrics``; None if another worker tells.
-
-        ``sizes`` has a histogram for each record of ``counted``: the upper end of each bucket with the number
-        of passes up to it, and the sum of the passes' sizes.
-        """
-        if not self._tells:
+    def metrics_data(self) -> EngineCounters | None:
+        """Return all counters, and the policies, for ``/metrics``; None if another worker tells."""
+        counted = self.counted()
+        if counted is None:
             return None
         return {
             "engine": self._engine,
-            "policies": [[*policy, routes] for policy, routes in self._policies.items()],
-            "counted": self.counted(),
+            "policies": [(*policy, routes) for policy, routes in self._policies.items()],
+            "counted": counted,
             "sizes": [
-                [[*zip(SIZE_ENDS, itertools.accumulate(counters.buckets), strict=True)], counters.size]
+                ([*zip(SIZE_ENDS, itertools.accumulate(counters.buckets), strict=True)], counters.size)
                 for counters in self._counters.values()
             ],
         }

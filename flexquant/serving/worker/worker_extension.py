@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 from vllm.logger import init_logger
 
@@ -20,9 +20,10 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import describe_ranges
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import route_changes
-from flexquant.policy.schema import PHASES
-from flexquant.serving.config import ServedPolicy, clip_to_server
+from flexquant.policy.schema import PHASES, Phase
+from flexquant.serving.config import PolicyName, ServedPolicy, ServedPolicyData, clip_to_server
 from flexquant.serving.kernels.layers import kernel_names
+from flexquant.serving.worker.pass_records import EngineCounters
 from flexquant.serving.worker.plan_views import decoder_path, is_compiled
 from flexquant.serving.worker.ranks import on_all_ranks
 
@@ -43,27 +44,59 @@ class ServingWorker(Protocol):
     def get_model(self) -> FlexQuantForCausalLM: ...
 
 
+class RankStatus(TypedDict):
+    """What a rank serves and has counted; the server's ``Status`` describes the keys."""
+
+    flexquant: str
+    architecture: str
+    policy: PolicyName
+    plans: dict[str, list[str]]
+    routes: dict[Phase, list[JsonObject]]
+    kernels: dict[str, list[str]]
+    weight_bytes: dict[str, int]
+    weight_bytes_by_layers: dict[str, dict[str, int]]
+    last_pass: JsonObject | None
+    """None before the first pass."""
+    counted: list[JsonObject] | None
+    """None if another rank counts."""
+
+
+class RankMetrics(EngineCounters):
+    """What the rank that counts tells for ``/metrics``."""
+
+    weight_bytes_by_layers: dict[str, dict[str, int]]
+
+
+class PolicyEffects(TypedDict):
+    """What a change of policy changes on a rank; the server's ``PolicyChange`` describes the keys."""
+
+    before: PolicyName
+    after: PolicyName
+    captures_graphs: bool
+    routes: list[JsonObject]
+
+
+class PolicyRefusal(TypedDict):
+    refused: str
+
+
 class FlexQuantWorker:
     """Methods for vLLM's worker; vLLM adds this class to its bases (``--worker-extension-cls``)."""
 
-    def flexquant_status(self: ServingWorker) -> JsonObject:
+    def flexquant_status(self: ServingWorker) -> RankStatus:
         """Return what this rank serves and has counted (:func:`status_of`), for ``GET /flexquant``."""
         return status_of(self.get_model())
 
-    def flexquant_metrics(self: ServingWorker) -> JsonObject | None:
+    def flexquant_metrics(self: ServingWorker) -> RankMetrics | None:
         """Return this rank's counters and weights for ``/metrics``; None if another rank counts."""
         model = self.get_model()
         told = model.records.metrics_data()
-        return told and {**told, "weight_bytes_by_layers": model.weight_bytes_by_layers}
+        return RankMetrics(**told, weight_bytes_by_layers=model.weight_bytes_by_layers) if told else None
 
     def flexquant_change_policy(
-        self: ServingWorker, policy: JsonObject, dry_run: bool, seen: list[str] | None = None
-    ) -> JsonObject:
-        """Change the policy, as :func:`change_policy` does; ``dry_run`` only returns what would change.
-
-        ``policy`` is the data of a :class:`ServedPolicy`. If it cannot be taken, ``{"refused": reason}`` is
-        returned.
-        """
+        self: ServingWorker, policy: ServedPolicyData, dry_run: bool, seen: list[str] | None = None
+    ) -> PolicyEffects | PolicyRefusal:
+        """Change the policy, as :func:`change_policy` does; ``dry_run`` only returns what would change."""
         try:
             runner = None if dry_run else self.model_runner
             return change_policy(self.get_model(), ServedPolicy.from_json(policy), runner, seen)
@@ -71,11 +104,8 @@ class FlexQuantWorker:
             return {"refused": str(e)}
 
 
-def status_of(model: FlexQuantForCausalLM) -> JsonObject:
-    """Return bytes and kernels by variant, routes by phase, and counters, as JSON-able data.
-
-    ``counted`` is None if another rank counts, ``last_pass`` is None before the first pass.
-    """
+def status_of(model: FlexQuantForCausalLM) -> RankStatus:
+    """Return bytes and kernels by variant, routes by phase, and counters."""
     return {
         "flexquant": __version__,
         "architecture": model.merged.base_architecture,
@@ -98,7 +128,7 @@ def status_of(model: FlexQuantForCausalLM) -> JsonObject:
 
 def change_policy(
     model: FlexQuantForCausalLM, policy: ServedPolicy, runner: Runner | None, seen: Collection[str] | None
-) -> JsonObject:
+) -> PolicyEffects:
     """Route by another policy from the next pass on; return what that changes.
 
     The front end has resolved ``policy`` for this server. ``seen`` holds digests of the policies that it
@@ -108,7 +138,7 @@ def change_policy(
     """
     before = model.policy
 
-    def check() -> tuple[ServedPolicy, JsonObject]:
+    def check() -> tuple[ServedPolicy, PolicyEffects]:
         if seen is not None and before.digest not in seen:
             raise FlexQuantError(
                 f"the server took {before.name} while {policy.name} was being checked; look at GET "

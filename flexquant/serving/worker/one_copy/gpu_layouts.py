@@ -17,7 +17,7 @@ import torch
 from vllm.logger import init_logger
 
 from flexquant.serving.kernels.layers import kernel_of_layer
-from flexquant.serving.kernels.trial import new_layer, ready
+from flexquant.serving.kernels.trial import Layer, new_layer, ready
 from flexquant.serving.vllm_api import (
     HummingLinearKernel,
     MarlinLinearKernel,
@@ -88,7 +88,7 @@ def layout_found(kind: type[MPLinearKernel], group: int, zero_points: bool, dtyp
     from flexquant.serving.worker.one_copy.gpu_kernel import eight_bit_weights  # it needs Triton
 
     inputs, outputs = max(256, group), 256
-    layer = dict(inputs=inputs, outputs=outputs, dtype=dtype, group_size=group, zero_points=zero_points)
+    layer = Layer(inputs=inputs, outputs=outputs, dtype=dtype, group_size=group, zero_points=zero_points)
     with torch.device("cuda"):  # a model may be under construction without memory
         linear = new_layer(layer, kind)
         kernel = kernel_of_layer(linear)
