@@ -83,6 +83,8 @@ class StoredVariant:
     """Whether its lm_head differs from its embedding."""
     negative_scales: StrictBool
     """Whether some scale of its packed weights is negative, as AutoRound makes them."""
+    nested_in: StrictStr | None = None
+    """The variant with whose INT4 weights its INT8 weights are computed; None: they are stored."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,11 @@ class MergedConfig:
     @property
     def mixable_groups(self) -> tuple[tuple[str, ...], ...]:
         return (tuple(self.variants),) if self.mixable is None else self.mixable
+
+    @property
+    def nested(self) -> dict[str, str]:
+        """Variant whose INT8 weights are not stored -> the variant with whose INT4 weights it computes them."""
+        return {name: v.nested_in for name, v in self.variants.items() if v.nested_in is not None}
 
     @property
     def layered_plans(self) -> bool:

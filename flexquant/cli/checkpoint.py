@@ -124,7 +124,7 @@ def inspect(args: argparse.Namespace) -> JsonObject:
     try:
         policy = choose_policy(None, merged.policy)
         routes = build_route_table(
-            policy, merged.variants, layers, sys.maxsize, mixable=merged.mixable_groups
+            policy, merged.variants, layers, sys.maxsize, merged.mixable_groups, merged.nested
         )
         loaded = routes.stored_bytes(checkpoint, routes.plans)
         said = describe_bytes(loaded)

@@ -91,6 +91,7 @@ def make_schedule(
                 num_layers=subject.num_layers,
                 max_tokens=max(prompts, questions_tokens or 0) if answers else prompts,
                 mixable=merged.mixable_groups,
+                nested=merged.nested,
                 max_decode_tokens=batch_size,
             )
             plans = routes.lookup("prefill", prompts), routes.lookup("decode", batch_size)

@@ -37,6 +37,9 @@ class Interval(NamedTuple):
     plan: Plan
 
 
+NO_NAMES: Mapping[str, str] = {}
+
+
 class RouteTableData(TypedDict):
     """A :class:`RouteTable` in vLLM's configuration, from the front end to the workers."""
 
@@ -45,6 +48,7 @@ class RouteTableData(TypedDict):
     intervals: dict[Phase, list[tuple[int, int, str]]]
     """Phase -> first and last number of tokens, and the plan's name."""
     derived: dict[str, JsonObject]
+    nested: dict[str, str]
     tokens_per_sequence: int
 
 
@@ -55,11 +59,14 @@ class RouteTable:
         self,
         intervals: Mapping[Phase, Sequence[Interval]],
         derived: Mapping[str, Derivation],
+        nested: Mapping[str, str] = NO_NAMES,
         tokens_per_sequence: int = 1,
     ) -> None:
         """Take ``intervals`` for every phase, in ascending order and without gaps from one token."""
         self.derived = derived
         """Name -> derivation of a variant that is computed from a checkpoint's variant."""
+        self.nested = nested
+        """Variant that holds differences alone -> the variant whose weights they are added to."""
         self.tokens_per_sequence = tokens_per_sequence
         self._intervals = {phase: tuple(intervals[phase]) for phase in PHASES}
         rows = [row for phase in PHASES for row in self._intervals[phase]]
@@ -77,7 +84,7 @@ class RouteTable:
             for phase, rows in data["intervals"].items()
         }
         derived = {name: Derivation.model_validate(how) for name, how in data["derived"].items()}
-        return cls(intervals, derived, data["tokens_per_sequence"])
+        return cls(intervals, derived, data["nested"], data["tokens_per_sequence"])
 
     def to_json(self) -> RouteTableData:
         """Return the table as JSON-able data."""
@@ -88,6 +95,7 @@ class RouteTable:
                 for phase, rows in self._intervals.items()
             },
             "derived": {name: how.model_dump(by_alias=True) for name, how in self.derived.items()},
+            "nested": dict(self.nested),
             "tokens_per_sequence": self.tokens_per_sequence,
         }
 
@@ -103,7 +111,8 @@ class RouteTable:
             for row in rows
             if row.min_tokens <= max_decode_tokens
         ]
-        return RouteTable({**self._intervals, "decode": decode}, self.derived, self.tokens_per_sequence)
+        intervals = {**self._intervals, "decode": decode}
+        return RouteTable(intervals, self.derived, self.nested, self.tokens_per_sequence)
 
     @property
     def layers(self) -> dict[str, frozenset[int]]:
@@ -118,6 +127,8 @@ class RouteTable:
                 used.setdefault(variant, set()).add(number)
                 if not self.has_weights(variant):
                     used.setdefault(self.source(variant), set()).add(number)
+                if variant in self.nested:
+                    used.setdefault(self.nested[variant], set()).add(number)
         return {variant: frozenset(numbers) for variant, numbers in used.items()}
 
     def intervals(self, phase: Phase) -> list[Interval]:
@@ -197,6 +208,7 @@ def build_route_table(
     num_layers: int,
     max_tokens: int,
     mixable: Collection[Collection[str]] | None = None,
+    nested: Mapping[str, str] = NO_NAMES,
     tokens_per_sequence: int = 1,
     max_decode_tokens: int | None = None,
 ) -> RouteTable:
@@ -208,6 +220,7 @@ def build_route_table(
 
     ``variants`` are the checkpoint's variants; the policy can derive more. ``mixable`` are groups of variants
     whose layers one plan can mix, where a derived variant counts as its source; None: all can be mixed.
+    ``nested`` is that of :class:`RouteTable`.
 
     Raises :class:`FlexQuantError` for a variant that does not exist, a layer that the model does not have or
     that is named twice, and a plan with layers of variants in different groups of ``mixable``.
@@ -223,7 +236,7 @@ def build_route_table(
         phase: [Interval(*row) for row in match_rules(policy, plans, phase, max_tokens, tokens_per_sequence)]
         for phase in PHASES
     }
-    table = RouteTable(intervals, policy.derived, tokens_per_sequence)
+    table = RouteTable(intervals, policy.derived, nested, tokens_per_sequence)
     return table if max_decode_tokens is None else table.up_to(max_decode_tokens)
 
 

@@ -171,6 +171,7 @@ def served_policy(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy)
         num_layers=num_layers,
         max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         mixable=merged.mixable_groups,
+        nested=merged.nested,
         tokens_per_sequence=tokens_per_sequence(vllm_config),
     )
     for variant, derivation in policy.derived.items():

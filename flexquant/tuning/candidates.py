@@ -87,7 +87,7 @@ class Memory:
         own: dict[str, dict[str, int]] = {}
         for name, policy in variants.items():
             routes = build_route_table(
-                policy, merged.variants, number, sys.maxsize, mixable=merged.mixable_groups
+                policy, merged.variants, number, sys.maxsize, merged.mixable_groups, merged.nested
             )
             found = routes.stored_bytes(checkpoint, routes.plans)
             own[name] = {v: sum(sizes.values()) for v, sizes in found.items() if v != SHARED}

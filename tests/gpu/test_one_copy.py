@@ -58,20 +58,6 @@ ALL = [
 ]
 
 
-def packed_by_humming(values: torch.Tensor, outputs_first: bool) -> torch.Tensor:
-    """Return 4-bit ``values`` [inputs, outputs] as Humming packs them, int32 [inputs / 16, outputs * 2].
-
-    A thread has a word for each of four blocks of 16 outputs, with two inputs of each half of the 16 inputs
-    and of the block's outputs.
-    """
-    inputs, outputs = values.shape
-    # [tile, half of its inputs, thread % 4, odd; column, block, half of its outputs, thread // 4]
-    parts = values.view(inputs // 16, 2, 4, 2, outputs // 64, 4, 2, 8)
-    halves = (6, 1) if outputs_first else (1, 6)
-    parts = parts.permute(0, 4, 7, 2, 5, 3, *halves).flatten(-3)
-    return (parts << (4 * torch.arange(8))).sum(-1).to(torch.int32).view(inputs // 16, outputs * 2)
-
-
 def zeros_packed_by_humming(zeros: torch.Tensor) -> torch.Tensor:
     """Return zero points [groups, outputs] as Humming packs them, int32 [groups, outputs / 8]."""
     groups, outputs = zeros.shape
@@ -110,7 +96,7 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
         packed = marlin_weights(values, inputs, outputs, 4, get_weight_perm(4)).to(DEVICE)
         packed_zeros = marlin_zero_points(zeros.int(), groups, outputs, 4).to(DEVICE)
     else:
-        packed = packed_by_humming(values, kept.outputs_first).to(DEVICE)
+        packed = gpu_layouts.packed_alike(values.t(), kept).to(DEVICE)
         packed_zeros = zeros_packed_by_humming(zeros).to(DEVICE)
     permuted = marlin_permute_scales(scale, inputs, outputs, group).to(DEVICE)
     zero, middle = None, torch.full((groups, outputs), 8)
@@ -127,11 +113,21 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     if precision == torch.float8_e4m3fn:
         channel = torch.exp2(channel.log2().ceil() + 4)  # weights that are no integers too
     out = torch.empty(outputs, inputs, dtype=precision, device=DEVICE)
-    inverse = channel.reciprocal()
-    found = gpu_kernel.eight_bit_weights(packed, permuted, zero, inverse, out, kept.outputs_first).cpu()
-    exact = (codes * (scale.float() * inverse.cpu())[:, None]).view(inputs, outputs)
+    row = channel.reciprocal()
+    found = gpu_kernel.eight_bit_weights(packed, permuted, zero, row, out, kept.outputs_first).cpu()
+    exact = (codes * (scale.float() * row.cpu())[:, None]).view(inputs, outputs)
     nearest = exact.round().to(torch.int8) if precision == torch.int8 else exact.to(precision)
     assert torch.equal(found.t().float(), nearest.float())
+
+    if precision == torch.int8:
+        column = torch.rand(inputs, generator=generator) / 2 + 0.4
+        difference = torch.randint(0, 16, (outputs, inputs), generator=generator)
+        added = gpu_layouts.packed_alike(difference, kept).to(DEVICE)
+        nested = gpu_kernel.eight_bit_weights(
+            packed, permuted, zero, row, out, kept.outputs_first, column.to(DEVICE), added
+        )
+        expected = (exact * column[:, None]).round() + difference.t() - 8
+        assert torch.equal(nested.cpu().t().float(), expected)
 
 
 @pytest.mark.cuda

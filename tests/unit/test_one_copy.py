@@ -75,7 +75,7 @@ def test_zero_points_are_subtracted(kind: Any, tokens: int) -> None:
 @pytest.mark.parametrize("group", [32, 128, 256])
 @pytest.mark.parametrize("outputs", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("kind", kinds())
-def test_the_int8_weights_are_the_nearest(
+def test_the_int8_weights_are_the_nearest_or_corrected(
     kind: Any, outputs: int, group: int, zeros: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if compiled:
@@ -88,11 +88,19 @@ def test_the_int8_weights_are_the_nearest(
     channel = one_copy.channel_scales(packed, scale, zero, INPUTS, layout)
     expected_scale = weight.abs().amax(1, keepdim=True) / 127
     torch.testing.assert_close(channel.double()[:, None], expected_scale, rtol=1e-6, atol=0)
-    ratio = (scale.float() * channel.reciprocal()).contiguous()
-    found = one_copy._int8_weights(packed, ratio, one_copy._zeros(zero, scale), INPUTS, layout)
+    ratio, zeros = (scale.float() * channel.reciprocal()).contiguous(), one_copy._zeros(zero, scale)
+    found = one_copy._int8_weights(packed, ratio, zeros, None, None, INPUTS, layout)
     # Ties fall either way, by the last bit of a scale.
     assert (found.t() - weight / expected_scale).abs().max() < 0.5 + 1e-4
     assert found.abs().amax(0).eq(127).all()
+
+    column = torch.rand(INPUTS) / 2 + 0.4
+    codes = one_copy.unpacked(packed, layout, INPUTS, outputs).view(len(ratio), -1, outputs)
+    near = ((codes - zeros[:, None]) * ratio[:, None]).view(INPUTS, outputs) * column[:, None]
+    difference = torch.randint(0, 16, (INPUTS, outputs), dtype=torch.uint8)
+    added = one_copy.packed_alike(difference, layout)
+    found = one_copy._int8_weights(packed, ratio, zeros, column, added, INPUTS, layout)
+    assert torch.equal(found.float(), near.round() + difference - 8)
 
 
 LOADED = "from flexquant.serving.worker.one_copy.cpu import has_operators; print(has_operators())"

@@ -32,7 +32,7 @@ from flexquant.serving.worker.adapters import offer_to_adapters, share_adapters,
 from flexquant.serving.worker.forward_pass import Pass, PassObserver, PassState, observed_model_state
 from flexquant.serving.worker.graphs import PlanGraphs
 from flexquant.serving.worker.layers_by_name import HybridModel
-from flexquant.serving.worker.one_copy import find_scales
+from flexquant.serving.worker.one_copy import make_ready
 from flexquant.serving.worker.pass_records import PassRecords
 from flexquant.serving.worker.plan_views import build_plan
 from flexquant.serving.worker.ranks import check_ranks_agree
@@ -155,7 +155,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         self._until_first_pass.remove()
         for variant in self.variants.values():
             unpack_the_looked_up(variant)
-        find_scales(self.variants.values())
+        make_ready(self.variants.values())
         sizes = self.weight_bytes = self._memory.nbytes()
         by_layers = self.weight_bytes_by_layers = self._memory.nbytes_by_range()
         in_16_bit = self._memory.nbytes_in_16_bit(self._any_plan)

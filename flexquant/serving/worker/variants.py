@@ -51,7 +51,7 @@ from flexquant.serving.worker.layers_by_name import (
     name_apart,
     share_states_of_view,
 )
-from flexquant.serving.worker.one_copy import one_copy_of
+from flexquant.serving.worker.one_copy import nesting_in, one_copy_of, read_sources
 from flexquant.serving.worker.plan_views import check_structure, stack_of_layers
 from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activations
 
@@ -119,18 +119,22 @@ def build_variants(
     built with ``model.layers``.
     """
     names = [name for name in (*merged.variants, *routes.derived) if name in routes.layers]
+    names.sort(key=lambda name: name in routes.nested)  # after their sources
     real_context = vllm_config.compilation_config.static_forward_context
     variants: dict[str, nn.Module] = {}
     for name in filter(routes.has_weights, names):
         with scratch_forward_context(vllm_config) if variants else nullcontext(real_context) as registered:
-            variant = build_variant(vllm_config, merged, name, routes, prefix)
+            source = variants.get(routes.nested.get(name, ""))
+            variant = build_variant(vllm_config, merged, name, routes, prefix, source)
         if variants:
             share_modules(name, variant, variants, registered, real_context, merged, routes)
         variants[name] = variant
     computed = [name for name in names if name not in variants]
-    read_again = {routes.source(name) for name in computed}
+    read_again = {routes.source(name) for name in computed} | {*routes.nested.values()}
     named = ServingOptions.from_vllm(vllm_config).kernels
     choose_kernels(variants, sizes_by_variant(routes), read_again, named)
+    for name in routes.nested.keys() & variants.keys():
+        read_sources(variants[name], name)
     for name in computed:
         variants[name] = one_copy_of(variants[routes.source(name)], name)
         share_states_of_view(variants[name], name, real_context)
@@ -138,15 +142,24 @@ def build_variants(
 
 
 def build_variant(
-    vllm_config: VllmConfig, merged: MergedConfig, name: str, routes: RouteTable, prefix: str
+    vllm_config: VllmConfig,
+    merged: MergedConfig,
+    name: str,
+    routes: RouteTable,
+    prefix: str,
+    nested_in: nn.Module | None = None,
 ) -> nn.Module:
-    """Build one variant, with attention layers of its own and the decoder layers that some plan takes."""
+    """Build one variant, with attention layers of its own and the decoder layers that some plan takes.
+
+    ``nested_in`` is the variant in whose INT4 weights it is nested, if it is.
+    """
     architecture, layers = merged.base_architecture, routes.layers[name]
     config = variant_vllm_config(vllm_config, merged.variants[routes.source(name)], architecture)
     # --cpu-offload-gb needs layers with memory: vLLM copies each layer as soon as it is built.
     offloads = vllm_config.offload_config.uva.cpu_offload_gb > 0
     memory = nullcontext() if offloads else memory_for(layers, config.quant_config)
-    with explained_kernels(name, vllm_config), memory:
+    nesting = nesting_in(nested_in, config.quant_config)
+    with explained_kernels(name, vllm_config), nesting, memory:
         variant = initialize_model(config, prefix=prefix, model_class=base_class(vllm_config))
     check_structure(variant, architecture)
     leave_out(variant, layers, vllm_config.compilation_config.static_forward_context)

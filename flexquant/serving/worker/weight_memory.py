@@ -32,7 +32,7 @@ from flexquant.serving.vllm_api import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from flexquant.serving.worker.one_copy import computed_bytes
+from flexquant.serving.worker.one_copy import computed_bytes, is_view
 
 WEIGHT = re.compile(r"(w13_|w2_)?weight(_packed)?$")
 """Matches the names of parameters that a kernel can remove; experts' begin with ``w13_`` or ``w2_``."""
@@ -53,11 +53,11 @@ class WeightMemory:
     def __init__(self, models: Mapping[str, nn.Module], to_be_packed: Collection[nn.Module] = ()) -> None:
         """Note the parameters of ``models`` (or single layers), by name, with the shapes and dtypes to load.
 
-        Models that compute their weights from another one's have none of their own. ``to_be_packed`` are
-        modules of models without weights that a kernel will keep an additional copy of.
+        Views of others have no weights of their own. ``to_be_packed`` are modules of models without weights
+        that a kernel will keep an additional copy of.
         """
         self._computed = {name: nbytes for name, m in models.items() if (nbytes := computed_bytes(m))}
-        self._models = {name: model for name, model in models.items() if name not in self._computed}
+        self._models = {name: model for name, model in models.items() if not is_view(model)}
         self._to_be_packed = to_be_packed
         self._loaded = {
             module: {
@@ -89,7 +89,8 @@ class WeightMemory:
             for piece, layer in pieces.items():
                 owners.setdefault(piece, (layer, []))[1].append(name)
         sizes: dict[str, dict[int | None, int]] = {name: {} for name in self._models}
-        sizes |= {name: {None: nbytes} for name, nbytes in self._computed.items()}
+        for name, nbytes in self._computed.items():
+            sizes.setdefault(name, {})[None] = nbytes
         sizes[SHARED] = {}
         for piece, (layer, names) in owners.items():
             of_owner = sizes[SHARED if len(names) > 1 else names[0]]

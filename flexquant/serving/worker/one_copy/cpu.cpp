@@ -57,25 +57,56 @@ void rescale(const uint8_t* __restrict values, const float* __restrict ratio, co
       out[n] = static_cast<int8_t>(std::nearbyint((static_cast<float>(values[n]) - zero[n]) * ratio[n]));
 }
 
+// The same with a factor for each input, and a difference of 4 bits, 8 of which stands for 0.
+template <int64_t width>
+void correct(const uint8_t* __restrict values, const float* __restrict ratio, const float* __restrict zero,
+             const float* __restrict column, const uint8_t* __restrict difference, int8_t* __restrict out,
+             int64_t outputs, int64_t inputs) {
+  for (int64_t k = 0; k < inputs; k++, values += width, difference += width, out += outputs)
+    for (int64_t n = 0; n < width; n++) {
+      const float near = std::nearbyint((static_cast<float>(values[n]) - zero[n]) * ratio[n] * column[k]);
+      out[n] = static_cast<int8_t>(static_cast<int32_t>(near) + difference[n] - 8);
+    }
+}
+
 // Write INT8 weights `out` [inputs, outputs]: (value - zero) * ratio, to the nearest, ties to even.
 // `packed` holds blocks of `block` outputs one after another, and the last block may be narrower; `ratio` and
-// `zero` are float32 [groups, outputs].
-void int4_to_int8(const at::Tensor& packed, const at::Tensor& ratio, const at::Tensor& zero, int64_t block,
-                  bool in_halves, at::Tensor out) {
+// `zero` are float32 [groups, outputs]. With a `difference`, which is packed alike, and `column`, float32
+// [inputs]: (value - zero) * ratio * column, to the nearest, and the difference.
+void int4_to_int8(const at::Tensor& packed, const at::Tensor& ratio, const at::Tensor& zero,
+                  const std::optional<at::Tensor>& column, const std::optional<at::Tensor>& difference,
+                  int64_t block, bool in_halves, at::Tensor out) {
   const int64_t inputs = out.size(0), outputs = out.size(1), group = inputs / ratio.size(0);
   TORCH_CHECK(block <= WIDEST && outputs % 16 == 0 && inputs % ratio.size(0) == 0);
   TORCH_CHECK(packed.nbytes() * 2 == static_cast<size_t>(inputs * outputs) && ratio.is_contiguous());
   TORCH_CHECK(packed.is_contiguous() && zero.is_contiguous() && out.is_contiguous());
+  TORCH_CHECK(column.has_value() == difference.has_value());
+  TORCH_CHECK(!column || (column->is_contiguous() && column->numel() == inputs));
+  TORCH_CHECK(!difference || (difference->is_contiguous() && difference->nbytes() == packed.nbytes()));
   const auto* bytes = static_cast<const uint8_t*>(packed.data_ptr());
+  const auto* differences = difference ? static_cast<const uint8_t*>(difference->data_ptr()) : nullptr;
+  const float* columns = column ? column->data_ptr<float>() : nullptr;
   const float *ratios = ratio.data_ptr<float>(), *zeros = zero.data_ptr<float>();
   int8_t* weights = out.data_ptr<int8_t>();
   for_rows(out, INPUTS_AT_ONCE, [&](int64_t first, int64_t count) {
-    uint8_t values[INPUTS_AT_ONCE * WIDEST];
+    uint8_t values[INPUTS_AT_ONCE * WIDEST], beside[INPUTS_AT_ONCE * WIDEST];
     for (int64_t k = first, next; k < first + count; k = next) {
       next = std::min({k + INPUTS_AT_ONCE, first + count, (k / group + 1) * group});
       for (int64_t n = 0; n < outputs; n += block) {
         const int64_t width = std::min(block, outputs - n), scales = k / group * outputs + n;
-        unpack(bytes + (n * inputs + k * width) / 2, values, next - k, width, in_halves && width == block);
+        const int64_t place = (n * inputs + k * width) / 2;
+        const bool halves = in_halves && width == block;
+        unpack(bytes + place, values, next - k, width, halves);
+        if (differences) {
+          unpack(differences + place, beside, next - k, width, halves);
+          const auto correct_block = width == 64   ? correct<64>
+                                     : width == 48 ? correct<48>
+                                     : width == 32 ? correct<32>
+                                                   : correct<16>;
+          correct_block(values, ratios + scales, zeros + scales, columns + k, beside, weights + k * outputs + n,
+                        outputs, next - k);
+          continue;
+        }
         const auto rescale_block = width == 64   ? rescale<64>
                                    : width == 48 ? rescale<48>
                                    : width == 32 ? rescale<32>
@@ -116,7 +147,9 @@ void scale_sums(const at::Tensor& sums, const at::Tensor& row, const at::Tensor&
 }  // namespace
 
 TORCH_LIBRARY(flexquant_one_copy, m) {
-  m.def("int4_to_int8(Tensor packed, Tensor ratio, Tensor zero, int block, bool in_halves, Tensor(a!) out) -> ()");
+  m.def(
+      "int4_to_int8(Tensor packed, Tensor ratio, Tensor zero, Tensor? column, Tensor? difference, int block, "
+      "bool in_halves, Tensor(a!) out) -> ()");
   m.def("scale_sums(Tensor sums, Tensor row, Tensor column, Tensor? bias, Tensor(a!) out) -> ()");
 }
 

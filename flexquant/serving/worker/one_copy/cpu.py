@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Multiply in INT8 on a CPU by weights that are kept in INT4 alone, in the layout of the INT4 kernel.
+"""Multiply in INT8 on a CPU by weights that are computed from INT4 weights, in the layout of the INT4 kernel.
 
 Each call writes a layer's INT8 weights into memory that all layers of a thread share, and has oneDNN
 multiply (``torch._int_mm``). The two loops around that product are cpu.cpp, which PyTorch compiles once for a
@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,22 +38,29 @@ from flexquant.serving.vllm_api import (
     unpack_quantized_values_into_int32,
 )
 from flexquant.serving.vllm_api import _custom_ops as ops
+from flexquant.serving.worker.one_copy.nested import (
+    CHANNEL_SCALE,
+    COLUMN,
+    DIFFERENCE,
+    ROW,
+    NestedWeights,
+    unpacked_difference,
+)
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # A multiplication and an addition round twice, as PyTorch's operators do, whatever the CPU.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-CHANNEL_SCALE = "flexquant_channel_scale"
-"""Name of a buffer of a layer: the scales of its 8-bit weights, float32 [outputs]."""
 ZERO = 8.0
 """Value of a symmetric INT4 weight that stands for 0."""
 
 logger = init_logger("vllm.flexquant.cpu")
+Buffers = Mapping[str, torch.Tensor]
 _kept = threading.local()
 _most_weights = 0
 _library = torch.library.Library("flexquant", "FRAGMENT")
 _library.define(
-    "one_copy_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor channel_scale, "
-    "Tensor? bias, int block, bool in_halves) -> Tensor"
+    "one_copy_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor? column, "
+    "Tensor? difference, Tensor channel_scale, Tensor? bias, int block, bool in_halves) -> Tensor"
 )
 
 
@@ -99,8 +107,19 @@ def unpacked(packed: torch.Tensor, layout: Layout, inputs: int, outputs: int) ->
     return torch.cat(parts, 1)
 
 
+def packed_alike(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return 4-bit ``values``, uint8 [inputs, outputs], packed in a layout: uint8, flat."""
+    blocks = []
+    for first in range(0, values.shape[1], layout.block):
+        block = values[:, first : first + layout.block]
+        in_halves = layout.in_halves and block.shape[1] == layout.block
+        low, high = block.chunk(2, 1) if in_halves else (block[:, ::2], block[:, 1::2])
+        blocks.append((low | high << 4).flatten())
+    return torch.cat(blocks)
+
+
 class CPUInt8Product:
-    """Multiplies in INT8 by the weights of a layer that ``kernel`` keeps in INT4."""
+    """Multiplies in INT8 by weights that are computed from those that ``kernel`` keeps in INT4."""
 
     precision = "INT8"
 
@@ -108,16 +127,34 @@ class CPUInt8Product:
         self._kernel = kernel
         self._layout = layout
 
-    def prepare(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the buffers that the layer's view needs, once its weights are packed."""
-        inputs = self._kernel.config.partition_weight_shape[0]
-        return {CHANNEL_SCALE: channel_scales(*self._weights(layer), inputs, self._layout)}
+    def prepare(self, source: torch.nn.Module, nested: NestedWeights | None = None) -> Buffers:
+        """Return what :meth:`multiply` needs beside ``source``, once its weights are packed.
 
-    def multiply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype; ``bias`` is the layer's."""
-        channel_scale, layout = layer._buffers[CHANNEL_SCALE], self._layout
+        Without ``nested``, the INT8 weights are those nearest to the source's.
+        """
+        inputs = self._kernel.config.partition_weight_shape[0]
+        if nested is None:
+            scales = channel_scales(*self._weights(source), inputs, self._layout)
+            return {CHANNEL_SCALE: scales, ROW: scales.reciprocal()}
+        _reserve(inputs * len(nested.channel_scale))
+        difference = packed_alike(unpacked_difference(nested.difference).t(), self._layout)
+        return {**nested.factors(), DIFFERENCE: difference}
+
+    def multiply(
+        self, source: torch.nn.Module, buffers: Buffers, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype."""
+        layout = self._layout
         out: torch.Tensor = torch.ops.flexquant.one_copy_linear(
-            x, *self._weights(layer), channel_scale, bias, layout.block, layout.in_halves
+            x,
+            *self._weights(source),
+            buffers[ROW],
+            buffers.get(COLUMN),
+            buffers.get(DIFFERENCE),
+            buffers[CHANNEL_SCALE],
+            bias,
+            layout.block,
+            layout.in_halves,
         )
         return out
 
@@ -135,11 +172,10 @@ def channel_scales(
 
     The arguments are a layer's, as its INT4 kernel keeps them. Memory for its INT8 weights is reserved.
     """
-    global _most_weights
     groups, outputs = scale.shape
-    _most_weights = max(_most_weights, inputs * outputs)
+    _reserve(inputs * outputs)
     ones, zeros = torch.ones(groups, outputs, dtype=torch.float32), _zeros(zero, scale)
-    weights = _int8_weights(packed, ones, zeros, inputs, layout)  # value - zero, exactly
+    weights = _int8_weights(packed, ones, zeros, None, None, inputs, layout)  # value - zero, exactly
     most = weights.view(groups, -1, outputs).float().abs().amax(1)
     greatest = (most * scale.float().abs()).amax(0)
     return torch.where(greatest > 0, greatest / 127, 1.0)
@@ -151,6 +187,9 @@ def one_copy_linear(
     packed: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor | None,
+    row: torch.Tensor,
+    column: torch.Tensor | None,
+    difference: torch.Tensor | None,
     channel_scale: torch.Tensor,
     bias: torch.Tensor | None,
     block: int,
@@ -158,10 +197,11 @@ def one_copy_linear(
 ) -> torch.Tensor:
     """Return [tokens, outputs] for ``x`` [tokens, inputs] in its dtype, multiplied in INT8.
 
-    ``x`` is quantised per token. The INT4 weights are rounded to INT8 with the scales ``channel_scale``.
+    ``x`` is quantised per token. The INT4 weights become INT8 weights, which have the scales
+    ``channel_scale``, by the other arguments (:class:`NestedWeights`).
     """
-    ratio = (scale.float() * channel_scale.reciprocal()).contiguous()
-    weights = _int8_weights(packed, ratio, _zeros(zero, scale), x.shape[1], Layout(block, in_halves))
+    ratio, layout = (scale.float() * row).contiguous(), Layout(block, in_halves)
+    weights = _int8_weights(packed, ratio, _zeros(zero, scale), column, difference, x.shape[1], layout)
     quantized, row, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
     bias = None if bias is None else bias.float()
     if not int8_product_is_exact():
@@ -177,10 +217,8 @@ def one_copy_linear(
 
 
 @torch.library.register_fake("flexquant::one_copy_linear", lib=_library)
-def _output_shape(
-    x: torch.Tensor, packed: object, scale: object, zero: object, channel_scale: torch.Tensor, *_: object
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], channel_scale.shape[0]))
+def _output_shape(x: torch.Tensor, packed: object, scale: torch.Tensor, *_: object) -> torch.Tensor:
+    return x.new_empty((x.shape[0], scale.shape[1]))
 
 
 @functools.cache
@@ -230,15 +268,35 @@ def _zeros(zero: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:
     return unpack_quantized_values_into_int32(zero, scalar_types.uint4, packed_dim=1).float().contiguous()
 
 
+def _reserve(weights: int) -> None:
+    """Reserve memory for a layer with so many INT8 weights."""
+    global _most_weights
+    _most_weights = max(_most_weights, weights)
+
+
 def _int8_weights(
-    packed: torch.Tensor, ratio: torch.Tensor, zeros: torch.Tensor, inputs: int, layout: Layout
+    packed: torch.Tensor,
+    ratio: torch.Tensor,
+    zeros: torch.Tensor,
+    column: torch.Tensor | None,
+    difference: torch.Tensor | None,
+    inputs: int,
+    layout: Layout,
 ) -> torch.Tensor:
-    """Return (value - zero) * ratio in int8 [inputs, outputs]; the thread's next call writes over it."""
+    """Return (value - zero) * ratio * column + difference in int8 [inputs, outputs].
+
+    The product is rounded before the difference is added. The thread's next call writes over the result.
+    """
     groups, outputs = ratio.shape
     out = thread_memory(_kept, _most_weights, torch.int8)[: inputs * outputs].view(inputs, outputs)
     if has_operators():
-        torch.ops.flexquant_one_copy.int4_to_int8(packed, ratio, zeros, layout.block, layout.in_halves, out)
+        torch.ops.flexquant_one_copy.int4_to_int8(
+            packed, ratio, zeros, column, difference, layout.block, layout.in_halves, out
+        )
         return out
     values = unpacked(packed, layout, inputs, outputs).view(groups, -1, outputs)
-    scaled = values.float().sub_(zeros[:, None]).mul_(ratio[:, None])
-    return out.copy_(scaled.round_().view(inputs, outputs))
+    scaled = values.float().sub_(zeros[:, None]).mul_(ratio[:, None]).view(inputs, outputs)
+    if column is None or difference is None:
+        return out.copy_(scaled.round_())
+    near = scaled.mul_(column[:, None]).round_()
+    return out.copy_(near.add_(unpacked(difference, layout, inputs, outputs)).sub_(ZERO))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Multiply in INT8 on a GPU by weights that are kept in INT4 alone; on Blackwell in FP8.
+"""Multiply in INT8 on a GPU by weights that are computed from INT4 weights; on Blackwell in FP8.
 
 ``gpu_kernel`` writes a layer's 8-bit weights into memory that all layers share, and vLLM's CUTLASS product
 follows, which has no INT8 on Blackwell. ``gpu_layouts`` says how INT4 kernels keep the weights.
@@ -13,22 +13,36 @@ from vllm.platforms import current_platform
 
 from flexquant.serving.vllm_api import MPLinearKernel, get_scale_perms
 from flexquant.serving.vllm_api import _custom_ops as ops
-from flexquant.serving.worker.one_copy.cpu import CHANNEL_SCALE
 from flexquant.serving.worker.one_copy.gpu_kernel import INT8, eight_bit_weights
-from flexquant.serving.worker.one_copy.gpu_layouts import Layout, in_order_of_outputs, permuted_back
+from flexquant.serving.worker.one_copy.gpu_layouts import (
+    Layout,
+    in_order_of_outputs,
+    packed_alike,
+    permuted_back,
+)
+from flexquant.serving.worker.one_copy.nested import (
+    CHANNEL_SCALE,
+    COLUMN,
+    DIFFERENCE,
+    ROW,
+    NestedWeights,
+    unpacked_difference,
+)
 
-ZERO, INVERSE, BIAS = "flexquant_zero", "flexquant_inverse_scale", "flexquant_bias"
-"""Names of further buffers of a layer: int8 [groups, outputs], and twice [outputs], in their order."""
+ZERO, BIAS = "flexquant_zero", "flexquant_bias"
+"""Names of further buffers of a layer: int8 [groups, outputs] and [outputs], in their order."""
 FP8 = torch.float8_e4m3fn
 GREATEST = {INT8: 127.0, FP8: 448.0}
 """Greatest weight of each precision."""
 BLACKWELL = 100
 
+Buffers = dict[str, torch.Tensor]
 _memory: dict[torch.device, torch.Tensor] = {}
 _library = torch.library.Library("flexquant", "FRAGMENT")
 _library.define(
-    "one_copy_gpu_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor inverse, "
-    "Tensor channel_scale, Tensor? bias, ScalarType precision, bool outputs_first) -> Tensor"
+    "one_copy_gpu_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor? column, "
+    "Tensor? difference, Tensor channel_scale, Tensor? bias, ScalarType precision, bool outputs_first) "
+    "-> Tensor"
 )
 
 
@@ -51,7 +65,7 @@ def channel_scales(
 
 
 class GPUProduct:
-    """Multiplies in 8 bit by the weights of a layer that ``kernel`` keeps in INT4."""
+    """Multiplies in 8 bit by weights that are computed from those that ``kernel`` keeps in INT4."""
 
     def __init__(self, kernel: MPLinearKernel, layout: Layout) -> None:
         self._kernel = kernel
@@ -59,30 +73,40 @@ class GPUProduct:
         self._precision = FP8 if current_platform.has_device_capability(BLACKWELL) else INT8
         self.precision = "FP8" if self._precision == FP8 else "INT8"
 
-    def prepare(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the buffers that the layer's view needs, once its weights are packed."""
-        packed, scale, zero = self._layout.tensors(self._kernel, layer)
+    def prepare(self, source: torch.nn.Module, nested: NestedWeights | None = None) -> Buffers:
+        """Return what :meth:`multiply` needs beside ``source``, once its weights are packed.
+
+        Without ``nested``, the weights are those nearest to the source's.
+        """
+        packed, scale, zero = self._layout.tensors(self._kernel, source)
+        buffers = {} if zero is None else {ZERO: zero}
+        if nested is not None:
+            inputs = len(nested.column)
+            _scratch(packed.device, inputs * scale.shape[1], INT8)
+            difference = packed_alike(unpacked_difference(nested.difference), self._layout)
+            return buffers | nested.factors() | {DIFFERENCE: difference}
         outputs_first = self._layout.outputs_first
         channel_scale = channel_scales(packed, scale, zero, self._precision, outputs_first)
-        buffers = {CHANNEL_SCALE: channel_scale, INVERSE: channel_scale.reciprocal()}
-        if zero is not None:
-            buffers[ZERO] = zero
-        if (bias := getattr(layer, "bias", None)) is not None:
+        buffers |= {CHANNEL_SCALE: channel_scale, ROW: channel_scale.reciprocal()}
+        if (bias := getattr(source, "bias", None)) is not None:
             buffers[BIAS] = permuted_back(bias, get_scale_perms()[1])
         return buffers
 
-    def multiply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype; ``bias`` is the layer's."""
+    def multiply(
+        self, source: torch.nn.Module, buffers: Buffers, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype."""
         weight, scale, _ = self._layout.names or (self._kernel.w_q_name, self._kernel.w_s_name, "")
-        buffers = layer._buffers
         out: torch.Tensor = torch.ops.flexquant.one_copy_gpu_linear(
             x,
-            getattr(layer, weight),
-            getattr(layer, scale),
+            getattr(source, weight),
+            getattr(source, scale),
             buffers.get(ZERO),
-            buffers[INVERSE],
+            buffers[ROW],
+            buffers.get(COLUMN),
+            buffers.get(DIFFERENCE),
             buffers[CHANNEL_SCALE],
-            None if bias is None else buffers[BIAS],
+            None if bias is None else buffers.get(BIAS, bias),
             self._precision,
             self._layout.outputs_first,
         )
@@ -95,7 +119,9 @@ def one_copy_gpu_linear(
     packed: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor | None,
-    inverse: torch.Tensor,
+    row: torch.Tensor,
+    column: torch.Tensor | None,
+    difference: torch.Tensor | None,
     channel_scale: torch.Tensor,
     bias: torch.Tensor | None,
     precision: torch.dtype,
@@ -104,12 +130,12 @@ def one_copy_gpu_linear(
     """Return [tokens, outputs] for ``x`` [tokens, inputs], quantised per token and multiplied in 8 bit."""
     outputs, inputs = scale.shape[1], x.shape[1]
     out = _scratch(x.device, inputs * outputs, precision).view(outputs, inputs)
-    weights = eight_bit_weights(packed, scale, zero, inverse, out, outputs_first)
+    weights = eight_bit_weights(packed, scale, zero, row, out, outputs_first, column, difference)
     if precision == FP8:
-        quantized, row = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
+        quantized, scales = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
     else:
-        quantized, row, _ = ops.scaled_int8_quant(x.contiguous(), None, None, symmetric=True)
-    return ops.cutlass_scaled_mm(quantized, weights.t(), row, channel_scale[:, None], x.dtype, bias)
+        quantized, scales, _ = ops.scaled_int8_quant(x.contiguous(), None, None, symmetric=True)
+    return ops.cutlass_scaled_mm(quantized, weights.t(), scales, channel_scale[:, None], x.dtype, bias)
 
 
 @torch.library.register_fake("flexquant::one_copy_gpu_linear", lib=_library)

@@ -24,7 +24,9 @@ def _int4_to_8_bit(  # type: ignore[no-untyped-def]  # Triton tells the types it
     packed,
     scale,
     zero,
-    inverse,
+    row,
+    column,
+    difference,
     out,
     outputs,
     inputs,
@@ -32,41 +34,58 @@ def _int4_to_8_bit(  # type: ignore[no-untyped-def]  # Triton tells the types it
     integer_bits,
     is_grouped: tl.constexpr,
     has_zero: tl.constexpr,
+    is_nested: tl.constexpr,
     is_integer: tl.constexpr,
     outputs_first: tl.constexpr,
     tiles: tl.constexpr,
 ):
-    column = tl.program_id(0)
+    part = tl.program_id(0)
     first = tl.program_id(1) * tiles
     # Axes as the words lie: tile, output % 8, pair of inputs, output // 16.
     tile = first + tl.arange(0, tiles)[:, None, None, None]
     low = tl.arange(0, 8)[None, :, None, None]
     pair = tl.arange(0, 4)[None, None, :, None]
     block = tl.arange(0, 4)[None, None, None, :]
-    place = tile * (outputs * 2) + column * 128 + low * 16 + pair * 4 + block
+    place = tile * (outputs * 2) + part * 128 + low * 16 + pair * 4 + block
     word = tl.load(packed + place, mask=tile * 16 < inputs, other=0)
+    if is_nested:
+        added = tl.load(difference + place, mask=tile * 16 < inputs, other=0)
+        pairs = column + tile * 16 + pair * 2
+        here = tile * 16 < inputs
+        first_even, first_odd = tl.load(pairs, here, 0.0), tl.load(pairs + 1, here, 0.0)
+        last_even, last_odd = tl.load(pairs + 8, here, 0.0), tl.load(pairs + 9, here, 0.0)
+    else:
+        added = word
+        first_even, first_odd, last_even, last_odd = 1.0, 1.0, 1.0, 1.0
     of_group = first * 16 // group * outputs
     k = first * 16 + tl.arange(0, tiles * 16)[None, None, :]
+    kind: tl.constexpr = out.dtype.element_ty
     for half in tl.static_range(2):
-        n = column * 64 + block * 16 + half * 8 + low
+        n = part * 64 + block * 16 + half * 8 + low
         if is_grouped:
             place = n // 64 * 64 + n % 8 * 8 + n % 64 // 8
         else:
             place = n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 8 * 2 + n % 2
         ratio = tl.load(scale + of_group + place).to(tl.float32)
-        ratio = ratio * tl.load(inverse + n)
+        ratio = ratio * tl.load(row + n)
         if has_zero:
             middle = tl.load(zero + of_group + n).to(tl.float32)
         else:
             middle = tl.full([1, 8, 1, 4], 8, tl.float32)
         lower, upper = (half * 2, half * 2 + 1) if outputs_first else (half, half + 2)
         even = tl.join(
-            _weight(word, lower, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
-            _weight(word, upper, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
+            _weight(word, added, lower, middle, ratio, first_even, integer_bits, is_integer, is_nested, kind),
+            _weight(word, added, upper, middle, ratio, last_even, integer_bits, is_integer, is_nested, kind),
         )
-        odd = tl.join(  # the places 4 to 7 would reach into the exponent
-            _weight(word >> 12, lower + 1, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
-            _weight(word >> 12, upper + 1, middle, ratio, integer_bits, is_integer, out.dtype.element_ty),
+        # The places 4 to 7 would reach into the exponent.
+        high, above = word >> 12, added >> 12
+        odd = tl.join(
+            _weight(
+                high, above, lower + 1, middle, ratio, first_odd, integer_bits, is_integer, is_nested, kind
+            ),
+            _weight(
+                high, above, upper + 1, middle, ratio, last_odd, integer_bits, is_integer, is_nested, kind
+            ),
         )
         # From [tile, output % 8, pair, output // 16, upper half of 16 inputs, odd] to [outputs, inputs].
         weights = tl.permute(tl.join(even, odd), (1, 3, 0, 4, 2, 5))
@@ -77,7 +96,16 @@ def _int4_to_8_bit(  # type: ignore[no-untyped-def]  # Triton tells the types it
 
 @triton.jit
 def _weight(  # type: ignore[no-untyped-def]
-    word, place: tl.constexpr, middle, ratio, integer_bits, is_integer: tl.constexpr, dtype: tl.constexpr
+    word,
+    added,
+    place: tl.constexpr,
+    middle,
+    ratio,
+    column,
+    integer_bits,
+    is_integer: tl.constexpr,
+    is_nested: tl.constexpr,
+    kind: tl.constexpr,
 ):
     """Return the 8-bit weights of a word's place, 0 to 4, without a conversion between types.
 
@@ -86,9 +114,12 @@ def _weight(  # type: ignore[no-untyped-def]
     """
     value = ((word & (15 << (4 * place))) | integer_bits).to(tl.float32, bitcast=True)
     exact = (value - (middle * (1 << (4 * place)) + INTEGERS)) * (ratio * (1.0 / (1 << (4 * place))))
+    if is_nested:
+        near = (exact * column + ROUNDS).to(tl.int32, bitcast=True)
+        return (near + ((added >> (4 * place)) & 15) - 8).to(tl.int8)
     if is_integer:
         return (exact + ROUNDS).to(tl.int32, bitcast=True).to(tl.int8)
-    return exact.to(dtype)
+    return exact.to(kind)
 
 
 def compile_options(tiles: int) -> dict[str, int]:
@@ -100,16 +131,19 @@ def eight_bit_weights(
     packed: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor | None,
-    inverse: torch.Tensor,
+    row: torch.Tensor,
     out: torch.Tensor,
     outputs_first: bool,
+    column: torch.Tensor | None = None,
+    difference: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write the weights into ``out`` [outputs, inputs], in INT8 or FP8, and return it.
 
     ``packed`` int32 [inputs / 16, outputs * 2] and ``scale`` [groups, outputs] are as the kernel keeps them,
-    ``zero`` [groups, outputs] and ``inverse`` float32 [outputs], of the scales of 8-bit weights, are in the
-    order of outputs. In INT8 a weight is (value - zero) * (scale * inverse), each operation rounded to the
-    nearest float32, and then to the nearest integer, ties to even: a fused multiply-add, which rounds once,
+    ``zero`` [groups, outputs] and ``row`` float32 [outputs] are in the order of outputs, ``column`` is
+    float32 [inputs], and ``difference`` is packed as ``packed``. In INT8 a weight is
+    (value - zero) * (scale * row) * column, each operation rounded to the nearest float32, and then to the
+    nearest integer, ties to even, to which the difference is added: a fused multiply-add, which rounds once,
     would differ.
     """
     outputs, inputs = out.shape
@@ -119,7 +153,9 @@ def eight_bit_weights(
         packed,
         scale,
         scale if zero is None else zero,
-        inverse,
+        row,
+        row if column is None else column,
+        packed if difference is None else difference,
         out,
         outputs,
         inputs,
@@ -127,6 +163,7 @@ def eight_bit_weights(
         INTEGER_BITS,
         is_grouped=len(scale) > 1,
         has_zero=zero is not None,
+        is_nested=difference is not None,
         is_integer=out.dtype == INT8,
         outputs_first=outputs_first,
         tiles=tiles,

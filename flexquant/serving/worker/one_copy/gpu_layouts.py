@@ -113,6 +113,21 @@ def layout_found(kind: type[MPLinearKernel], group: int, zero_points: bool, dtyp
     return None
 
 
+def packed_alike(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return 4-bit ``values`` [outputs, inputs], packed in a layout: int32 [inputs / 16, outputs * 2].
+
+    A word has, for one of a tile's four blocks of 16 outputs, two neighbouring inputs of each half of the
+    tile's 16 inputs and of the block's outputs.
+    """
+    outputs, inputs = values.shape
+    # [column, block, half of its outputs, output % 8; tile, half of its inputs, pair % 4, odd]
+    parts = values.int().view(outputs // 64, 4, 2, 8, inputs // 16, 2, 4, 2)
+    halves = (2, 5) if layout.outputs_first else (5, 2)
+    parts = parts.permute(4, 0, 3, 6, 1, 7, *halves).flatten(-3)
+    shifts = 4 * torch.arange(8, device=values.device)
+    return (parts.long() << shifts).sum(-1).to(torch.int32).view(inputs // 16, outputs * 2)
+
+
 def in_order_of_outputs(scale: torch.Tensor) -> torch.Tensor:
     """Return a layer's scales [groups, outputs], as Marlin and Humming keep them, in the order of outputs."""
     grouped, single = get_scale_perms()
