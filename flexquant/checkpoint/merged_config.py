@@ -114,7 +114,7 @@ class MergedConfig:
 
     @property
     def nested(self) -> dict[str, str]:
-        """Variant whose INT8 weights are not stored -> the variant with whose INT4 weights it computes them."""
+        """Variant whose INT8 weights are not stored -> the one with whose INT4 weights it computes them."""
         return {name: v.nested_in for name, v in self.variants.items() if v.nested_in is not None}
 
     @property

@@ -49,7 +49,7 @@ ONE_SCALE = "weights have one scale a channel, and INT8 activations need groups"
 
 def refusals(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
     """Yield a sentence for each requested feature that is not supported, with what to do instead."""
-    topics = (_of_model, _of_vision, _of_adapters, _of_ranks, _of_speculation, _of_graphs)
+    topics = (_of_model, _of_nesting, _of_vision, _of_adapters, _of_ranks, _of_speculation, _of_graphs)
     return chain.from_iterable(topic(vllm_config, merged, routes) for topic in topics)
 
 
@@ -79,6 +79,17 @@ def _of_model(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
     offload = vllm_config.offload_config
     if offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size > 0:
         yield "prefetching offload, which takes one model (use --cpu-offload-gb)"
+
+
+def _of_nesting(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
+    ours = [name for name in routes.nested if name in routes.layers]
+    has_capability = current_platform.has_device_capability
+    is_ampere_to_hopper = current_platform.is_cuda() and has_capability(80) and not has_capability(100)
+    if ours and not (current_platform.is_cpu() or is_ampere_to_hopper):
+        yield (
+            f"'{ours[0]}', which is nested in '{routes.nested[ours[0]]}' and multiplies in INT8, on a device "
+            "that is neither a CPU nor an NVIDIA GPU from Ampere to Hopper (choose a policy without it)"
+        )
 
 
 def _of_vision(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:

@@ -3,7 +3,8 @@
 """Serve W8A8 without a copy of its weights: each linear computes INT8 weights from INT4 in each pass.
 
 A *derived* variant has the INT8 weights nearest to those of its source, a W4A16 variant: one copy. A
-*nested* variant stores for each of its own INT8 weights a difference of 4 bits from what the INT4 weights predict.
+*nested* variant stores, for each of its own INT8 weights, a difference of 4 bits from what the INT4 weights
+predict.
 
 1. *Build*: the source gets INT4 kernels whose layout of weights is known: those that ``cpu.layout_of`` and
    ``gpu_layouts.layout_of`` know. A derived variant is a view of the source, with a view of each INT4 linear
@@ -52,7 +53,8 @@ if TYPE_CHECKING:
     Product = CPUInt8Product | GPUProduct
     """Multiplies in 8 bit by the weights that the INT4 kernel of one device keeps."""
 
-SCALE_BYTES = 4
+FACTOR_BYTES = 8
+"""Bytes of two float32 numbers for each output of a view: its scale, and the inverse."""
 ADVICE = (
     "Marlin's and Humming's are, for multiples of 128 inputs and 64 outputs: drop --linear-backend and the "
     "option 'kernels', or take 'weights: int8' out of the policy"
@@ -131,6 +133,7 @@ class NestedMethod(OneCopyMethod):
             parameter = nn.Parameter(data, requires_grad=False)
             vars(parameter).update(dimensions, weight_loader=weight_loader)
             layer.register_parameter(f"weight_{name}", parameter)
+        layer.register_parameter("weight", None)  # as of kernels that keep weights under no name
 
     def make_ready(self, layer: LinearBase) -> None:
         assert self._source is not None
@@ -211,13 +214,13 @@ def make_ready(models: Iterable[nn.Module]) -> None:
 def computed_bytes(model: nn.Module) -> int:
     """Return the bytes that a variant takes beside its source and its own parameters, to compute weights.
 
-    They are the INT8 weights of its largest linear and, for each linear of a view, one float32 scale an
-    output channel. 0 for a variant whose weights are stored.
+    They are the INT8 weights of its largest linear and, for each linear of a view, the factors of its
+    outputs. 0 for a variant whose weights are stored.
     """
     linears = list(_computing(model))
     sizes = [linear_sizes(layer) for layer, _ in linears]
     of_views = [linear_sizes(layer)[1] for layer, method in linears if not isinstance(method, NestedMethod)]
-    return max((i * o for i, o in sizes), default=0) + SCALE_BYTES * sum(of_views)
+    return max((i * o for i, o in sizes), default=0) + FACTOR_BYTES * sum(of_views)
 
 
 def is_view(model: nn.Module) -> bool:
