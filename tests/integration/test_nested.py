@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""W8A8 that is nested in INT4 weights is served as the checkpoint is that a split gives back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexquant.evaluation.engine import take_policy
+from flexquant.merge import merge_checkpoints, split_checkpoint
+from flexquant.policy.rules import load_policy
+from flexquant.serving.worker.one_copy import NestedMethod
+from tests.checkpoints import make_checkpoint
+from tests.integration.conftest import answers, engine, generate
+from tests.integration.logprobs import distance
+from tests.policies import rules
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = ["The capital of France is a city of more than two million people,", "def merge(a, b):"]
+SAMPLING = {"max_tokens": 8}
+MIXED = rules(
+    "- {when: {phase: [prefill, mixed]}, use: w8a8}", '- use: {default: w4a16, layers: {"0": w8a8}}'
+)
+
+
+@pytest.fixture(scope="module")
+def nested(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nested")
+    sources = {name: make_checkpoint(folder / name, "qwen2", name) for name in ("w8a8", "w4a16")}
+    merge_checkpoints(sources, folder / "merged", nested="near")
+    split_checkpoint(folder / "merged", "w8a8", folder / "split")
+    return folder
+
+
+def test_it_answers_as_the_checkpoint_that_a_split_gives_back(nested: Path) -> None:
+    policies = ["w8a8", "w4a16", "phase", MIXED]
+    in_int8, in_int4, routed, mixed = generate(nested / "merged", policies, PROMPTS, sampling=SAMPLING)
+    (split,) = generate(nested / "split", None, PROMPTS, sampling=SAMPLING)
+    (int4,) = generate(nested / "w4a16", None, PROMPTS, sampling=SAMPLING)
+    assert distance(in_int8.answers[0], split.answers[0]) < 0.01 < distance(int4.answers[0], split.answers[0])
+    assert distance(in_int4.answers[0], int4.answers[0]) < 0.01
+    assert {(p["phase"], p["plan"]) for p in routed.passes} == {("prefill", "w8a8"), ("decode", "w4a16")}
+    assert {p["plan"] for p in mixed.passes} == {"w8a8", "w8a8+w4a16[1]"}
+
+
+def test_it_takes_the_memory_of_half_of_its_weights(nested: Path) -> None:
+    """INT4 weights, which it needs, are loaded for it where no plan uses them."""
+
+    def inspect(model: Any) -> dict[str, Any]:
+        linears = [m for m in model.modules() if isinstance(getattr(m, "quant_method", None), NestedMethod)]
+        sizes = [m.input_size_per_partition * m.output_size_per_partition for m in linears]
+        stored = [p.nbytes for m in linears for p in m.parameters(recurse=False)]
+        return {"weights": sum(sizes), "largest": max(sizes), "stored": sum(stored), "bytes": model.weight_bytes}
+
+    answered = []
+    with engine(nested / "merged", flexquant={"policy": "w8a8"}) as llm:
+        (found,) = llm.apply_model(inspect)
+        for policy in ("w4a16", "w8a8"):
+            take_policy(llm, policy, load_policy(policy).document)
+            answered.append(answers(llm, PROMPTS, **SAMPLING))
+    assert found["weights"] / 2 < found["stored"] < 0.6 * found["weights"]
+    assert found["bytes"]["w8a8"] >= found["stored"] + found["largest"]
+    assert found["bytes"]["w4a16"] > found["weights"] / 2
+    in_int4, in_int8 = answered
+    (split,) = generate(nested / "split", None, PROMPTS, sampling=SAMPLING)
+    assert distance(in_int8, split.answers[0]) < 0.01 < distance(in_int4, split.answers[0])
+
+
+@pytest.mark.full
+def test_compiled_it_answers_alike(nested: Path) -> None:
+    (compiled,) = generate(nested / "merged", ["phase"], PROMPTS, sampling=SAMPLING, enforce_eager=False)
+    (eager,) = generate(nested / "merged", ["phase"], PROMPTS, sampling=SAMPLING)
+    assert distance(compiled.answers[0], eager.answers[0]) < 0.03
+    assert {p["plan"] for p in compiled.passes} == {"w8a8", "w4a16"}
