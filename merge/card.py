@@ -63,7 +63,7 @@ Layers of different variants in one plan: {mixing}. KV cache: {kv}.
 
 Merged by FlexQuant {version} from {sources}. `{provenance}` has the SHA-256 of every tensor, which
 `flexquant verify` compares. `flexquant split` writes one variant as a plain checkpoint again, with these
-tensors bit for bit.
+tensors bit for bit{served}.
 """
 CARRIED = ("license", "license_name", "license_link", "language")
 """Keys of the sources' metadata that the merged model has too, if all that state them agree."""
@@ -93,6 +93,7 @@ def make_card(
         layers=report.num_layers,
         rows="\n".join(rows),
         total=format_bytes(report.total_bytes),
+        served=", but nested weights as they are served" if describe_nested(report) else "",
         nested="".join(f"\n\n{line}." for line in describe_nested(report)),
         full=format_bytes(report.bytes_16bit),
         policy=report.policy_text,

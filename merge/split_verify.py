@@ -115,8 +115,8 @@ def verify_checkpoint(
 
     Tensors are compared with the source folders in ``against``, by variant name; without ``against``, with
     the recorded SHA-256. A nested weight is equal to its source's if the stored differences are those that
-    lead nearest to the source's integers, and not too many miss them. Raises FlexQuantError that names the tensors (with their shards) or files that
-    differ, are missing or should not be there.
+    lead nearest to the source's integers, and not too many miss them. Raises FlexQuantError that names the
+    tensors (with their shards) or files that differ, are missing or should not be there.
     """
     checkpoint = MergedCheckpoint.open(folder)
     pairs = list(against.items()) if isinstance(against, Mapping) else list(against)
@@ -126,7 +126,10 @@ def verify_checkpoint(
         counts = {name: _check_source(checkpoint, open_source(name, f, dtype), progress) for name, f in pairs}
     else:
         counts = {"recorded hashes": check_recorded_tensors(checkpoint, progress)}
-    return {"verified": str(folder), "tensors_compared_with": counts}
+    nested = [
+        name for name, variant in checkpoint.merged.variants.items() if variant.nested_in and name in counts
+    ]
+    return {"verified": str(folder), "tensors_compared_with": counts, "nested": nested}
 
 
 def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progress | None) -> int:

@@ -242,8 +242,8 @@ def describe_nested(report: CheckpointReport) -> list[str]:
         if (nested := variant.nested) is not None:
             share = "an unrecorded share" if nested.changed is None else f"{100 * nested.changed:.2g} %"
             lines.append(
-                f"{name}: {nested.own_bits:.2f} bits a weight in its linears, {nested.bits_with_source:.2f} with "
-                f"{nested.source}'s; {share} of its integers were out of reach, and have the nearest value"
+                f"{name}: {nested.own_bits:.2f} bits a weight in its linears, {nested.bits_with_source:.2f} "
+                f"with {nested.source}'s; {share} of its integers were out of reach, and are the nearest"
             )
     return lines
 

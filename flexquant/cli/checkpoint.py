@@ -214,7 +214,8 @@ def verify(args: argparse.Namespace) -> JsonObject:
     with progress_bar("verifying") as progress:
         result = verify_checkpoint(args.folder, against, progress)
     for measure, count in result["tensors_compared_with"].items():
-        print(f"{args.folder}: {count} tensors equal to {measure}")
+        how = ", nested weights as near as 4 bits reach" if measure in result["nested"] else ""
+        print(f"{args.folder}: {count} tensors equal to {measure}{how}")
     return result
 
 
