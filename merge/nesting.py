@@ -319,9 +319,7 @@ def _problem(module: str, eight: Scheme | None, four: Scheme | None, int4: Int4W
         return "is one of a mixture's experts"
     if eight is None or four is None or not _is_w8a8(*eight) or not _is_w4a16(*four):
         said = ["16 bit" if scheme is None else describe_scheme(*scheme) for scheme in (eight, four)]
-        return (
-            f"has to be in W8A8 there and in INT4 with 16-bit activations here, but is {' and '.join(said)}"
-        )
+        return f"has to be in W8A8 and in W4A16, but is {' in the one, and in the other '.join(said)}"
     if int4 is None:
         return "has an INT4 weight of another form"
     return "has an odd number of inputs" if int4.shape[1] % 2 else ""

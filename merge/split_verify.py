@@ -54,15 +54,14 @@ def split_checkpoint(
     files = find_files(checkpoint.folder, (*COPIED, own := recipe_name(variant)))
     files = {RECIPE if name == own else name: path for name, path in files.items()}
     recorded = checkpoint.provenance.tensors
-    nested = [ref for weight in checkpoint.nested_weights(variant).values() for ref in weight.parts]
+    computed_from = [ref for weight in checkpoint.nested_weights(variant).values() for ref in weight.parts]
+    compare_recorded(checkpoint, {ref.name: ref for ref in computed_from}, None)
 
     config = checkpoint.source_config(variant)
     writing = writing_checkpoint(output, [tensors], files, overwrite=overwrite, max_shard_size=max_shard_size)
     with writing as (stage, finish):
         write_json(stage / "config.json", config)
-        digests = finish(progress)
-        compare_recorded(checkpoint, {ref.name: ref for ref in nested}, None)
-        for name, digest in digests.items():
+        for name, digest in finish(progress).items():
             if name in keys and recorded.get(keys[name], digest) != digest:
                 raise FlexQuantError(
                     f"tensor '{keys[name]}' in {folder} differs from its recorded SHA-256 in "
