@@ -14,7 +14,14 @@ from flexquant.checkpoint.measured_loss import loss_table, read_losses, too_much
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, folder_label
 from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.weight_bytes import CheckpointReport, describe_kv, describe_mixing, format_bytes
+from flexquant.checkpoint.weight_bytes import (
+    CheckpointReport,
+    describe_kv,
+    describe_mixing,
+    describe_name,
+    describe_nested,
+    format_bytes,
+)
 from flexquant.documents.texts import SELF
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
@@ -35,7 +42,7 @@ runs each decoder layer.
 |---|---|---|---|
 {rows}
 
-Together {total}, against {full} in 16 bits.
+Together {total}, against {full} in 16 bits.{nested}
 
 ## Serving
 
@@ -56,7 +63,7 @@ Layers of different variants in one plan: {mixing}. KV cache: {kv}.
 
 Merged by FlexQuant {version} from {sources}. `{provenance}` has the SHA-256 of every tensor, which
 `flexquant verify` compares. `flexquant split` writes one variant as a plain checkpoint again, with these
-tensors bit for bit.
+tensors bit for bit{served}.
 """
 CARRIED = ("license", "license_name", "license_link", "language")
 """Keys of the sources' metadata that the merged model has too, if all that state them agree."""
@@ -69,7 +76,8 @@ def make_card(
 ) -> str:
     """Return the model card in Markdown; ``files`` maps sidecar names, recipes included, to their paths."""
     rows = [
-        f"| `{name}` | {v.scheme} | {format_bytes(v.own_bytes)} | {v.bits_per_parameter:.2f} |"
+        f"| {describe_name(f'`{name}`', v)} | {v.scheme} | {format_bytes(v.own_bytes)} "
+        f"| {v.bits_per_parameter:.2f} |"
         for name, v in report.variants.items()
     ]
     if report.shared_bytes:
@@ -85,6 +93,8 @@ def make_card(
         layers=report.num_layers,
         rows="\n".join(rows),
         total=format_bytes(report.total_bytes),
+        served=", but nested weights as they are served" if describe_nested(report) else "",
+        nested="".join(f"\n\n{line}." for line in describe_nested(report)),
         full=format_bytes(report.bytes_16bit),
         policy=report.policy_text,
         mixing=describe_mixing(report),

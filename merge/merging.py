@@ -24,6 +24,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge.card import make_card
 from flexquant.merge.formats import Source, open_source
 from flexquant.merge.merge_plan import MergePlan, plan_merge
+from flexquant.merge.nesting import Nested, NestedVariant, nest
 from flexquant.merge.same_model import with_config_of
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import choose_policy, load_policy
@@ -46,6 +47,7 @@ def merge_checkpoints(
     generation_from: str | None = None,
     processor_from: str | None = None,
     dtype: str | None = None,
+    nested: Nested | None = None,
     overwrite: bool = False,
     allow_incompatible_kv: bool = False,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
@@ -58,7 +60,9 @@ def merge_checkpoints(
     built-in name or a file. ``config_from``, ``tokenizer_from``, ``generation_from`` and
     ``processor_from`` name the variant whose config, tokenizer, generation settings or processor the merged
     model gets; None: they must not differ. ``dtype``, ``bfloat16`` or
-    ``float16``, casts what is in 16 bit; None: all have one dtype. Other threads write shards while the
+    ``float16``, casts what is in 16 bit; None: all have one dtype. ``nested`` stores 4 bits for each INT8
+    weight of a W8A8 variant, its difference to what the INT4 variant predicts: ``near`` changes integers that
+    4 bits do not reach, ``exact`` refuses variants with any. Other threads write shards while the
     weights are compared: ``kv_progress`` is called with the layers compared, afterwards ``progress`` with the
     bytes written. ``output`` appears only when it is complete; if the comparison refuses the variants, the
     shards written so far are deleted. Returns what was written. Raises FlexQuantError for sources that cannot
@@ -74,24 +78,27 @@ def merge_checkpoints(
     if config_from is not None:
         opened = with_config_of(config_from, opened)
     choices = {"tokenizer": tokenizer_from, "generation": generation_from, "processor": processor_from}
-    plan = plan_merge(opened, choices)
+    plan, inner = plan_merge(opened, choices), dict[str, NestedVariant]()
+    if nested is not None:
+        plan, inner = nest(plan, nested)
     groups, files = list(plan.groups.values()), plan.sidecars.files
     writing = writing_checkpoint(output, groups, files, overwrite=overwrite, max_shard_size=max_shard_size)
     with writing as (stage, finish):
         kv = check_kv_compatibility(plan.sources, kv_progress)
         if not kv.compatible and not allow_incompatible_kv:
             raise FlexQuantError(kv.message)
-        merged = _merged_config(plan, kv, policy)
+        merged = _merged_config(plan, inner, kv, policy)
         digests = finish(progress)
+        changed = {name: variant.changed() for name, variant in inner.items()}
         base = plan.sidecars.complete(plan.sources[0].config)
         config = {key: value for key, value in base.items() if key not in ("_name_or_path", *SECTIONS)}
         config["architectures"] = [served_architecture(merged.base_architecture)]
         config["quantization_config"] = merged.to_json()
         write_json(stage / "config.json", config)
         hashed = ["config.json", *files]
-        provenance = _provenance(plan.sources, digests, stage, hashed, dtype, config_from)
+        provenance = _provenance(plan.sources, digests, stage, hashed, dtype, config_from, changed)
         write_json(stage / PROVENANCE_FILE, provenance)
-        report = report_checkpoint(merged, plan.num_layers, plan.tensors)
+        report = report_checkpoint(merged, plan.num_layers, plan.tensors, changed)
         card = make_card(report, plan.sources, provenance, files)
         (stage / "README.md").write_text(card, encoding="utf-8")
     return report
@@ -104,6 +111,7 @@ def _provenance(
     files: Iterable[str],
     dtype: str | None,
     config_from: str | None,
+    changed: Mapping[str, int],
 ) -> JsonObject:
     """Return the document of :class:`Provenance`; ``files`` in ``folder`` are hashed here."""
     return {
@@ -123,12 +131,15 @@ def _provenance(
         },
         **({"dtype": dtype} if dtype else {}),
         **({"config_from": config_from} if config_from else {}),
+        **({"changed_integers": changed} if changed else {}),
         "files": {name: hash_file(folder / name) for name in sorted(files)},
         "tensors": dict(tensor_digests),
     }
 
 
-def _merged_config(plan: MergePlan, kv: KVReport, policy: str | None) -> MergedConfig:
+def _merged_config(
+    plan: MergePlan, inner: Mapping[str, NestedVariant], kv: KVReport, policy: str | None
+) -> MergedConfig:
     """Return what the checkpoint says of itself; raise FlexQuantError for a policy that cannot be served."""
     names = [source.name for source in plan.sources]
     if policy is not None:
@@ -137,7 +148,11 @@ def _merged_config(plan: MergePlan, kv: KVReport, policy: str | None) -> MergedC
         base_architecture=plan.sources[0].architecture,
         variants={
             s.name: StoredVariant(
-                f"{s.name}.", s.quantization_config, s.name in plan.own_heads, _has_negative_scales(s)
+                f"{s.name}.",
+                s.quantization_config,
+                s.name in plan.own_heads,
+                _has_negative_scales(s),
+                inner[s.name].source if s.name in inner else None,
             )
             for s in plan.sources
         },

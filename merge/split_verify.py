@@ -17,15 +17,17 @@ from flexquant.checkpoint.merged_checkpoint import (
     check_recorded_files,
     check_recorded_tensors,
     check_same_names,
+    compare_recorded,
     compare_tensors,
 )
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
 from flexquant.checkpoint.output import prepare_output
-from flexquant.checkpoint.safetensors_io import same_bytes, total_bytes
+from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes, total_bytes
 from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE, Progress, write_json, writing_checkpoint
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import Source, open_source
 from flexquant.merge.merge_plan import check_parameters
+from flexquant.merge.nesting import is_nearest
 from flexquant.merge.same_model import model_differences, with_names
 
 
@@ -52,13 +54,15 @@ def split_checkpoint(
     files = find_files(checkpoint.folder, (*COPIED, own := recipe_name(variant)))
     files = {RECIPE if name == own else name: path for name, path in files.items()}
     recorded = checkpoint.provenance.tensors
+    computed_from = [ref for weight in checkpoint.nested_weights(variant).values() for ref in weight.parts]
+    compare_recorded(checkpoint, {ref.name: ref for ref in computed_from}, None)
 
     config = checkpoint.source_config(variant)
     writing = writing_checkpoint(output, [tensors], files, overwrite=overwrite, max_shard_size=max_shard_size)
     with writing as (stage, finish):
         write_json(stage / "config.json", config)
         for name, digest in finish(progress).items():
-            if recorded.get(keys[name], digest) != digest:
+            if name in keys and recorded.get(keys[name], digest) != digest:
                 raise FlexQuantError(
                     f"tensor '{keys[name]}' in {folder} differs from its recorded SHA-256 in "
                     f"{PROVENANCE_FILE}; fetch or merge the checkpoint again"
@@ -109,8 +113,9 @@ def verify_checkpoint(
     """Compare every tensor of a merged checkpoint, and return how many were compared with what.
 
     Tensors are compared with the source folders in ``against``, by variant name; without ``against``, with
-    the recorded SHA-256. Raises FlexQuantError that names the tensors (with their shards) or files that
-    differ, are missing or should not be there.
+    the recorded SHA-256. A nested weight is equal to its source's if the stored differences are those that
+    lead nearest to the source's integers, and not too many miss them. Raises FlexQuantError that names the
+    tensors (with their shards) or files that differ, are missing or should not be there.
     """
     checkpoint = MergedCheckpoint.open(folder)
     pairs = list(against.items()) if isinstance(against, Mapping) else list(against)
@@ -120,12 +125,15 @@ def verify_checkpoint(
         counts = {name: _check_source(checkpoint, open_source(name, f, dtype), progress) for name, f in pairs}
     else:
         counts = {"recorded hashes": check_recorded_tensors(checkpoint, progress)}
-    return {"verified": str(folder), "tensors_compared_with": counts}
+    nested = [
+        name for name, variant in checkpoint.merged.variants.items() if variant.nested_in and name in counts
+    ]
+    return {"verified": str(folder), "tensors_compared_with": counts, "nested": nested}
 
 
 def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progress | None) -> int:
     checkpoint.check_variant(source.name)
-    stored = checkpoint.variant_tensors(source.name)
+    stored, nested = checkpoint.variant_tensors(source.name), checkpoint.nested_weights(source.name)
     source = with_names(source, stored.keys())
     check_same_names(source.tensors.keys(), stored.keys(), source.folder, checkpoint.folder)
     merged_config = checkpoint.source_config(source.name)
@@ -138,10 +146,9 @@ def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progre
             f"the config of variant '{source.name}' in {checkpoint.folder} differs from {source.folder} in "
             f"'{differences[0][0]}'; merge it again"
         )
-    return compare_tensors(
-        checkpoint,
-        stored,
-        lambda name, ref: same_bytes(source.tensors[name], ref),
-        str(source.folder),
-        progress,
-    )
+
+    def same(name: str, ref: TensorRef) -> bool:
+        found = source.tensors[name]
+        return is_nearest(nested[name], found) if name in nested else same_bytes(found, ref)
+
+    return compare_tensors(checkpoint, stored, same, str(source.folder), progress)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
@@ -31,6 +32,9 @@ from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
 from flexquant.checkpoint.writer import MAX_THREADS, Progress, results_of
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
+
+if TYPE_CHECKING:
+    from flexquant.checkpoint.nested import NestedWeight
 
 PROVENANCE_FILE = "flexquant_provenance.json"
 MAX_NAMED = 5
@@ -61,6 +65,8 @@ class Provenance(BaseModel):
     """Name of a file -> its SHA-256 in hexadecimal."""
     tensors: dict[str, str] = {}
     """Merged key -> SHA-256 of the tensor in hexadecimal."""
+    changed_integers: dict[str, int] = {}
+    """Nested variant -> how many of its INT8 weights are not its source's."""
 
 
 def read_provenance(folder: Path) -> Provenance:
@@ -123,7 +129,7 @@ class MergedCheckpoint:
             )
 
     def variant_keys(self, name: str) -> dict[str, str]:
-        """Return a variant's tensors, shared ones included: original key -> merged key."""
+        """Return a variant's stored tensors, shared ones included: original key -> merged key."""
         own = self.merged.variants[name].prefix
         return {
             key.removeprefix(prefix): key
@@ -133,7 +139,30 @@ class MergedCheckpoint:
         }
 
     def variant_tensors(self, name: str) -> dict[str, TensorRef]:
-        """Return a variant's tensors, shared ones included, by original key."""
+        """Return a variant's tensors as it is served, shared ones included, by original key.
+
+        Raises FlexQuantError for nested weights whose parts do not fit.
+        """
+        stored = self._stored(name)
+        if not (nested := self.nested_weights(name)):
+            return stored
+        from flexquant.checkpoint.nested import with_weights
+
+        return with_weights(stored, nested)
+
+    def nested_weights(self, name: str) -> dict[str, NestedWeight]:
+        """Return the INT8 weights that a variant computes from another's, by original key; mostly none.
+
+        Raises FlexQuantError for parts that do not fit.
+        """
+        source = self.merged.variants[name].nested_in
+        if source is None:
+            return {}
+        from flexquant.checkpoint.nested import nested_weights  # torch
+
+        return nested_weights(self._stored(name), self._stored(source))
+
+    def _stored(self, name: str) -> dict[str, TensorRef]:
         return {original: self.tensors[key] for original, key in self.variant_keys(name).items()}
 
     def source_config(self, name: str) -> JsonObject:
@@ -182,9 +211,19 @@ def check_recorded_tensors(checkpoint: MergedCheckpoint, progress: Progress | No
         )
     tensors = checkpoint.tensors
     check_same_names(recorded.keys(), tensors.keys(), PROVENANCE_FILE, checkpoint.folder)
-    measure = f"their recorded SHA-256 in {PROVENANCE_FILE}"
+    return compare_recorded(checkpoint, tensors, progress)
+
+
+def compare_recorded(
+    checkpoint: MergedCheckpoint, tensors: Mapping[str, TensorRef], progress: Progress | None
+) -> int:
+    """Return the number of ``tensors``, by merged key; raise FlexQuantError for one with another hash.
+
+    One without a recorded hash passes.
+    """
+    recorded, measure = checkpoint.provenance.tensors, f"their recorded SHA-256 in {PROVENANCE_FILE}"
     return compare_tensors(
-        checkpoint, tensors, lambda key, ref: _hash(ref) == recorded[key], measure, progress
+        checkpoint, tensors, lambda key, ref: recorded.get(key) in (None, _hash(ref)), measure, progress
     )
 
 

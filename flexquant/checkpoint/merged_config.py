@@ -44,6 +44,8 @@ VISION_ARCHITECTURES = (
 """Served base architectures that read images as well as text."""
 QUANT_METHOD = "flexquant"
 SCHEMA_VERSION = 1
+NESTED_SCHEMA_VERSION = 2
+"""Of a checkpoint with a nested variant, whose key an older FlexQuant would pass over."""
 SHARED = "shared"
 """Key, in place of a variant's name, of what several variants share; no variant can have this name."""
 SHARED_PREFIX = f"{SHARED}."
@@ -86,6 +88,9 @@ class StoredVariant:
     nested_in: StrictStr | None = None
     """The variant with whose INT4 weights its INT8 weights are computed; None: they are stored."""
 
+    def to_json(self) -> JsonObject:
+        return {key: value for key, value in vars(self).items() if key != "nested_in" or value is not None}
+
 
 @dataclass(frozen=True)
 class MergedConfig:
@@ -122,13 +127,18 @@ class MergedConfig:
         """Whether one plan can mix layers of all variants."""
         return len(self.mixable_groups) == 1
 
+    @property
+    def has_nested(self) -> bool:
+        """Whether some variant's INT8 weights are computed from another's INT4 weights."""
+        return any(variant.nested_in is not None for variant in self.variants.values())
+
     def to_json(self) -> JsonObject:
         return {
             "quant_method": QUANT_METHOD,
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": NESTED_SCHEMA_VERSION if self.has_nested else SCHEMA_VERSION,
             "base_architecture": self.base_architecture,
             "shared_prefix": SHARED_PREFIX,
-            "variants": {name: dict(vars(variant)) for name, variant in self.variants.items()},
+            "variants": {name: variant.to_json() for name, variant in self.variants.items()},
             "shared_modules": list(self.shared_modules),
             "layered_plans": self.layered_plans,
             "mixable": [list(group) for group in self.mixable_groups],
@@ -146,10 +156,11 @@ class MergedConfig:
                 f"not a merged checkpoint: quant_method is {section.get('quant_method')!r}, expected "
                 f"'{QUANT_METHOD}'; create one with 'flexquant merge'"
             )
-        if (version := section.get("schema_version")) != SCHEMA_VERSION:
+        if (version := section.get("schema_version")) not in (SCHEMA_VERSION, NESTED_SCHEMA_VERSION):
             raise FlexQuantError(
-                f"the merged checkpoint has schema_version {version!r}, but this FlexQuant reads version "
-                f"{SCHEMA_VERSION}; upgrade flexquant, or merge again with this version"
+                f"the merged checkpoint has schema_version {version!r}, but this FlexQuant reads versions "
+                f"{SCHEMA_VERSION} and {NESTED_SCHEMA_VERSION}; upgrade flexquant, or merge again with this "
+                "version"
             )
         try:
             read: MergedConfig = TypeAdapter(MergedConfig).validate_python({**section, "mixable": None})
@@ -157,6 +168,15 @@ class MergedConfig:
             raise FlexQuantError(
                 f"the merged checkpoint's quantization_config has {wrong_key(e)}; merge it again"
             ) from e
+        for name, variant in read.variants.items():
+            if variant.nested_in is None:
+                continue
+            source = read.variants.get(variant.nested_in)
+            if source is None or source.nested_in is not None:
+                raise FlexQuantError(
+                    f"the merged checkpoint's variant '{name}' has nested_in {variant.nested_in!r}, expected "
+                    "another variant that is not nested itself; merge it again"
+                )
         groups: Any = section.get("mixable")
         are_lists = isinstance(groups, list) and all(isinstance(group, list) and group for group in groups)
         if not are_lists or sorted(map(str, chain.from_iterable(groups))) != sorted(read.variants):

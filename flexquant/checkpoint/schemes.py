@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
 PACKED_SUFFIX = "_packed"
+DIFFERENCE, ROW, COLUMN = "weight_difference", "weight_row", "weight_column"
+"""Last parts of the names of what a nested linear has in place of its INT8 weight."""
 WORD_BITS = 32
 """Bits of the int32 words that hold packed integers of at most 8 bits."""
 INT4_IN_WORD = 8
-# Parameters that compressed-tensors, AWQ and GPTQ add beside a module's own.
+# Parameters that compressed-tensors, AWQ, GPTQ and nesting add beside a module's own.
 QUANTISATION_PARAMETER = re.compile(
     r"\.((weight|input|output|q|k|v|attn|prob)_(scale|zero_point|global_scale|g_idx|shape)"
-    r"|qzeros|scales|g_idx)$"
+    rf"|qzeros|scales|g_idx|{ROW}|{COLUMN})$"
 )
 READABLE_FORMATS = frozenset(
     {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
@@ -61,6 +63,8 @@ def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...
         elif name.endswith(".qweight") and (scales := tensors.get(name.replace(".qweight", ".scales"))):
             outputs, values = scales.shape[-1], math.prod(ref.shape) * INT4_IN_WORD
             shapes[name.replace(".qweight", ".weight")] = (outputs, values // outputs)
+        elif name.endswith(f".{DIFFERENCE}") and ref.shape:
+            shapes[name.replace(DIFFERENCE, "weight")] = (*ref.shape[:-1], ref.shape[-1] * 2)
         elif not QUANTISATION_PARAMETER.search(name):
             shapes[name] = ref.shape
     return shapes

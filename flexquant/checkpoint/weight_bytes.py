@@ -12,16 +12,31 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 from flexquant.checkpoint.merged_config import SHARED, SHARED_PREFIX, MergedConfig, StoredVariant
 from flexquant.checkpoint.model_config import JsonObject, QuantizedNumbers
 from flexquant.checkpoint.module_names import EXPERTS, HEAD, describe_range, is_in, layer_number, ranges
 from flexquant.checkpoint.safetensors_io import TensorRef, total_bytes
-from flexquant.checkpoint.schemes import logical_shapes
+from flexquant.checkpoint.schemes import DIFFERENCE, logical_shapes
 from flexquant.documents.results import table_lines
 
+NOTHING: Mapping[str, int] = MappingProxyType({})
 BytesByRange = dict[str, dict[str, int]]
 """Variant or SHARED -> range of layers, e.g. ``0-3``, or an empty text for outside of layers -> bytes."""
+
+
+@dataclass(frozen=True)
+class NestedReport:
+    """What is stored of the linears of a nested variant, whose INT8 weights are computed from another's."""
+
+    source: str
+    own_bits: float
+    """Bits a weight, scales and factors included."""
+    bits_with_source: float
+    """The same with what is stored of the source's linears."""
+    changed: float | None
+    """Share of the INT8 weights that are not the source checkpoint's; None: not recorded."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,8 @@ class VariantReport:
     """Number of parameters as the 16-bit model counts them, without packing and scales."""
     bits_per_parameter: float
     """Own and shared bits, scales included, per parameter."""
+    nested: NestedReport | None = None
+    """None: its weights are stored."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +80,15 @@ class CheckpointReport:
 
 
 def report_checkpoint(
-    merged: MergedConfig, num_layers: int, tensors: Mapping[str, TensorRef]
+    merged: MergedConfig,
+    num_layers: int,
+    tensors: Mapping[str, TensorRef],
+    changed: Mapping[str, int] = NOTHING,
 ) -> CheckpointReport:
-    """Report on the tensors of a merged checkpoint, by merged key; only headers and shapes are read."""
+    """Report on the tensors of a merged checkpoint, by merged key; only headers and shapes are read.
+
+    ``changed`` says of nested variants how many INT8 weights are not the source's.
+    """
     parts = _by_reader(merged, tensors)
     shared = parts.pop(SHARED)
     shared_bytes = total_bytes(shared)
@@ -76,7 +99,9 @@ def report_checkpoint(
         parameters = sum(math.prod(shape) for shape in logical_shapes(loaded).values())
         bits = 8 * (own_bytes + shared_bytes) / max(1, parameters)
         scheme = describe_scheme(variant.quantization_config)
-        variants[name] = VariantReport(scheme, own_bytes, parameters, bits)
+        source = variant.nested_in
+        nested = _nested_report(own, source, parts[source], changed.get(name)) if source else None
+        variants[name] = VariantReport(scheme, own_bytes, parameters, bits, nested)
     return CheckpointReport(
         base_architecture=merged.base_architecture,
         num_layers=num_layers,
@@ -89,6 +114,18 @@ def report_checkpoint(
         policy=merged.policy,
         kv_compatibility=merged.kv_compatibility,
     )
+
+
+def _nested_report(
+    own: Mapping[str, TensorRef], source: str, of_source: Mapping[str, TensorRef], changed: int | None
+) -> NestedReport:
+    modules = {key.removesuffix(DIFFERENCE) for key in own if key.endswith(f".{DIFFERENCE}")}
+    weights = sum(2 * own[f"{module}{DIFFERENCE}"].nbytes for module in modules) or 1
+    bits = [
+        sum(8 * ref.nbytes for key, ref in part.items() if f"{key.rpartition('.')[0]}." in modules) / weights
+        for part in (own, of_source)
+    ]
+    return NestedReport(source, bits[0], sum(bits), None if changed is None else changed / weights)
 
 
 def weights_in_layers(tensors: Mapping[str, TensorRef]) -> int:
@@ -106,7 +143,8 @@ def bytes_in_use(
     """Return the stored bytes that a policy loads; ``layers`` are the decoder layers of each variant.
 
     ``sources`` maps a derived variant to its source, whose bytes it has. In layers where the source is loaded
-    too, the derived variant has only packed linears of its own, and shares the rest with the source.
+    too, the derived variant has only packed linears of its own, and shares the rest with the source. A nested
+    variant has its source's linears too, in layers where the source is not loaded.
     """
     parts = _by_reader(merged, tensors)
     found: BytesByRange = {}
@@ -120,7 +158,18 @@ def bytes_in_use(
             if is_in(key, numbers)
             and (of_source is None or not is_in(key, of_source) or _is_packed_linear(key, own))
         }
-        found[name] = by_range(_by_layer(loaded))
+        sizes = _by_layer(loaded)
+        if (outer := merged.variants[stored].nested_in) is not None:
+            sizes += _by_layer(
+                {
+                    key: ref
+                    for key, ref in parts[outer].items()
+                    if layer_number(key) in numbers
+                    and layer_number(key) not in layers.get(outer, ())
+                    and _is_packed_linear(key, parts[outer])
+                }
+            )
+        found[name] = by_range(sizes)
     shared = _without_copies(parts[SHARED], [merged.variants[sources.get(name, name)] for name in layers])
     return found | {SHARED: by_range(_by_layer(shared))}
 
@@ -161,7 +210,7 @@ def format_report(report: CheckpointReport) -> str:
     rows = [
         ["", "bytes", "bits/param", "scheme"],
         *(
-            [name, format_bytes(v.own_bytes), f"{v.bits_per_parameter:.2f}", v.scheme]
+            [describe_name(name, v), format_bytes(v.own_bytes), f"{v.bits_per_parameter:.2f}", v.scheme]
             for name, v in report.variants.items()
         ),
         [SHARED, format_bytes(report.shared_bytes)],
@@ -173,11 +222,30 @@ def format_report(report: CheckpointReport) -> str:
             "",
             *table_lines(rows, numbers=(1, 2)),
             "",
+            *describe_nested(report),
             f"default policy: {report.policy_text}",
             f"layers of different variants in one plan: {describe_mixing(report)}",
             f"KV cache: {describe_kv(report.kv_compatibility)}",
         ]
     )
+
+
+def describe_name(name: str, variant: VariantReport) -> str:
+    """Return e.g. ``w8a8 (nested in w4a16)``, or the name alone."""
+    return name if variant.nested is None else f"{name} (nested in {variant.nested.source})"
+
+
+def describe_nested(report: CheckpointReport) -> list[str]:
+    """Return a sentence on each nested variant."""
+    lines = []
+    for name, variant in report.variants.items():
+        if (nested := variant.nested) is not None:
+            share = "an unrecorded share" if nested.changed is None else f"{100 * nested.changed:.2g} %"
+            lines.append(
+                f"{name}: {nested.own_bits:.2f} bits a weight in its linears, {nested.bits_with_source:.2f} "
+                f"with {nested.source}'s; {share} of its integers were out of reach, and are the nearest"
+            )
+    return lines
 
 
 def describe_scheme(quantization_config: JsonObject) -> str:

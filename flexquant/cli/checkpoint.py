@@ -72,6 +72,17 @@ def configure_merge(parser: argparse.ArgumentParser) -> None:
             help=f"variant whose {part} the merged model gets (default: they must not differ)",
         )
     add_dtype(parser)
+    for option, mode, text in (
+        ("--nested", "near", "take the nearest integer where these do not reach"),
+        ("--nested-exact", "exact", "refuse variants where these do not reach an integer"),
+    ):
+        parser.add_argument(
+            option,
+            dest="nested",
+            action="store_const",
+            const=mode,
+            help=f"store 4 bits for each INT8 weight of W8A8, its difference to INT4's, and {text}",
+        )
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
     parser.add_argument(
         "--allow-incompatible-kv",
@@ -94,7 +105,15 @@ def merge(args: argparse.Namespace) -> JsonObject:
     from flexquant.merge import merge_checkpoints
 
     folders = parse_folders(args.variants)
-    chosen = ("config_from", "tokenizer_from", "generation_from", "processor_from", "dtype", "policy")
+    chosen = (
+        "config_from",
+        "tokenizer_from",
+        "generation_from",
+        "processor_from",
+        "dtype",
+        "policy",
+        "nested",
+    )
     how = pick(args, *chosen, "overwrite", "allow_incompatible_kv", "max_shard_size")
     comparing = progress_bar("comparing the KV caches", unit=" layers")
     with comparing as kv_progress, progress_bar("merging") as progress:
@@ -119,7 +138,7 @@ def inspect(args: argparse.Namespace) -> JsonObject:
     """
     checkpoint = MergedCheckpoint.open(args.folder, published=True)
     merged, layers = checkpoint.merged, count_layers(checkpoint.config)
-    report = report_checkpoint(merged, layers, checkpoint.tensors)
+    report = report_checkpoint(merged, layers, checkpoint.tensors, checkpoint.provenance.changed_integers)
     loaded: BytesByRange = {}
     try:
         policy = choose_policy(None, merged.policy)
@@ -195,7 +214,8 @@ def verify(args: argparse.Namespace) -> JsonObject:
     with progress_bar("verifying") as progress:
         result = verify_checkpoint(args.folder, against, progress)
     for measure, count in result["tensors_compared_with"].items():
-        print(f"{args.folder}: {count} tensors equal to {measure}")
+        how = ", nested weights as near as 4 bits reach" if measure in result["nested"] else ""
+        print(f"{args.folder}: {count} tensors equal to {measure}{how}")
     return result
 
 
@@ -210,7 +230,8 @@ def configure_split(parser: argparse.ArgumentParser) -> None:
 def split(args: argparse.Namespace) -> JsonObject:
     """Write one variant of a merged checkpoint as a plain checkpoint, which any vLLM loads.
 
-    Keys, config and recipe are those of the source, and the tensors are bit-identical.
+    Keys, config and recipe are those of the source, and the tensors are bit-identical; those of a nested
+    variant are what it is served with.
 
     example:
       flexquant split model-merged --variant w4a16 --output model-w4a16

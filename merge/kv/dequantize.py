@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs
 
+from flexquant.checkpoint.nested import load_zero_points, unpack
 from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor
 from flexquant.checkpoint.schemes import (
     FLOAT_DTYPES,
@@ -110,7 +110,10 @@ class StoredLinear:
             return
         self._args = reader.weight_args(module)
         self._scale = self._finite(load_tensor(reader.source.tensors[f"{module}.weight_scale"]).float())
-        self._zero_point = None if self._args.type == "float" else self._load_zero_point()
+        stored = None if self._args.type == "float" else reader.ref(module, "weight_zero_point")
+        self._zero_point = None
+        if stored is not None:
+            self._zero_point = load_zero_points(stored, self._args.num_bits, self.shape[0]).float()
 
     def read(self, rows: Sequence[range] | None = None) -> ScaledRows:
         """Return the rows in these ranges, or all; the thread's next read overwrites them.
@@ -124,7 +127,7 @@ class StoredLinear:
             values = self._finite(self._reader.as_floats(raw))
             return ScaledRows(values, _ulp(values, FLOAT_DTYPES[self._stored.dtype], -126) ** 2 / 12, ones)
         if _is_packed(self._stored):
-            raw = _unpack(raw, self._args.num_bits, self.shape[1])
+            raw = unpack(raw, self._args.num_bits, self.shape[1])
         index = row_numbers(rows)
         values, scale = self._reader.as_floats(raw), self._of_rows(self._scale, index)
         if self._zero_point is not None:
@@ -159,16 +162,6 @@ class StoredLinear:
             raise self._reader.error(self._module, problem)
         return numbers
 
-    def _load_zero_point(self) -> torch.Tensor | None:
-        ref = self._reader.ref(self._module, "weight_zero_point")
-        if ref is None:
-            return None
-        zero_point = load_tensor(ref)
-        if zero_point.dtype is torch.int32:  # packed along the rows
-            shape = torch.Size((self.shape[0], zero_point.shape[1]))
-            zero_point = unpack_from_int32(zero_point, self._args.num_bits, shape, packed_dim=0)
-        return zero_point.float()
-
 
 def _is_packed(weight: TensorRef) -> bool:
     return weight.name.endswith(PACKED_SUFFIX)
@@ -182,15 +175,6 @@ def _is_float(weight: TensorRef) -> bool:
 def _in_groups(x: torch.Tensor, per_group: torch.Tensor) -> torch.Tensor:
     """Return [rows, in] viewed as [rows, groups, columns of a group]."""
     return x.view(len(x), per_group.shape[1], -1)
-
-
-def _unpack(packed: torch.Tensor, num_bits: int, in_features: int) -> torch.Tensor:
-    """Unpack int32 words, lowest bits first, into integers, int8 [rows, in]."""
-    if num_bits == 4:  # widen each byte to 16 bits, so that each of its two integers gets a byte
-        pairs = packed.view(torch.uint8).to(torch.int16)
-        pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F)
-        return pairs.view(torch.int8).sub_(8)[:, :in_features]
-    return unpack_from_int32(packed, num_bits, torch.Size((len(packed), in_features)))
 
 
 def _ulp(values: torch.Tensor, mantissa_bits: int, min_exponent: int) -> torch.Tensor:

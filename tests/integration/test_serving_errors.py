@@ -76,7 +76,7 @@ def test_a_policy_that_does_not_fit(merged, tmp_path, policy, found):
             "phase",
             ["'model.layers.99.mlp.experts'", "4 decoder layers", "merge it again"],
         ),
-        ({"schema_version": 2}, "phase", ["version 2", "upgrade"]),
+        ({"schema_version": 3}, "phase", ["version 3", "upgrade"]),
     ],
 )
 def test_a_checkpoint_whose_section_does_not_fit(merged, tmp_path, section, policy, found):

@@ -110,13 +110,16 @@ def test_what_a_config_leaves_out_is_the_default_of_its_class(config, expected):
     ("key", "problem"),
     [
         ("own_head", r"a wrong 'variants\.w8a8\.own_head' \(Field required\); merge it again"),
-        (None, "schema_version 2, but this FlexQuant reads version 1; upgrade flexquant, or merge again"),
+        (
+            None,
+            "schema_version 3, but this FlexQuant reads versions 1 and 2; upgrade flexquant, or merge again",
+        ),
     ],
 )
 def test_a_section_of_another_layout_is_refused(tmp_path, key, problem):
     section = merged(tmp_path, None, None).to_json()
     if key is None:
-        section["schema_version"] = 2
+        section["schema_version"] = 3
     else:
         del section["variants"]["w8a8"][key]
     with pytest.raises(FlexQuantError, match=problem):

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Compute the INT8 weights of a nested variant from another variant's INT4 weights and stored differences.
+
+FORMAT.md has the arithmetic. Every operation is rounded to float32 on its own, so all machines get the same
+integers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, load_tensor
+from flexquant.checkpoint.schemes import COLUMN, DIFFERENCE, FLOAT_DTYPES, INT4_IN_WORD, ROW, unpacked_shape
+from flexquant.errors import FlexQuantError
+
+LARGEST = 127
+"""Largest absolute value of an INT8 weight of a nested variant."""
+LOWEST, HIGHEST = -8, 7
+"""Ends of the differences; one is stored as a nibble, minus LOWEST."""
+WEIGHTS_AT_A_TIME = 1 << 18
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """An INT4 linear's weight on disk, [outputs, inputs]; rows of it are read at a time."""
+
+    packed: TensorRef
+    scale: TensorRef
+    zero_point: TensorRef | None
+    """None: symmetric."""
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorRef], module: str) -> Int4Weight | None:
+        """Return a module's weight, by original keys; None if it has no sound INT4 weight.
+
+        Raises FlexQuantError for a packed weight whose stored shape does not fit it.
+        """
+        names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+        packed, scale, zero_point, stored = (tensors.get(f"{module}.{name}") for name in names)
+        if packed is None or scale is None or packed.dtype != "I32" or len(packed.shape) != 2:
+            return None
+        outputs, inputs = shape = unpacked_shape(packed, stored)
+        groups = scale.shape[-1] if len(scale.shape) == 2 else 0
+        words = (-(-outputs // INT4_IN_WORD) if zero_point and zero_point.dtype == "I32" else outputs, groups)
+        sound = (
+            outputs
+            and groups
+            and inputs % groups == 0
+            and packed.shape[1] == -(-inputs // INT4_IN_WORD)
+            and scale.shape == (outputs, groups)
+            and scale.dtype in FLOAT_DTYPES
+            and (zero_point is None or (zero_point.shape == words and zero_point.dtype in ("I32", "I8")))
+        )
+        return cls(packed, scale, zero_point, shape) if sound else None
+
+    def read(self, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rows of integers without their zero points, and scales.
+
+        float32 [rows, groups, inputs of a group] and [rows, groups, 1].
+        """
+        if getattr(_last, "weight", None) is not self:
+            _last.weight, _last.scale = self, load_tensor(self.scale).float()
+            stored, outputs = self.zero_point, self.shape[0]
+            _last.zero = None if stored is None else load_zero_points(stored, 4, outputs)
+        scale, zero = _last.scale[rows.start : rows.stop, :, None], _last.zero
+        values = unpack(load_tensor(self.packed, [rows]), 4, self.shape[1]).float()
+        values = values.view(len(rows), scale.shape[1], -1)
+        return values if zero is None else values.sub_(zero[rows.start : rows.stop, :, None]), scale
+
+
+_last = threading.local()
+"""The weight that a thread read last, its scales and zero points: its rows are read a few at a time."""
+
+
+@dataclass(frozen=True)
+class NestedWeight:
+    """The INT8 weight of a nested variant's linear: what is stored of it, and the INT4 weight."""
+
+    int4: Int4Weight
+    difference: TensorRef
+    """U8 [outputs, inputs / 2]."""
+    row: TensorRef
+    """F32 [outputs, 1]."""
+    column: TensorRef
+    """F32 [inputs]."""
+
+    @property
+    def parts(self) -> list[TensorRef]:
+        """The stored tensors that it is computed from."""
+        int4 = self.int4
+        stored = (int4.packed, int4.scale, int4.zero_point, self.difference, self.row, self.column)
+        return [ref for ref in stored if ref is not None]
+
+    def predicted(self, rows: range) -> torch.Tensor:
+        """Return what rows of the INT4 weight predict, whole numbers, float32 [rows, inputs]."""
+        return predict(*self.int4.read(rows), load_tensor(self.row, [rows]), load_tensor(self.column))
+
+    def read(self, rows: Sequence[range] | None) -> torch.Tensor:
+        """Return rows of the INT8 weight, or all, int8 [rows, inputs].
+
+        Raises FlexQuantError for integers beyond LARGEST, which no merge writes.
+        """
+        found = []
+        for part in blocks(self.int4.shape, rows):
+            differences = unpack_differences(load_tensor(self.difference, [part]))
+            weight = self.predicted(part).add_(differences)
+            if not bool((weight.abs() <= LARGEST).all()):
+                raise FlexQuantError(
+                    f"'{self.difference.name}' in {self.difference.file} gives weights beyond {LARGEST}; "
+                    "fetch or merge the checkpoint again"
+                )
+            found.append(weight.to(torch.int8))
+        return torch.cat(found)
+
+
+def nested_weights(own: Mapping[str, TensorRef], source: Mapping[str, TensorRef]) -> dict[str, NestedWeight]:
+    """Return the nested linears of a variant, by the original key of the weight that each has when served.
+
+    ``own`` and ``source`` are the stored tensors of the variant and of the one that it is nested in, by
+    original key. Raises FlexQuantError, naming the tensor, for parts that are missing or do not fit.
+    """
+    found = {}
+    for name, difference in own.items():
+        module, _, last = name.rpartition(".")
+        if last != DIFFERENCE:
+            continue
+        int4 = Int4Weight.of(source, module)
+        row, column = (own.get(f"{module}.{part}") for part in (ROW, COLUMN))
+        outputs, inputs = int4.shape if int4 is not None else (0, 0)
+        expected = [("U8", (outputs, inputs // 2)), ("F32", (outputs, 1)), ("F32", (inputs,))]
+        stored = [(ref.dtype, ref.shape) for ref in (difference, row, column) if ref is not None]
+        if int4 is None or row is None or column is None or stored != expected or inputs % 2:
+            raise FlexQuantError(
+                f"{difference.file} holds '{difference.name}', whose {ROW}, {COLUMN} and INT4 weight are not "
+                "there or do not fit it; fetch or merge the checkpoint again"
+            )
+        found[f"{module}.weight"] = NestedWeight(int4, difference, row, column)
+    return found
+
+
+def with_weights(own: Mapping[str, TensorRef], nested: Mapping[str, NestedWeight]) -> dict[str, TensorRef]:
+    """Return a nested variant's tensors as it is served: INT8 weights in place of what they come from."""
+    gone = {f"{name}{part.removeprefix('weight')}" for name in nested for part in (DIFFERENCE, ROW, COLUMN)}
+    found = {name: ref for name, ref in own.items() if name not in gone}
+    for name, weight in nested.items():
+        ref = weight.difference
+        found[name] = ComputedTensor(name, "I8", weight.int4.shape, ref.file, ref.begin, weight.read)
+    return found
+
+
+def blocks(shape: tuple[int, ...], rows: Sequence[range] | None = None) -> Iterator[range]:
+    """Yield rows of a matrix, or parts of ``rows``, of about WEIGHTS_AT_A_TIME weights."""
+    step = max(1, WEIGHTS_AT_A_TIME // shape[1])
+    for part in [range(shape[0])] if rows is None else rows:
+        for start in range(part.start, part.stop, step):
+            yield range(start, min(start + step, part.stop))
+
+
+def predict(
+    values: torch.Tensor, scale: torch.Tensor, row: torch.Tensor, column: torch.Tensor
+) -> torch.Tensor:
+    """Return the nearest integers, ties to even, of ``values * (scale * row) * column``.
+
+    ``values`` and ``scale`` are what :meth:`Int4Weight.read` returns; ``row`` [rows, 1] and ``column``
+    [inputs]. All are float32, as is the result [rows, inputs].
+    """
+    return scaled(values, scale, row, column).round_()
+
+
+def scaled(
+    values: torch.Tensor, scale: torch.Tensor, row: torch.Tensor, column: torch.Tensor
+) -> torch.Tensor:
+    """Return the same before it is rounded to integers."""
+    return (values * (scale * row.unsqueeze(-1))).flatten(1).mul_(column)
+
+
+def unpack_differences(stored: torch.Tensor) -> torch.Tensor:
+    """Return differences, int8 [rows, inputs], from U8 [rows, inputs / 2]; a low nibble comes first."""
+    return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1).to(torch.int8) + LOWEST
+
+
+def unpack(packed: torch.Tensor, num_bits: int, in_features: int) -> torch.Tensor:
+    """Unpack int32 words, lowest bits first, into signed integers, int8 [rows, in]."""
+    if num_bits == 4:  # widen each byte to 16 bits, so that each of its two integers gets a byte
+        pairs = packed.view(torch.uint8).to(torch.int16)
+        pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F)
+        return pairs.view(torch.int8).sub_(8)[:, :in_features]
+    return unpack_from_int32(packed, num_bits, torch.Size((len(packed), in_features)))
+
+
+def load_zero_points(stored: TensorRef, num_bits: int, outputs: int) -> torch.Tensor:
+    """Return a linear's zero points as signed integers [outputs, groups]; int32 words are unpacked."""
+    zero_points = load_tensor(stored)
+    if zero_points.dtype is not torch.int32:
+        return zero_points
+    shape = torch.Size((outputs, zero_points.shape[1]))
+    return unpack_from_int32(zero_points, num_bits, shape, packed_dim=0)  # packed along the outputs

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Nest W8A8 variants in an INT4 variant: store 4 bits for each INT8 weight, its difference to a prediction.
+
+The INT4 weight, times one factor a row and one a column, predicts the INT8 weight. Smoothing scales columns,
+so linears that vLLM fuses, whose inputs are the same, have one column of factors. Factors are fitted by least
+squares when a tensor of a layer is first read; weights are read a block at a time, and not kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from flexquant.checkpoint.loadable import describe_scheme
+from flexquant.checkpoint.module_names import EXPERTS, decoder_layer, fused_name
+from flexquant.checkpoint.nested import (
+    HIGHEST,
+    LARGEST,
+    LOWEST,
+    Int4Weight,
+    NestedWeight,
+    blocks,
+    nested_weights,
+    predict,
+    scaled,
+    with_weights,
+)
+from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, load_tensor
+from flexquant.checkpoint.schemes import COLUMN, DIFFERENCE, FLOAT_DTYPES, ROW, LinearSchemes
+from flexquant.errors import FlexQuantError
+from flexquant.merge.formats import Source
+from flexquant.merge.merge_plan import MergePlan
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationScheme
+
+Scheme = tuple["QuantizationScheme", str]
+"""How a linear is quantised, and the format in which it is stored."""
+Nested = Literal["near", "exact"]
+"""What a merge does with integers that 4 bits do not reach: takes the nearest, or refuses the variants."""
+ITERATIONS = 3
+"""Rounds of the fit; of SmolLM2-135M's linears, a fourth brings less than 0.01 % more within reach."""
+MAX_CHANGED = 0.1
+"""Largest share of a linear's integers that may change.
+
+Plain rounding leaves up to 2 % out of reach, and GPTQ up to 7 % in groups of 32. Variants that do not fit
+each other, such as two models or rotated ones, leave most of them.
+"""
+FARTHEST = LARGEST + HIGHEST + 0.5
+"""Largest absolute prediction, before rounding, from which some difference leads back to INT8's range."""
+SMALLEST = 2.0**-32
+"""Smallest factor of a column, where the largest is 1: it predicts zeros."""
+TWO_COPIES = "merge without --nested, which stores the weights of both"
+
+Blocks = Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]
+"""Returns the INT8 and INT4 weights of a layer, blocks of rows, float64 [rows, inputs] both."""
+
+
+def fit_column(read: Blocks, inputs: int) -> torch.Tensor:
+    """Return the column, float32 [inputs], that with the best rows predicts the INT8 weights best.
+
+    All factors are finite and positive, the largest is 1.
+    """
+    column = torch.ones(inputs, dtype=torch.float64)
+    for _ in range(ITERATIONS):
+        above, below = torch.zeros_like(column), torch.zeros_like(column)
+        for weight8, weight4 in read():
+            row = fit_rows(weight8, weight4, column)
+            above += row @ (weight8 * weight4)
+            below += row**2 @ weight4**2
+        column = (above / below).nan_to_num(nan=0.0, posinf=0.0)
+        largest = column.max()
+        column = (column / largest).clamp(min=SMALLEST) if largest > 0 else torch.ones_like(column)
+    return column.float()
+
+
+def fit_rows(weight8: torch.Tensor, weight4: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """Return the best factor of each row, float64 [rows]; of a row without INT4 weights it is 1."""
+    below = weight4**2 @ column**2
+    return torch.where(below > 0, (weight8 * weight4) @ column / below, 1.0)
+
+
+def shrink_rows(
+    row: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, column: torch.Tensor
+) -> torch.Tensor:
+    """Return factors of rows, float32 [rows, 1], that predict at most FARTHEST; arguments as of `scaled`."""
+    largest = scaled(values, scale, row, column).abs().amax(dim=1, keepdim=True)
+    smaller = row * ((LARGEST + HIGHEST) / largest)
+    return torch.where(largest <= FARTHEST, row, smaller.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+
+
+def find_differences(weight8: torch.Tensor, predicted: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the differences, float32 [rows, inputs], that lead nearest to INT8 weights; how many miss one.
+
+    ``predicted`` is what :func:`predict` returns.
+    """
+    wanted = weight8.float().clamp_(-LARGEST, LARGEST)
+    found = wanted.sub_(predicted).clamp_(LOWEST, HIGHEST)
+    return found, int((found + predicted != weight8).sum())
+
+
+def pack_differences(differences: torch.Tensor) -> torch.Tensor:
+    """Return U8 [rows, inputs / 2] from whole numbers [rows, inputs]."""
+    nibbles = (differences - LOWEST).to(torch.uint8)
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factors of a layer, and how many integers change."""
+
+    rows: dict[str, torch.Tensor]
+    """Module -> float32 [outputs, 1]."""
+    column: torch.Tensor
+    """float32 [inputs]."""
+    changed: dict[str, int]
+    """Module -> the number of its INT8 weights that the stored differences do not reach."""
+
+
+class NestedLayer:
+    """The linears that vLLM makes one layer of: by module, the INT8 weight, and the INT4 weight beside it."""
+
+    def __init__(
+        self, weights: Mapping[str, tuple[TensorRef, Int4Weight]], variant: str, nested: Nested
+    ) -> None:
+        self._weights, self._variant, self._nested = weights, variant, nested
+        self._lock = threading.Lock()
+        self._fitted: Factors | None = None
+
+    def factors(self) -> Factors:
+        """Return the layer's factors, which the first call fits; several threads may call.
+
+        Raises FlexQuantError if more integers change than may.
+        """
+        with self._lock:
+            found = self._fitted = self._fitted or self._fit()
+        for module, changed in found.changed.items():
+            number = self._weights[module][0].nbytes
+            if changed > (0 if self._nested == "exact" else MAX_CHANGED * number):
+                rule = f"at most {100 * MAX_CHANGED:.0f} % may change: quantise both from one model, INT4 in "
+                rule += "groups of 32 with zero points"
+                if self._nested == "exact":
+                    rule = "none may change with --nested-exact: take --nested"
+                raise FlexQuantError(
+                    f"variant '{self._variant}' cannot be nested: {changed} of {number} integers "
+                    f"({100 * changed / number:.2g} %) of '{module}' are further than 4 bits from what INT4 "
+                    f"predicts, and {rule}, or {TWO_COPIES}"
+                )
+        return found
+
+    def stored(self) -> dict[str, TensorRef]:
+        """Return what takes the place of INT8 weights, by original key; it is computed when it is read."""
+        return {ref.name: ref for module in self._weights for ref in self._stored(module)}
+
+    def _stored(self, module: str) -> list[TensorRef]:
+        weight8, int4 = self._weights[module]
+        outputs, inputs = int4.shape
+
+        def difference(rows: Sequence[range] | None) -> torch.Tensor:
+            factors, found = self.factors(), []
+            for part in blocks(int4.shape, rows):
+                row = factors.rows[module][part.start : part.stop]
+                predicted = predict(*int4.read(part), row, factors.column)
+                found.append(pack_differences(find_differences(load_tensor(weight8, [part]), predicted)[0]))
+            return torch.cat(found)
+
+        def row(rows: Sequence[range] | None) -> torch.Tensor:
+            return _of_rows(self.factors().rows[module], rows)
+
+        def column(rows: Sequence[range] | None) -> torch.Tensor:
+            return _of_rows(self.factors().column, rows)
+
+        return [
+            ComputedTensor(f"{module}.{part}", dtype, shape, weight8.file, 0, compute)
+            for part, dtype, shape, compute in (
+                (DIFFERENCE, "U8", (outputs, inputs // 2), difference),
+                (ROW, "F32", (outputs, 1), row),
+                (COLUMN, "F32", (inputs,), column),
+            )
+        ]
+
+    def _fit(self) -> Factors:
+        def read() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for weight8, int4 in self._weights.values():
+                for part in blocks(int4.shape):
+                    values, scale = int4.read(part)
+                    yield load_tensor(weight8, [part]).double(), (values * scale).flatten(1).double()
+
+        column = fit_column(read, next(iter(self._weights.values()))[1].shape[1])
+        rows, changed = {}, {}
+        for module, (weight8, int4) in self._weights.items():
+            found: list[torch.Tensor] = []
+            changed[module] = 0
+            for part in blocks(int4.shape):
+                weight, (values, scale) = load_tensor(weight8, [part]), int4.read(part)
+                weight4 = (values * scale).flatten(1).double()
+                row = fit_rows(weight.double(), weight4, column.double()).float().unsqueeze(1)
+                found.append(shrink_rows(row, values, scale, column))
+                predicted = predict(values, scale, found[-1], column)
+                changed[module] += find_differences(weight, predicted)[1]
+            rows[module] = torch.cat(found)
+        return Factors(rows, column, changed)
+
+
+def is_nearest(stored: NestedWeight, weight8: TensorRef) -> bool:
+    """Whether stored differences are what a merge writes for an INT8 weight, by the stored factors."""
+    if (weight8.dtype, weight8.shape) != ("I8", stored.int4.shape):
+        return False
+    missed = 0
+    for part in blocks(stored.int4.shape):
+        found, changed = find_differences(load_tensor(weight8, [part]), stored.predicted(part))
+        if not torch.equal(pack_differences(found), load_tensor(stored.difference, [part])):
+            return False
+        missed += changed
+    return missed <= MAX_CHANGED * weight8.nbytes
+
+
+def _of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:
+    return whole if rows is None else torch.cat([whole[part.start : part.stop] for part in rows])
+
+
+@dataclass(frozen=True)
+class NestedVariant:
+    """A variant that is stored as differences to another."""
+
+    source: str
+    """Name of the variant with the INT4 weights."""
+    layers: Sequence[NestedLayer]
+
+    def changed(self) -> int:
+        """Return how many INT8 weights are not the source checkpoint's; layers are fitted if need be."""
+        return sum(sum(layer.factors().changed.values()) for layer in self.layers)
+
+
+def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVariant]]:
+    """Return a plan that stores W8A8 variants as differences to the INT4 variant; what is nested, by name.
+
+    The plan's sources have the INT8 weights that will be served. Only headers are read. Raises FlexQuantError
+    if there is no such pair, or several, and if a linear cannot be nested.
+    """
+    sources, groups = {s.name: s for s in plan.sources}, dict(plan.groups)
+    schemes = {name: _schemes(source) for name, source in sources.items()}
+    eights, source = _find_pair(schemes)
+    variants = {}
+    for name in eights:
+        tensors, by_layer = sources[name].tensors, dict[str, dict[str, tuple[TensorRef, Int4Weight]]]()
+        for module in sorted(schemes[name] | schemes[source]):
+            of_both = [schemes[variant].get(module) for variant in (name, source)]
+            int4 = Int4Weight.of(sources[source].tensors, module)
+            if problem := _problem(module, *of_both, int4):
+                raise FlexQuantError(
+                    f"variant '{name}' cannot be nested in '{source}': '{module}' {problem}; {TWO_COPIES}"
+                )
+            assert int4 is not None
+            by_layer.setdefault(fused_name(module), {})[module] = tensors[f"{module}.weight"], int4
+        layers = [NestedLayer(weights, name, nested) for weights in by_layer.values()]
+        stored = {key: ref for layer in layers for key, ref in layer.stored().items()}
+        gone = {f"{module}.weight" for module in schemes[name]}
+        own = {key: ref for key, ref in tensors.items() if key not in gone} | stored
+        served = with_weights(own, nested_weights(own, sources[source].tensors))
+        sources[name] = replace(sources[name], tensors=served)
+        kept = {key: ref for key, ref in groups[name].items() if key.removeprefix(f"{name}.") not in gone}
+        groups[name] = kept | {f"{name}.{key}": ref for key, ref in stored.items()}
+        variants[name] = NestedVariant(source, layers)
+    return replace(plan, sources=tuple(sources.values()), groups=groups), variants
+
+
+def _find_pair(schemes: Mapping[str, Mapping[str, Scheme]]) -> tuple[list[str], str]:
+    """Return the names of the W8A8 variants and of the INT4 variant; raise FlexQuantError without a pair."""
+    eights = [name for name, found in schemes.items() if any(_is_w8a8(*found[m]) for m in found)]
+    fours = [name for name, found in schemes.items() if any(_is_w4a16(*found[m]) for m in found)]
+    if len(fours) > 1:
+        raise FlexQuantError(
+            f"{' and '.join(fours)} have INT4 weights and 16-bit activations, and INT8 weights are nested in "
+            f"those of one variant; which? Leave the others out, or {TWO_COPIES}"
+        )
+    if not eights or not fours:
+        raise FlexQuantError(
+            f"nothing of {', '.join(schemes)} can be nested: that takes a variant in W8A8 (INT8 weights by "
+            "channel, dynamic INT8 activations by token) and one with INT4 weights and 16-bit activations; "
+            "add what is missing, or merge without --nested"
+        )
+    return eights, fours[0]
+
+
+def _schemes(source: Source) -> dict[str, Scheme]:
+    """Return how the quantised linears of decoder layers are quantised, by module."""
+    schemes = LinearSchemes(source.quantization_config, source.owner, source.tensors)
+    found = {}
+    for name, ref in source.tensors.items():
+        module, _, last = name.rpartition(".")
+        is_quantised = last == "weight_packed" or (last == "weight" and ref.dtype not in FLOAT_DTYPES)
+        if is_quantised and decoder_layer(name) and (scheme := schemes.of(module)):
+            found[module] = scheme, schemes.format_of(scheme)
+    return found
+
+
+def _is_w8a8(scheme: QuantizationScheme, form: str) -> bool:
+    w, a = scheme.weights, scheme.input_activations
+    if w is None or a is None or any((x.type, x.num_bits, x.symmetric) != ("int", 8, True) for x in (w, a)):
+        return False
+    return (w.strategy, a.strategy, a.dynamic, form) == ("channel", "token", True, "int-quantized")
+
+
+def _is_w4a16(scheme: QuantizationScheme, form: str) -> bool:
+    w = scheme.weights
+    is_int4 = w is not None and (w.type, w.num_bits, form) == ("int", 4, "pack-quantized")
+    return is_int4 and scheme.input_activations is None
+
+
+def _problem(module: str, eight: Scheme | None, four: Scheme | None, int4: Int4Weight | None) -> str:
+    """Return why a linear cannot be nested; empty if it can."""
+    if EXPERTS.match(module):
+        return "is one of a mixture's experts"
+    if eight is None or four is None or not _is_w8a8(*eight) or not _is_w4a16(*four):
+        said = ["16 bit" if scheme is None else describe_scheme(*scheme) for scheme in (eight, four)]
+        return f"has to be in W8A8 and in W4A16, but is {' in the one, and in the other '.join(said)}"
+    if int4 is None:
+        return "has an INT4 weight of another form"
+    return "has an odd number of inputs" if int4.shape[1] % 2 else ""
