@@ -127,15 +127,10 @@ class MergedConfig:
         """Whether one plan can mix layers of all variants."""
         return len(self.mixable_groups) == 1
 
-    @property
-    def has_nested(self) -> bool:
-        """Whether some variant's INT8 weights are computed from another's INT4 weights."""
-        return any(variant.nested_in is not None for variant in self.variants.values())
-
     def to_json(self) -> JsonObject:
         return {
             "quant_method": QUANT_METHOD,
-            "schema_version": NESTED_SCHEMA_VERSION if self.has_nested else SCHEMA_VERSION,
+            "schema_version": NESTED_SCHEMA_VERSION if self.nested else SCHEMA_VERSION,
             "base_architecture": self.base_architecture,
             "shared_prefix": SHARED_PREFIX,
             "variants": {name: variant.to_json() for name, variant in self.variants.items()},

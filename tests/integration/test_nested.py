@@ -41,7 +41,8 @@ def test_it_answers_as_the_checkpoint_that_a_split_gives_back(nested: Path) -> N
     in_int8, in_int4, routed, mixed = generate(nested / "merged", policies, PROMPTS, sampling=SAMPLING)
     (split,) = generate(nested / "split", None, PROMPTS, sampling=SAMPLING)
     (int4,) = generate(nested / "w4a16", None, PROMPTS, sampling=SAMPLING)
-    assert distance(in_int8.answers[0], split.answers[0]) < 0.01 < distance(int4.answers[0], split.answers[0])
+    as_split, as_int4 = (distance(found.answers[0], split.answers[0]) for found in (in_int8, int4))
+    assert as_split < 0.03 and as_split < as_int4 / 2, (as_split, as_int4)
     assert distance(in_int4.answers[0], int4.answers[0]) < 0.01
     assert {(p["phase"], p["plan"]) for p in routed.passes} == {("prefill", "w8a8"), ("decode", "w4a16")}
     assert {p["plan"] for p in mixed.passes} == {"w8a8", "w8a8+w4a16[1]"}
@@ -67,7 +68,7 @@ def test_it_takes_the_memory_of_half_of_its_weights(nested: Path) -> None:
     assert found["bytes"]["w4a16"] > found["weights"] / 2
     in_int4, in_int8 = answered
     (split,) = generate(nested / "split", None, PROMPTS, sampling=SAMPLING)
-    assert distance(in_int8, split.answers[0]) < 0.01 < distance(in_int4, split.answers[0])
+    assert distance(in_int8, split.answers[0]) < 0.03 < distance(in_int4, split.answers[0])
 
 
 @pytest.mark.full
