@@ -55,7 +55,12 @@ def test_it_takes_the_memory_of_half_of_its_weights(nested: Path) -> None:
         linears = [m for m in model.modules() if isinstance(getattr(m, "quant_method", None), NestedMethod)]
         sizes = [m.input_size_per_partition * m.output_size_per_partition for m in linears]
         stored = [p.nbytes for m in linears for p in m.parameters(recurse=False)]
-        return {"weights": sum(sizes), "largest": max(sizes), "stored": sum(stored), "bytes": model.weight_bytes}
+        return {
+            "weights": sum(sizes),
+            "largest": max(sizes),
+            "stored": sum(stored),
+            "bytes": model.weight_bytes,
+        }
 
     answered = []
     with engine(nested / "merged", flexquant={"policy": "w8a8"}) as llm:

@@ -90,8 +90,8 @@ def _int4_to_8_bit(  # type: ignore[no-untyped-def]  # Triton tells the types it
         # From [tile, output % 8, pair, output // 16, upper half of 16 inputs, odd] to [outputs, inputs].
         weights = tl.permute(tl.join(even, odd), (1, 3, 0, 4, 2, 5))
         weights = tl.reshape(weights, (8, 4, tiles * 16))
-        row = tl.arange(0, 8)[:, None, None] + tl.arange(0, 4)[None, :, None] * 16
-        tl.store(out + (column * 64 + half * 8 + row) * inputs + k, weights, mask=k < inputs)
+        output = tl.arange(0, 8)[:, None, None] + tl.arange(0, 4)[None, :, None] * 16
+        tl.store(out + (part * 64 + half * 8 + output) * inputs + k, weights, mask=k < inputs)
 
 
 @triton.jit
@@ -115,8 +115,8 @@ def _weight(  # type: ignore[no-untyped-def]
     value = ((word & (15 << (4 * place))) | integer_bits).to(tl.float32, bitcast=True)
     exact = (value - (middle * (1 << (4 * place)) + INTEGERS)) * (ratio * (1.0 / (1 << (4 * place))))
     if is_nested:
-        near = (exact * column + ROUNDS).to(tl.int32, bitcast=True)
-        return (near + ((added >> (4 * place)) & 15) - 8).to(tl.int8)
+        near = (exact * column + (ROUNDS - 8)).to(tl.int32, bitcast=True)
+        return (near + ((added >> (4 * place)) & 15)).to(tl.int8)
     if is_integer:
         return (exact + ROUNDS).to(tl.int32, bitcast=True).to(tl.int8)
     return exact.to(kind)
