@@ -25,7 +25,7 @@ MARGIN = 0.08
 What two copies save was predicted within so much of what they saved in the committed runs.
 """
 SCHEMES = ("fp8", "w8a8", "w4a16")
-ONE_COPY, INT4_TWICE, TWO_COPIES = "one copy", "INT4 twice", "two copies"
+ONE_COPY, INT4_TWICE, NESTED, TWO_COPIES = "one copy", "INT4 twice", "nested", "two copies"
 WIDTH = 110
 
 
@@ -66,7 +66,8 @@ def ways(device: Device) -> list[Way]:
 
     Two copies have W8A8 beside W4A16, or FP8 on a device without an INT8 kernel. INT4 twice has W4A8 beside
     W4A16, from the same weights, with FP8 activations or, without a kernel for these, INT8. A device file
-    without kernels for W4A8 leaves it out.
+    without kernels for W4A8 leaves it out. Nested has W8A8's differences from W4A16; a device without an INT8
+    kernel cannot serve it.
     """
     eight, policy = ("w8a8", "phase-batch") if "w8a8" in device.kernels else ("fp8", "fp8-phase-batch")
     schemes = [*SCHEMES, *([W4A8] if W4A8 in device.kernels else [])]
@@ -79,6 +80,7 @@ def ways(device: Device) -> list[Way]:
         *(Way(f"stock {scheme.upper()}", (scheme,), policy, False) for scheme, policy in static),
         Way(ONE_COPY, ("w4a16",), load_policy("one-copy"), True),
         *([Way(INT4_TWICE, ("w4a16",), twice, True)] if {W4A8, W4A8_INT8} & device.kernels.keys() else []),
+        *([Way(NESTED, (eight, "w4a16"), load_policy(policy), True)] if eight == "w8a8" else []),
         Way(TWO_COPIES, (eight, "w4a16"), load_policy(policy), True),
     ]
 
@@ -106,8 +108,12 @@ def try_ways(
     outcomes = []
     for way in ways(device):
         shape = model.shape(way.schemes, devices, way.policy.derived)
+        if way.name == NESTED and not model.has_experts:
+            shape = shape.with_nested(*way.schemes)
         tokens, weights = kv_cache_tokens(shape, device, utilization), shape.resident_bytes / GIB
         problem = _problem(shape, device, model.group_size)
+        if way.name == NESTED and model.has_experts:
+            problem = "experts are not nested"
         if not problem and tokens < batches.request_tokens:
             problem = f"does not fit into {utilization:g} of {device.memory_bytes / GIB:.3g} GiB"
         loads = {} if problem else serve_by(way, shape, tokens)
@@ -228,6 +234,8 @@ def _reason(choice: Outcome, two: Outcome) -> str:
     if choice is two:
         eight = "FP8" if "fp8" in choice.way.schemes else "INT8"
         return f"{eight} and answers read INT4 weights, both of which are in memory."
+    if choice.way.name == NESTED:
+        return "INT8 and answers read INT4 weights, which are in memory with INT8's differences from them."
     if choice.way.name == INT4_TWICE:
         return "W4A8 and answers in W4A16, of whose INT4 weights memory holds a copy for each."
     reason = "INT8 and answers read INT4 weights, which are in memory once."

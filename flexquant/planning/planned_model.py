@@ -67,6 +67,8 @@ class Linear:
     """Experts that each token goes through."""
     source_bytes: float = 0
     """Stored bytes of the INT4 weight from which each pass computes this one; 0 for one that is stored."""
+    difference_bytes: float = 0
+    """Stored bytes of the differences and factors by which a computed weight is corrected."""
     choice: tuple[str, ...] = ()
     """Schemes of the kernels from which the fastest is chosen; empty: all of its scheme."""
 
@@ -115,6 +117,12 @@ class Linear:
         int8 = float(self.outputs * self.inputs)
         return replace(self, scheme="w8a8", weight_bytes=int8, source_bytes=self.weight_bytes)
 
+    def nested_in(self, source: Linear) -> Linear:
+        """Return this INT8 linear as computed in each pass from ``source``'s INT4 weight and differences."""
+        weights = self.outputs * self.inputs
+        stored = weights / 2 + 4 * (2 * self.outputs + self.inputs)
+        return replace(self, weight_bytes=weights, source_bytes=source.weight_bytes, difference_bytes=stored)
+
 
 def plain_linear(outputs: int, inputs: int) -> Linear:
     """Return a linear in 16 bits."""
@@ -141,6 +149,26 @@ class ModelShape:
     def resident_bytes(self) -> float:
         """Bytes of all variants' weights; shared tensors count once."""
         return self.shared_bytes + sum(self.own_bytes.values())
+
+    def with_nested(self, name: str, source: str) -> ModelShape:
+        """Return the model with the W8A8 variant ``name`` nested in the INT4 weights of ``source``.
+
+        It takes memory for its largest INT8 weight, and the source's passes run on a kernel whose layout it
+        reads.
+        """
+        of_shape = {(x.outputs, x.inputs): x for x in self.linears[source]}
+        linears = {
+            x.nested_in(of_shape[x.outputs, x.inputs]) if x.scheme == "w8a8" else x: n
+            for x, n in self.linears[name].items()
+        }
+        own = sum(x.difference_bytes * n for x, n in linears.items())
+        largest = max(x.weight_bytes for x in linears if x.source_bytes)
+        stored = {replace(x, choice=LAYOUTS_OF_ONE_COPY): n for x, n in self.linears[source].items()}
+        return replace(
+            self,
+            linears={**self.linears, source: stored, name: linears},
+            own_bytes={**self.own_bytes, name: own + largest},
+        )
 
     def with_derived(self, name: str, derivation: Derivation) -> ModelShape:
         """Return the model with a variant ``name`` derived from an INT4 one.
