@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from flexquant.checkpoint.loadable import describe_scheme
+from flexquant.checkpoint.loadable import describe_linear
 from flexquant.checkpoint.module_names import EXPERTS, decoder_layer, fused_name
 from flexquant.checkpoint.nested import (
     HIGHEST,
@@ -317,7 +317,7 @@ def _problem(module: str, eight: Scheme | None, four: Scheme | None, int4: Int4W
     if EXPERTS.match(module):
         return "is one of a mixture's experts"
     if eight is None or four is None or not _is_w8a8(*eight) or not _is_w4a16(*four):
-        said = ["16 bit" if scheme is None else describe_scheme(*scheme) for scheme in (eight, four)]
+        said = ["16 bit" if scheme is None else describe_linear(*scheme) for scheme in (eight, four)]
         return f"has to be in W8A8 and in W4A16, but is {' in the one, and in the other '.join(said)}"
     if int4 is None:
         return "has an INT4 weight of another form"
