@@ -150,7 +150,7 @@ class _Linear:
         if has_known_shapes and (problem := shape_problem(scheme.weights, self.weight, self.parameters.get)):
             return f"{problem}; quantise it again"
         if not is_served(scheme, form, is_expert=self.is_expert):
-            return f"has a scheme that vLLM does not load: {describe_scheme(scheme, form)}; quantise it again"
+            return f"has a scheme that vLLM does not load: {describe_linear(scheme, form)}; quantise it again"
         return self._unknown(_parameters(scheme)) if has_known_shapes else ""
 
     def _unknown(self, expected: set[str]) -> str:
@@ -174,7 +174,7 @@ def _parameters(scheme: QuantizationScheme) -> set[str]:
     return found | ({"output_scale"} if outputs is not None else set())
 
 
-def describe_scheme(scheme: QuantizationScheme, form: str) -> str:
+def describe_linear(scheme: QuantizationScheme, form: str) -> str:
     """Return e.g. ``weights 8-bit int by channel, inputs dynamic 8-bit int by token, as int-quantized``."""
 
     def one(args: QuantizationArgs | None) -> str:

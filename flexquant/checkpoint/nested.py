@@ -65,7 +65,7 @@ class Int4Weight:
 
         float32 [rows, groups, inputs of a group] and [rows, groups, 1].
         """
-        if getattr(_last, "weight", None) is not self:
+        if getattr(_last, "weight", None) != self:
             _last.weight, _last.scale = self, load_tensor(self.scale).float()
             stored, outputs = self.zero_point, self.shape[0]
             _last.zero = None if stored is None else load_zero_points(stored, 4, outputs)

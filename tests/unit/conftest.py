@@ -16,6 +16,7 @@ from flexquant.merge import merge_checkpoints
 from flexquant.planning.device import Device, load_device
 from tests.checkpoints import make_checkpoint
 from tests.prediction import DEVICE
+from tests.unit.nested import make_nested_pair
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +63,18 @@ def merge_of(folder: Path, eight_bit: str, policy: str | None = None, **options:
 @pytest.fixture(scope="session")
 def merged_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return merge_of(tmp_path_factory.mktemp("fp8"), "fp8", "fp8-phase-batch", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def nested_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_nested_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def nested_once(nested_pair: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nested") / "merged"
+    merge_checkpoints(nested_pair, folder, nested="near")
+    return folder
 
 
 @pytest.fixture(scope="session")

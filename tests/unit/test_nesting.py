@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A nested variant's integers: what is stored, what is computed of it, what changes, and what is refused."""
+"""A nested variant's integers: what is stored, what is computed of it, and what changes."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, MergedCheckpoint
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.nested import predict, unpack_differences
@@ -24,87 +21,18 @@ from flexquant.checkpoint.safetensors_io import total_bytes
 from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
-from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
-from flexquant.merge.nesting import (
-    MAX_CHANGED,
-    find_differences,
-    fit_column,
-    fit_rows,
-    pack_differences,
-    shrink_rows,
-)
+from flexquant.merge import merge_checkpoints, split_checkpoint
+from flexquant.merge.nesting import find_differences, fit_column, fit_rows, pack_differences, shrink_rows
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
-from tests.checkpoints import (
-    StateDict,
-    base_config,
-    flip_a_byte,
-    make_checkpoint,
-    quantise_int8,
-    random_state_dict,
-)
+from tests.checkpoints import StateDict, quantise_int8
 from tests.foreign import assert_equal, config_of, tensors_of, write_foreign
-from tests.publishers import edits
-from tests.unit.edits import in_float32, rotate_residual, smooth_norms
+from tests.unit.nested import make_w4a16
 
-LINEAR = "model.layers.1.mlp.down_proj"
 FUSED = [
     [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"],
     [f"model.layers.1.mlp.{part}_proj" for part in ("gate", "up")],
 ]
-Edit = Callable[[Path], None]
-
-
-def make_w4a16(folder: Path, group: int | None, symmetric: bool, **config: int) -> Path:
-    """Write W4A16 in groups of inputs (None: one a row), with zero points unless it is symmetric."""
-    make_checkpoint(folder, scheme="w4a16", group_size=1, **config)
-    state, _ = random_state_dict(base_config(**config))
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name.removesuffix("_packed") for name in tensors if name.endswith("_packed")]:
-        weight = state[name].float().unflatten(1, (-1, group or state[name].shape[1]))
-        low, high = weight.amin(2).clamp_max(0), weight.amax(2).clamp_min(0)
-        if symmetric:
-            high = torch.maximum(high, -low)
-            low = -high
-        scale = ((high - low) / 15).to(torch.bfloat16)
-        zero = torch.zeros_like(low) if symmetric else torch.round(-8 - low / scale.float()).clamp(-8, 7)
-        codes = torch.round(weight / scale.float()[..., None] + zero[..., None]).clamp(-8, 7)
-        tensors[f"{name}_packed"] = pack_to_int32(codes.flatten(1).to(torch.int8), 4)
-        tensors[f"{name}_scale"] = scale
-        if not symmetric:
-            tensors[f"{name}_zero_point"] = pack_to_int32(zero.to(torch.int8), 4, packed_dim=0).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    groups = config_of(folder)["quantization_config"]["config_groups"]
-    groups["group_0"]["weights"] |= {
-        "group_size": group,
-        "strategy": "group" if group else "channel",
-        "symmetric": symmetric,
-    }
-    edits.section(config_groups=groups)(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return a smoothed W8A8 and W4A16 in groups of 32 with zero points."""
-    folder = tmp_path_factory.mktemp("pair")
-    smoothed = in_float32(smooth_norms())
-    return {
-        "w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", transform=smoothed),
-        "w4a16": make_w4a16(folder / "w4a16", 32, symmetric=False),
-    }
-
-
-@pytest.fixture(scope="module")
-def merged_once(pair: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("nested") / "merged"
-    merge_checkpoints(pair, folder, nested="near")
-    return folder
-
-
-@pytest.fixture
-def merged(merged_once: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(merged_once, tmp_path / "merged")
 
 
 def nibbles(words: np.ndarray, axis: int) -> np.ndarray:
@@ -137,8 +65,8 @@ def predicted_by_the_page(tensors: StateDict, module: str) -> np.ndarray:
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_what_is_stored_gives_the_integers_as_the_format_says(tmp_path, pair, group, symmetric):
-    sources = {"w8a8": pair["w8a8"], "w4a16": make_w4a16(tmp_path / "w4a16", group, symmetric)}
+def test_what_is_stored_gives_the_integers_as_the_format_says(tmp_path, nested_pair, group, symmetric):
+    sources = {"w8a8": nested_pair["w8a8"], "w4a16": make_w4a16(tmp_path / "w4a16", group, symmetric)}
     merge_checkpoints(sources, tmp_path / "merged", nested="near")
     split_checkpoint(tmp_path / "merged", "w8a8", tmp_path / "split")
     stored, source, split = (
@@ -234,10 +162,10 @@ def test_every_difference_is_read_as_it_was_packed():
     assert torch.equal(unpack_differences(stored), every.to(torch.int8))
 
 
-def within_reach(folder: Path, pair: dict[str, Path]) -> dict[str, Path]:
+def within_reach(folder: Path, nested_pair: dict[str, Path]) -> dict[str, Path]:
     """Return W4A16, and W8A8 of the weights that it stands for: 4 bits reach all integers."""
-    stored = tensors_of(pair["w4a16"])
-    eight = shutil.copytree(pair["w8a8"], folder / "w8a8")
+    stored = tensors_of(nested_pair["w4a16"])
+    eight = shutil.copytree(nested_pair["w8a8"], folder / "w8a8")
     tensors: StateDict = {
         k: v for k, v in stored.items() if not k.endswith(("_packed", "_shape", "_zero_point"))
     }
@@ -250,173 +178,30 @@ def within_reach(folder: Path, pair: dict[str, Path]) -> dict[str, Path]:
         )
         tensors |= quantise_int8(name, (of_zero * scale[..., None]).flatten(1))
     save_file(tensors, eight / "model.safetensors", metadata={"format": "pt"})
-    return pair | {"w8a8": eight}
+    return nested_pair | {"w8a8": eight}
 
 
-def test_exact_keeps_every_integer_or_refuses(tmp_path, pair):
+def test_exact_keeps_every_integer_or_refuses(tmp_path, nested_pair):
     with pytest.raises(
         FlexQuantError, match=r"\d+ of \d+ integers .* none may change with --nested-exact: take"
     ):
-        merge_checkpoints(pair, tmp_path / "merged", nested="exact")
+        merge_checkpoints(nested_pair, tmp_path / "merged", nested="exact")
     assert not list(tmp_path.iterdir())
-    sources = within_reach(tmp_path, pair)
+    sources = within_reach(tmp_path, nested_pair)
     merge_checkpoints(sources, tmp_path / "merged", nested="exact")
     split_checkpoint(tmp_path / "merged", "w8a8", tmp_path / "split")
     assert_equal(tensors_of(tmp_path / "split"), tensors_of(sources["w8a8"]))
     assert MergedCheckpoint.open(tmp_path / "merged").provenance.changed_integers == {"w8a8": 0}
 
 
-def of_llama(**options: object) -> Callable[[Path], Path]:
-    return lambda folder: make_checkpoint(folder, **options)
-
-
-def with_indices(folder: Path) -> Path:
-    make_checkpoint(folder, scheme="w4a16")
-    tensors = load_file(folder / "model.safetensors")
-    tensors[f"{LINEAR}.weight_g_idx"] = torch.arange(256, dtype=torch.int32).flip(0) // 64
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def with_static_activations(folder: Path) -> Path:
-    make_checkpoint(folder, scheme="w8a8")
-    groups = config_of(folder)["quantization_config"]["config_groups"]
-    groups["group_0"]["input_activations"] |= {"dynamic": False, "strategy": "tensor", "observer": "minmax"}
-    edits.section(config_groups=groups)(folder)
-    tensors = load_file(folder / "model.safetensors")
-    modules = [name.removesuffix("_scale") for name in tensors if name.endswith(".weight_scale")]
-    tensors |= {f"{m.removesuffix('.weight')}.input_scale": torch.ones(1) for m in modules}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-W8A8, W4A16 = of_llama(scheme="w8a8"), of_llama(scheme="w4a16")
-O_PROJ = ["re:.*o_proj$"]
-TWICE = "which stores the weights of both"
-
-
-@pytest.mark.parametrize(
-    ("made", "problem"),
-    [
-        ({"w8a8": W8A8}, r"nothing of w8a8 can be nested: .* add what is missing, or merge without --nested"),
-        ({"fp8": of_llama(scheme="fp8"), "w4a16": W4A16}, "nothing of fp8, w4a16 can be nested"),
-        ({"w8a8": with_static_activations, "w4a16": W4A16}, "nothing of w8a8, w4a16 can be nested"),
-        (
-            {"w8a8": W8A8, "w4a16": W4A16, "fine": of_llama(scheme="w4a16", group_size=32)},
-            f"w4a16 and fine have INT4 weights .* which.* {TWICE}",
-        ),
-        (
-            {"w8a8": of_llama(scheme="w8a8", ignore=O_PROJ), "w4a16": W4A16},
-            f"'w8a8' cannot be nested in 'w4a16': '.*0.self_attn.o_proj' .* but is 16 bit in the one, and in the "
-            f"other weights 4-bit int by group 64, .*{TWICE}",
-        ),
-        (
-            {"w8a8": W8A8, "w4a16": of_llama(scheme="w4a16", ignore=O_PROJ)},
-            f"'.*0.self_attn.o_proj' .* as int-quantized in the one, and in the other 16 bit; .*{TWICE}",
-        ),
-        (
-            {name: of_llama(architecture="qwen3_moe", scheme=name) for name in ("w8a8", "w4a16")},
-            f"'model.layers.0.mlp.experts.0.down_proj' is one of a mixture's experts; .*{TWICE}",
-        ),
-        (
-            {
-                "w8a8": of_llama(scheme="w8a8", intermediate_size=255),
-                "w4a16": lambda folder: make_w4a16(folder, None, True, intermediate_size=255),
-            },
-            f"'model.layers.0.mlp.down_proj' has an odd number of inputs; .*{TWICE}",
-        ),
-        ({"w8a8": W8A8, "w4a16": with_indices}, "inputs in another order"),
-        (
-            {"w4a16": W4A16, "w8a8": of_llama(scheme="w8a8", transform=in_float32(rotate_residual))},
-            rf"\d+ of \d+ integers .* at most {100 * MAX_CHANGED:.0f} % may change: quantise both .*{TWICE}",
-        ),
-    ],
-    ids=[
-        "no INT4",
-        "FP8",
-        "static activations",
-        "two INT4 variants",
-        "16 bit in W8A8",
-        "16 bit in W4A16",
-        "experts",
-        "odd inputs",
-        "another order",
-        "rotated",
-    ],
-)
-def test_what_cannot_be_nested_is_refused_and_the_output_stays(tmp_path, made, problem):
-    sources = {name: make(tmp_path / name) for name, make in made.items()}
-    output = tmp_path / "merged"
-    output.mkdir()
-    (output / "config.json").write_text('{"of": "an earlier merge"}')
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(FlexQuantError, match=problem):
-        merge_checkpoints(sources, output, nested="near", overwrite=True)
-    assert sorted(tmp_path.iterdir()) == before
-    assert [(p.name, p.read_text()) for p in output.iterdir()] == [
-        ("config.json", '{"of": "an earlier merge"}')
-    ]
-
-
-def test_another_format_of_int4_nests_the_same(tmp_path, pair, merged):
-    sources = pair | {"w4a16": write_foreign(pair["w4a16"], tmp_path / "awq", "awq")}
+def test_another_format_of_int4_nests_the_same(tmp_path, nested_pair, nested_once):
+    sources = nested_pair | {"w4a16": write_foreign(nested_pair["w4a16"], tmp_path / "awq", "awq")}
     merge_checkpoints(sources, tmp_path / "again", nested="near")
-    assert_equal(tensors_of(tmp_path / "again"), tensors_of(merged))
+    assert_equal(tensors_of(tmp_path / "again"), tensors_of(nested_once))
 
 
-@pytest.mark.parametrize("part", ["w8a8 weight_difference", "w4a16 weight_packed", "w4a16 weight_scale"])
-def test_a_flipped_bit_of_what_a_weight_is_computed_from_is_found(pair, merged, tmp_path, part):
-    variant, name = part.split()
-    flip_a_byte(merged, f"{variant}.{LINEAR}.{name}")
-    for read in (
-        lambda: verify_checkpoint(merged),
-        lambda: split_checkpoint(merged, "w8a8", tmp_path / "split"),
-    ):
-        with pytest.raises(FlexQuantError, match=rf"{variant}\.{LINEAR}\.{name}"):
-            read()
-    assert not (tmp_path / "split").exists()
-    with pytest.raises(FlexQuantError, match=rf"1 of .*\({LINEAR}\.weight in "):
-        verify_checkpoint(merged, {"w8a8": pair["w8a8"]})
-
-
-def test_verify_compares_with_the_sources(pair, merged, tmp_path):
-    found = verify_checkpoint(merged, pair)
-    assert found["tensors_compared_with"] == {n: len(read_tensors(folder)) for n, folder in pair.items()}
-    assert found["nested"] == ["w8a8"]
-    other = make_checkpoint(tmp_path / "other", scheme="w8a8", transform=in_float32(smooth_norms(low=0.9)))
-    with pytest.raises(FlexQuantError, match="tensors in .* differ from"):
-        verify_checkpoint(merged, {"w8a8": other})
-
-
-@pytest.mark.parametrize("part", ["weight_row", "weight_column", "w4a16 weight_packed", "w4a16 weight_scale"])
-def test_a_part_that_is_missing_or_of_another_shape_is_one_sentence(merged, tmp_path, part):
-    variant, _, name = f"w8a8 {part}".rpartition(" ")
-    key = f"{variant.split()[-1]}.{LINEAR}.{name}"
-    checkpoint = MergedCheckpoint.open(merged)
-    shard = checkpoint.tensors[key].file
-    tensors = load_file(shard)
-    for damaged in (None, tensors[key].flatten()[:-1].clone()):
-        changed = {k: v for k, v in tensors.items() if k != key} | ({} if damaged is None else {key: damaged})
-        save_file(changed, shard, metadata={"format": "pt"})
-        (merged / "model.safetensors.index.json").unlink(missing_ok=True)
-        with pytest.raises(FlexQuantError, match=r"weight_(difference|packed|shape)'.*(fetch|quantise)"):
-            MergedCheckpoint.open(merged).variant_tensors("w8a8")
-
-
-def test_weights_beyond_int8_are_refused(merged, tmp_path):
-    checkpoint = MergedCheckpoint.open(merged)
-    key = f"w8a8.{LINEAR}.weight_row"
-    tensors = load_file(checkpoint.tensors[key].file)
-    tensors[key] *= 2
-    save_file(tensors, checkpoint.tensors[key].file, metadata={"format": "pt"})
-    (merged / PROVENANCE_FILE).unlink()
-    with pytest.raises(FlexQuantError, match=f"{LINEAR}.weight_difference.* beyond 127; fetch or merge"):
-        split_checkpoint(merged, "w8a8", tmp_path / "split")
-    assert not (tmp_path / "split").exists()
-
-
-def test_the_config_names_the_source_in_nested_checkpoints_alone(pair, merged, tmp_path):
-    section = config_of(merged)["quantization_config"]
+def test_the_config_names_the_source_in_nested_checkpoints_alone(nested_pair, nested_once, tmp_path):
+    section = config_of(nested_once)["quantization_config"]
     assert section["schema_version"] == 2
     assert {name: v.get("nested_in") for name, v in section["variants"].items()} == {
         "w8a8": "w4a16",
@@ -424,26 +209,14 @@ def test_the_config_names_the_source_in_nested_checkpoints_alone(pair, merged, t
     }
     assert "nested_in" not in section["variants"]["w4a16"]
     assert MergedConfig.from_json(section).to_json() == section
-    merge_checkpoints(pair, tmp_path / "plain")
+    merge_checkpoints(nested_pair, tmp_path / "plain")
     plain = config_of(tmp_path / "plain")["quantization_config"]
     assert plain["schema_version"] == 1 and not any("nested_in" in v for v in plain["variants"].values())
     assert "changed_integers" not in json.loads((tmp_path / "plain" / PROVENANCE_FILE).read_text())
 
 
-@pytest.mark.parametrize("source", ["w8a8", "fp8", "", "w4a16"])
-def test_a_variant_nested_in_none_that_could_be_is_refused(merged, source):
-    section = config_of(merged)["quantization_config"]
-    section["variants"]["w8a8"]["nested_in"] = source
-    if source == "w4a16":
-        section["variants"]["w4a16"]["nested_in"] = "w8a8"
-    with pytest.raises(
-        FlexQuantError, match="'w8a8' has nested_in .* expected another variant that is not nested"
-    ):
-        MergedConfig.from_json(section)
-
-
-def test_bytes_are_those_that_are_stored(merged):
-    checkpoint = MergedCheckpoint.open(merged)
+def test_bytes_are_those_that_are_stored(nested_once):
+    checkpoint = MergedCheckpoint.open(nested_once)
     report = report_checkpoint(checkpoint.merged, 2, checkpoint.tensors)
     assert report.total_bytes == total_bytes(checkpoint.tensors)
     eight, four = report.variants["w8a8"], report.variants["w4a16"]
@@ -460,8 +233,8 @@ def test_bytes_are_those_that_are_stored(merged):
     }
 
 
-def test_command_line(pair, tmp_path, capsys):
-    output, named = str(tmp_path / "merged"), [f"{name}={folder}" for name, folder in pair.items()]
+def test_command_line(nested_pair, tmp_path, capsys):
+    output, named = str(tmp_path / "merged"), [f"{name}={folder}" for name, folder in nested_pair.items()]
     assert main(["merge", "--nested-exact", *named, "--output", output]) == 1
     assert "none may change" in capsys.readouterr().err
     assert main(["merge", "--nested", *named, "--output", output]) == 0

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""What cannot be nested is refused, and damage to what nested weights are computed from is found."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flexquant.checkpoint.folder import read_tensors
+from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, MergedCheckpoint
+from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from flexquant.merge.nesting import MAX_CHANGED
+from tests.checkpoints import flip_a_byte, make_checkpoint
+from tests.foreign import config_of
+from tests.publishers import edits
+from tests.unit.edits import in_float32, rotate_residual, smooth_norms
+from tests.unit.nested import make_w4a16
+
+LINEAR = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture
+def merged(nested_once: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(nested_once, tmp_path / "merged")
+
+
+def of_llama(**options: object) -> Callable[[Path], Path]:
+    return lambda folder: make_checkpoint(folder, **options)
+
+
+def with_indices(folder: Path) -> Path:
+    make_checkpoint(folder, scheme="w4a16")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{LINEAR}.weight_g_idx"] = torch.arange(256, dtype=torch.int32).flip(0) // 64
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def with_static_activations(folder: Path) -> Path:
+    make_checkpoint(folder, scheme="w8a8")
+    groups = config_of(folder)["quantization_config"]["config_groups"]
+    groups["group_0"]["input_activations"] |= {"dynamic": False, "strategy": "tensor", "observer": "minmax"}
+    edits.section(config_groups=groups)(folder)
+    tensors = load_file(folder / "model.safetensors")
+    modules = [name.removesuffix("_scale") for name in tensors if name.endswith(".weight_scale")]
+    tensors |= {f"{m.removesuffix('.weight')}.input_scale": torch.ones(1) for m in modules}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+W8A8, W4A16 = of_llama(scheme="w8a8"), of_llama(scheme="w4a16")
+O_PROJ = ["re:.*o_proj$"]
+TWICE = "which stores the weights of both"
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        ({"w8a8": W8A8}, r"nothing of w8a8 can be nested: .* add what is missing, or merge without --nested"),
+        ({"fp8": of_llama(scheme="fp8"), "w4a16": W4A16}, "nothing of fp8, w4a16 can be nested"),
+        ({"w8a8": with_static_activations, "w4a16": W4A16}, "nothing of w8a8, w4a16 can be nested"),
+        (
+            {"w8a8": W8A8, "w4a16": W4A16, "fine": of_llama(scheme="w4a16", group_size=32)},
+            f"w4a16 and fine have INT4 weights .* which.* {TWICE}",
+        ),
+        (
+            {"w8a8": of_llama(scheme="w8a8", ignore=O_PROJ), "w4a16": W4A16},
+            f"'w8a8' cannot be nested in 'w4a16': '.*0.self_attn.o_proj' .* but is 16 bit in the one, and in "
+            f"the other weights 4-bit int by group 64, .*{TWICE}",
+        ),
+        (
+            {"w8a8": W8A8, "w4a16": of_llama(scheme="w4a16", ignore=O_PROJ)},
+            f"'.*0.self_attn.o_proj' .* as int-quantized in the one, and in the other 16 bit; .*{TWICE}",
+        ),
+        (
+            {name: of_llama(architecture="qwen3_moe", scheme=name) for name in ("w8a8", "w4a16")},
+            f"'model.layers.0.mlp.experts.0.down_proj' is one of a mixture's experts; .*{TWICE}",
+        ),
+        (
+            {
+                "w8a8": of_llama(scheme="w8a8", intermediate_size=255),
+                "w4a16": lambda folder: make_w4a16(folder, None, True, intermediate_size=255),
+            },
+            f"'model.layers.0.mlp.down_proj' has an odd number of inputs; .*{TWICE}",
+        ),
+        ({"w8a8": W8A8, "w4a16": with_indices}, "inputs in another order"),
+        (
+            {"w4a16": W4A16, "w8a8": of_llama(scheme="w8a8", transform=in_float32(rotate_residual))},
+            rf"\d+ of \d+ integers .* at most {100 * MAX_CHANGED:.0f} % may change: quantise both .*{TWICE}",
+        ),
+    ],
+    ids=[
+        "no INT4",
+        "FP8",
+        "static activations",
+        "two INT4 variants",
+        "16 bit in W8A8",
+        "16 bit in W4A16",
+        "experts",
+        "odd inputs",
+        "another order",
+        "rotated",
+    ],
+)
+def test_what_cannot_be_nested_is_refused_and_the_output_stays(tmp_path, made, problem):
+    sources = {name: make(tmp_path / name) for name, make in made.items()}
+    output = tmp_path / "merged"
+    output.mkdir()
+    (output / "config.json").write_text('{"of": "an earlier merge"}')
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(FlexQuantError, match=problem):
+        merge_checkpoints(sources, output, nested="near", overwrite=True)
+    assert sorted(tmp_path.iterdir()) == before
+    assert [(p.name, p.read_text()) for p in output.iterdir()] == [
+        ("config.json", '{"of": "an earlier merge"}')
+    ]
+
+
+@pytest.mark.parametrize("part", ["w8a8 weight_difference", "w4a16 weight_packed", "w4a16 weight_scale"])
+def test_a_flipped_bit_of_what_a_weight_is_computed_from_is_found(nested_pair, merged, tmp_path, part):
+    variant, name = part.split()
+    flip_a_byte(merged, f"{variant}.{LINEAR}.{name}")
+    for read in (
+        lambda: verify_checkpoint(merged),
+        lambda: split_checkpoint(merged, "w8a8", tmp_path / "split"),
+    ):
+        with pytest.raises(FlexQuantError, match=rf"{variant}\.{LINEAR}\.{name}"):
+            read()
+    assert not (tmp_path / "split").exists()
+    with pytest.raises(FlexQuantError, match=rf"1 of .*\({LINEAR}\.weight in "):
+        verify_checkpoint(merged, {"w8a8": nested_pair["w8a8"]})
+
+
+def test_verify_compares_with_the_sources(nested_pair, merged, tmp_path):
+    found = verify_checkpoint(merged, nested_pair)
+    assert found["tensors_compared_with"] == {
+        n: len(read_tensors(folder)) for n, folder in nested_pair.items()
+    }
+    assert found["nested"] == ["w8a8"]
+    other = make_checkpoint(tmp_path / "other", scheme="w8a8", transform=in_float32(smooth_norms(low=0.9)))
+    with pytest.raises(FlexQuantError, match="tensors in .* differ from"):
+        verify_checkpoint(merged, {"w8a8": other})
+
+
+@pytest.mark.parametrize("part", ["weight_row", "weight_column", "w4a16 weight_packed", "w4a16 weight_scale"])
+def test_a_part_that_is_missing_or_of_another_shape_is_one_sentence(merged, tmp_path, part):
+    variant, _, name = f"w8a8 {part}".rpartition(" ")
+    key = f"{variant.split()[-1]}.{LINEAR}.{name}"
+    checkpoint = MergedCheckpoint.open(merged)
+    shard = checkpoint.tensors[key].file
+    tensors = load_file(shard)
+    for damaged in (None, tensors[key].flatten()[:-1].clone()):
+        changed = {k: v for k, v in tensors.items() if k != key} | ({} if damaged is None else {key: damaged})
+        save_file(changed, shard, metadata={"format": "pt"})
+        (merged / "model.safetensors.index.json").unlink(missing_ok=True)
+        with pytest.raises(FlexQuantError, match=r"weight_(difference|packed|shape)'.*(fetch|quantise)"):
+            MergedCheckpoint.open(merged).variant_tensors("w8a8")
+
+
+def test_weights_beyond_int8_are_refused(merged, tmp_path):
+    checkpoint = MergedCheckpoint.open(merged)
+    key = f"w8a8.{LINEAR}.weight_row"
+    tensors = load_file(checkpoint.tensors[key].file)
+    tensors[key] *= 2
+    save_file(tensors, checkpoint.tensors[key].file, metadata={"format": "pt"})
+    (merged / PROVENANCE_FILE).unlink()
+    with pytest.raises(FlexQuantError, match=f"{LINEAR}.weight_difference.* beyond 127; fetch or merge"):
+        split_checkpoint(merged, "w8a8", tmp_path / "split")
+    assert not (tmp_path / "split").exists()
+
+
+@pytest.mark.parametrize("source", ["w8a8", "fp8", "", "w4a16"])
+def test_a_variant_nested_in_none_that_could_be_is_refused(merged, source):
+    section = config_of(merged)["quantization_config"]
+    section["variants"]["w8a8"]["nested_in"] = source
+    if source == "w4a16":
+        section["variants"]["w4a16"]["nested_in"] = "w8a8"
+    with pytest.raises(
+        FlexQuantError, match="'w8a8' has nested_in .* expected another variant that is not nested"
+    ):
+        MergedConfig.from_json(section)
