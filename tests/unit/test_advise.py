@@ -22,6 +22,7 @@ from flexquant.merge import merge_checkpoints
 from flexquant.planning.advising import (
     INT4_TWICE,
     MARGIN,
+    NESTED,
     ONE_COPY,
     TWO_COPIES,
     Outcome,
@@ -259,10 +260,10 @@ def test_a_full_kv_cache_makes_requests_wait(tmp_path: Path) -> None:
 # the choice
 
 
-def made(*seconds: float | None, device: str = "l20") -> list[Outcome]:
+def made(*seconds: float | None, device: str = "l20", nested: float | None = None) -> list[Outcome]:
     """Return outcomes of the ways on a device with these times of a request; None is not possible."""
     outcomes = []
-    for way, time in zip(ways(load_device(device)), seconds, strict=True):
+    for way, time in zip(ways(load_device(device)), [*seconds[:-1], nested, seconds[-1]], strict=True):
         loads = {} if time is None else {1: Load(time / 2, time / 512, time)}
         gib = 12.0 if way.name == TWO_COPIES else 5.0
         tokens = None if time is None else 5000
@@ -305,6 +306,13 @@ def test_int4_twice_may_be_the_choice() -> None:
     assert "prompts compute in W4A8 and answers in W4A16, of whose INT4 weights" in explain(outcomes)
 
 
+def test_nested_may_be_the_choice() -> None:
+    outcomes = made(2, 2, 2, 2, 0.99, nested=1)
+    found = choose(outcomes)
+    assert found is not None and found.way.name == NESTED
+    assert "in memory with INT8's differences from them" in explain(outcomes)
+
+
 def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
     def notes(config: dict[str, Any], device: str) -> str:
         model = planned(tmp_path, config)
@@ -338,7 +346,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tmp_path} on 2 x NVIDIA L20, 48 GB (l20)"
     assert lines[2].startswith("requests of 512 + 256 tokens")
-    assert [line[:12].rstrip() for line in lines[5:10]] == [way.name for way in ways(load_device("l20"))]
+    assert [line[:12].rstrip() for line in lines[5:11]] == [way.name for way in ways(load_device("l20"))]
     found = json.loads(last)
     one = tried(tmp_path, LLAMA_8B, "l20", 2, Batches(512, 256, (1, 4)))[ONE_COPY]
     assert found["ways"][ONE_COPY]["kv_cache_tokens"] == one.kv_cache_tokens

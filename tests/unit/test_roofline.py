@@ -199,6 +199,10 @@ def test_what_a_device_file_may_tell_of_kernels_and_of_what_is_between() -> None
     quantised = 3 * tokens * 320 / BF16[1]
     expected = 0.5 * 576 * 320 / 1e6 + quantised
     assert preparation_seconds(linear, tokens, told) == pytest.approx(expected)
+    nested = replace(linear, difference_bytes=linear.source_bytes + linear.weight_bytes)
+    assert preparation_seconds(nested, tokens, told) == pytest.approx(2 * expected - quantised)
+    both = [preparation_seconds(x, tokens, UNLIKE) for x in (nested, linear)]
+    assert both[0] - both[1] == pytest.approx(nested.difference_bytes / BF16[1])
 
 
 def test_a_call_alone_has_an_overhead_of_its_own() -> None:
