@@ -182,8 +182,13 @@ def scaled(
 
 
 def unpack_differences(stored: torch.Tensor) -> torch.Tensor:
-    """Return differences, int8 [rows, inputs], from U8 [rows, inputs / 2]; a low nibble comes first."""
-    return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1).to(torch.int8) + LOWEST
+    """Return differences, int8 [rows, inputs], from U8 [rows, inputs / 2]."""
+    return unpack_nibbles(stored).to(torch.int8) + LOWEST
+
+
+def unpack_nibbles(stored: torch.Tensor) -> torch.Tensor:
+    """Return 4-bit values, uint8 [rows, inputs], from U8 [rows, inputs / 2]; a low nibble comes first."""
+    return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)
 
 
 def unpack(packed: torch.Tensor, num_bits: int, in_features: int) -> torch.Tensor:

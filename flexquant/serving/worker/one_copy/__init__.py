@@ -37,7 +37,7 @@ from flexquant.serving.vllm_api import (
     MPLinearKernel,
     QuantizeMethodBase,
 )
-from flexquant.serving.worker.one_copy.nested import DIFFERENCE, NestedWeights
+from flexquant.serving.worker.one_copy.operands import DIFFERENCE, NestedWeights
 from flexquant.serving.worker.plan_views import (
     decoder_path,
     shallow_copy,

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from vllm.logger import init_logger
 
+from flexquant.checkpoint.nested import unpack_nibbles
 from flexquant.documents.results import digest_of
 from flexquant.serving.kernels import cpu_model
 from flexquant.serving.kernels.cpu_kernels import (
@@ -38,13 +39,12 @@ from flexquant.serving.vllm_api import (
     unpack_quantized_values_into_int32,
 )
 from flexquant.serving.vllm_api import _custom_ops as ops
-from flexquant.serving.worker.one_copy.nested import (
+from flexquant.serving.worker.one_copy.operands import (
     CHANNEL_SCALE,
     COLUMN,
     DIFFERENCE,
     ROW,
     NestedWeights,
-    unpacked_difference,
 )
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -137,7 +137,7 @@ class CPUInt8Product:
             scales = channel_scales(*self._weights(source), inputs, self._layout)
             return {CHANNEL_SCALE: scales, ROW: scales.reciprocal()}
         _reserve(inputs * len(nested.channel_scale))
-        difference = packed_alike(unpacked_difference(nested.difference).t(), self._layout)
+        difference = packed_alike(unpack_nibbles(nested.difference).t(), self._layout)
         return {**nested.factors(), DIFFERENCE: difference}
 
     def multiply(

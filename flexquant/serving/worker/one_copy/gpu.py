@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from vllm.platforms import current_platform
 
+from flexquant.checkpoint.nested import unpack_nibbles
 from flexquant.serving.vllm_api import MPLinearKernel, get_scale_perms
 from flexquant.serving.vllm_api import _custom_ops as ops
 from flexquant.serving.worker.one_copy.gpu_kernel import INT8, eight_bit_weights
@@ -20,13 +21,12 @@ from flexquant.serving.worker.one_copy.gpu_layouts import (
     packed_alike,
     permuted_back,
 )
-from flexquant.serving.worker.one_copy.nested import (
+from flexquant.serving.worker.one_copy.operands import (
     CHANNEL_SCALE,
     COLUMN,
     DIFFERENCE,
     ROW,
     NestedWeights,
-    unpacked_difference,
 )
 
 ZERO, BIAS = "flexquant_zero", "flexquant_bias"
@@ -83,7 +83,7 @@ class GPUProduct:
         if nested is not None:
             inputs = len(nested.column)
             _scratch(packed.device, inputs * scale.shape[1], INT8)
-            difference = packed_alike(unpacked_difference(nested.difference), self._layout)
+            difference = packed_alike(unpack_nibbles(nested.difference), self._layout)
             return buffers | nested.factors() | {DIFFERENCE: difference}
         outputs_first = self._layout.outputs_first
         channel_scale = channel_scales(packed, scale, zero, self._precision, outputs_first)

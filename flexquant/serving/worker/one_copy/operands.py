@@ -34,8 +34,3 @@ class NestedWeights(NamedTuple):
 
     def factors(self) -> dict[str, torch.Tensor]:
         return {CHANNEL_SCALE: self.channel_scale, ROW: self.row, COLUMN: self.column}
-
-
-def unpacked_difference(difference: torch.Tensor) -> torch.Tensor:
-    """Return the differences, uint8 [outputs, inputs], of a :class:`NestedWeights`."""
-    return torch.stack([difference & 15, difference >> 4], -1).flatten(1)
