@@ -17,6 +17,7 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 
 from flexquant.evaluation.engine import change_policy, take_policy
+from flexquant.merge import merge_checkpoints, split_checkpoint
 from flexquant.policy.rules import load_policy
 from tests.checkpoints import EXPERTS, MIXTURES
 from tests.integration.conftest import engine
@@ -91,6 +92,16 @@ def test_each_rank_computes_int8_weights_from_its_part_of_one_copy(tiny_merged):
     for number, answers in in_int8.items():
         assert distance(answers, on_one[number]) < 0.06
         assert distance(answers, in_int4[number]) > 0.005
+
+
+def test_each_rank_corrects_its_part_of_nested_weights(tiny_merged, tmp_path):
+    sources = tiny_merged("llama", num_layers=2)
+    merge_checkpoints({name: sources / name for name in ("w8a8", "w4a16")}, tmp_path / "both", nested="near")
+    split_checkpoint(tmp_path / "both", "w8a8", tmp_path / "split")
+    asked = ((tmp_path / "both", "w8a8"), (tmp_path / "split", None), (sources / "w4a16", None))
+    in_int8, stock, in_int4 = (run(folder, RANKS, policy) for folder, policy in asked)
+    for number, answers in in_int8.items():
+        assert distance(answers, stock[number]) < 0.03 < distance(in_int4[number], stock[number])
 
 
 @pytest.mark.full

@@ -73,9 +73,9 @@ def engine_on(
             yield llm
 
 
-def run(folder: Path, ranks: dict[str, int]) -> dict[int, Answers]:
+def run(folder: Path, ranks: dict[str, int], policy: str | None = None) -> dict[int, Answers]:
     """Return the answers on several ranks, keyed by the number of prompts side by side."""
-    with engine_on(folder, ranks) as llm:
+    with engine_on(folder, ranks, policy) as llm:
         return answers_by_number(llm)
 
 

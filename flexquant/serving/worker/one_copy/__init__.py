@@ -71,6 +71,7 @@ class OneCopyMethod(QuantizeMethodBase):
     _product: Product
     kernel_name = ""
     """For people."""
+    _relation = "from"
 
     def read(self, layer: LinearBase, where: str) -> None:
         """Choose how to read the weights of ``layer``, whose kernel is known; ``where`` is for the message.
@@ -86,7 +87,7 @@ class OneCopyMethod(QuantizeMethodBase):
                 f"{where}: INT8 weights cannot be computed from those of {its_name}, whose layout of "
                 f"{inputs} inputs and {outputs} outputs is not known; {ADVICE}"
             )
-        self._product, self.kernel_name = product, f"{product.precision} from {its_name}"
+        self._product, self.kernel_name = product, f"{product.precision} {self._relation} {its_name}"
 
     def create_weights(self, layer: nn.Module, *weight_args: object, **extra_weight_attrs: object) -> None:
         raise RuntimeError("the source creates the weights; this is a FlexQuant bug")
@@ -104,6 +105,8 @@ class OneCopyMethod(QuantizeMethodBase):
 
 class NestedMethod(OneCopyMethod):
     """Computes the outputs of a linear that stores what the INT4 weights of ``source`` lack for its own."""
+
+    _relation = "nested in"
 
     def __init__(self, source: LinearBase) -> None:
         self._source = source
