@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, load_tensor
 from flexquant.checkpoint.schemes import COLUMN, DIFFERENCE, FLOAT_DTYPES, INT4_IN_WORD, ROW, unpacked_shape
 from flexquant.errors import FlexQuantError
+
+if TYPE_CHECKING:
+    import torch
 
 LARGEST = 127
 """Largest absolute value of an INT8 weight of a nested variant."""
@@ -107,6 +108,8 @@ class NestedWeight:
 
         Raises FlexQuantError for integers beyond LARGEST, which no merge writes.
         """
+        import torch
+
         found = []
         for part in blocks(self.int4.shape, rows):
             differences = unpack_differences(load_tensor(self.difference, [part]))
@@ -183,27 +186,40 @@ def scaled(
 
 def unpack_differences(stored: torch.Tensor) -> torch.Tensor:
     """Return differences, int8 [rows, inputs], from U8 [rows, inputs / 2]."""
+    import torch
+
     return unpack_nibbles(stored).to(torch.int8) + LOWEST
 
 
 def unpack_nibbles(stored: torch.Tensor) -> torch.Tensor:
     """Return 4-bit values, uint8 [rows, inputs], from U8 [rows, inputs / 2]; a low nibble comes first."""
+    import torch
+
     return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)
 
 
 def unpack(packed: torch.Tensor, num_bits: int, in_features: int) -> torch.Tensor:
     """Unpack int32 words, lowest bits first, into signed integers, int8 [rows, in]."""
+    import torch
+
     if num_bits == 4:  # widen each byte to 16 bits, so that each of its two integers gets a byte
         pairs = packed.view(torch.uint8).to(torch.int16)
         pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F)
         return pairs.view(torch.int8).sub_(8)[:, :in_features]
-    return unpack_from_int32(packed, num_bits, torch.Size((len(packed), in_features)))
+    return _unpack(packed, num_bits, (len(packed), in_features), 1)
 
 
 def load_zero_points(stored: TensorRef, num_bits: int, outputs: int) -> torch.Tensor:
     """Return a linear's zero points as signed integers [outputs, groups]; int32 words are unpacked."""
     zero_points = load_tensor(stored)
-    if zero_points.dtype is not torch.int32:
+    if stored.dtype != "I32":
         return zero_points
-    shape = torch.Size((outputs, zero_points.shape[1]))
-    return unpack_from_int32(zero_points, num_bits, shape, packed_dim=0)  # packed along the outputs
+    return _unpack(zero_points, num_bits, (outputs, zero_points.shape[1]), 0)
+
+
+def _unpack(packed: torch.Tensor, num_bits: int, shape: tuple[int, int], dimension: int) -> torch.Tensor:
+    """Unpack int32 words along a dimension into signed integers, int8 of a shape."""
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    return unpack_from_int32(packed, num_bits, torch.Size(shape), packed_dim=dimension)
