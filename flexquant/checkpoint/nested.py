@@ -24,7 +24,13 @@ LARGEST = 127
 """Largest absolute value of an INT8 weight of a nested variant."""
 LOWEST, HIGHEST = -8, 7
 """Ends of the differences; one is stored as a nibble, minus LOWEST."""
+INPUTS_OF_AN_EXCEPTION = 128
 WEIGHTS_AT_A_TIME = 1 << 18
+
+
+def count_exceptions(inputs: int) -> int:
+    """Return how many INT8 weights of an output are stored whole."""
+    return -(-inputs // INPUTS_OF_AN_EXCEPTION)
 
 
 @dataclass(frozen=True)

@@ -123,11 +123,14 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
         column = torch.rand(inputs, generator=generator) / 2 + 0.4
         difference = torch.randint(0, 16, (outputs, inputs), generator=generator)
         added = gpu_layouts.packed_alike(difference, kept).to(DEVICE)
-        nested = gpu_kernel.eight_bit_weights(
-            packed, permuted, zero, row, out, kept.outputs_first, column.to(DEVICE), added
-        )
-        expected = (exact * column[:, None]).round() + difference.t() - 8
-        assert torch.equal(nested.cpu().t().float(), expected)
+        places = torch.rand(outputs, inputs, generator=generator).argsort(1)[:, :5].int()
+        values = torch.randint(-128, 128, places.shape, generator=generator, dtype=torch.int8)
+        expected = ((exact * column[:, None]).round() + difference.t() - 8).to(torch.int8)
+        expected.t().scatter_(1, places[:, 1:].long(), values[:, 1:])
+        places[:, 0] = -1
+        nested = [column.to(DEVICE), added, places.to(DEVICE), values.to(DEVICE)]
+        found = gpu_kernel.eight_bit_weights(packed, permuted, zero, row, out, kept.outputs_first, nested)
+        assert torch.equal(found.cpu().t(), expected)
 
 
 @pytest.mark.cuda

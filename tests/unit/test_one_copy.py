@@ -21,6 +21,7 @@ from flexquant.serving.kernels.choice import possible_kernels
 from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import kernel_of_layer
 from flexquant.serving.worker.one_copy import cpu as one_copy
+from flexquant.serving.worker.one_copy.operands import NestedWeights
 from tests import programs
 
 pytest.importorskip("vllm")
@@ -89,7 +90,7 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     expected_scale = weight.abs().amax(1, keepdim=True) / 127
     torch.testing.assert_close(channel.double()[:, None], expected_scale, rtol=1e-6, atol=0)
     ratio, zeros = (scale.float() * channel.reciprocal()).contiguous(), one_copy._zeros(zero, scale)
-    found = one_copy._int8_weights(packed, ratio, zeros, None, None, INPUTS, layout)
+    found = one_copy._int8_weights(packed, ratio, zeros, [], INPUTS, layout)
     # Ties fall either way, by the last bit of a scale.
     assert (found.t() - weight / expected_scale).abs().max() < 0.5 + 1e-4
     assert found.abs().amax(0).eq(127).all()
@@ -98,9 +99,15 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     codes = one_copy.unpacked(packed, layout, INPUTS, outputs).view(len(ratio), -1, outputs)
     near = ((codes - zeros[:, None]) * ratio[:, None]).view(INPUTS, outputs) * column[:, None]
     difference = torch.randint(0, 16, (INPUTS, outputs), dtype=torch.uint8)
-    added = one_copy.packed_alike(difference, layout)
-    found = one_copy._int8_weights(packed, ratio, zeros, column, added, INPUTS, layout)
-    assert torch.equal(found.float(), near.round() + difference - 8)
+    expected = (near.round() + difference - 8).to(torch.int8)
+    places = torch.rand(outputs, INPUTS).argsort(1)[:, :5].int()
+    values = torch.randint(-128, 128, places.shape, dtype=torch.int8)
+    expected.t().scatter_(1, places[:, 1:].long(), values[:, 1:])
+    places[:, 0] = -1
+    stored = NestedWeights(channel, channel, column, torch.empty(0), places, values)
+    exceptions = one_copy.exceptions_by_input(stored).values()
+    nested = [column, one_copy.packed_alike(difference, layout), *exceptions]
+    assert torch.equal(one_copy._int8_weights(packed, ratio, zeros, nested, INPUTS, layout), expected)
 
 
 LOADED = "from flexquant.serving.worker.one_copy.cpu import has_operators; print(has_operators())"

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from vllm.platforms import current_platform
 
+from flexquant.checkpoint.nested import count_exceptions
 from flexquant.errors import FlexQuantError
 from flexquant.serving.kernels.layers import kernel_of_layer, linear_sizes
 from flexquant.serving.refusals import check_one_copy_device
@@ -37,7 +38,7 @@ from flexquant.serving.vllm_api import (
     MPLinearKernel,
     QuantizeMethodBase,
 )
-from flexquant.serving.worker.one_copy.operands import DIFFERENCE, NestedWeights
+from flexquant.serving.worker.one_copy.operands import DIFFERENCE, EXCEPTIONS, PLACES, NestedWeights
 from flexquant.serving.worker.plan_views import (
     decoder_path,
     shallow_copy,
@@ -116,12 +117,14 @@ class NestedMethod(OneCopyMethod):
         layer: nn.Module,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
+        input_size: int,
         *_: object,
         weight_loader: Callable[..., None],
         **__: object,
     ) -> None:
-        """Create parameters that hold a :class:`NestedWeights`."""
+        """Create parameters for a :class:`NestedWeights`; exceptions are those of all ranks' inputs."""
         inputs, outputs = input_size_per_partition, sum(output_partition_sizes)
+        number = count_exceptions(input_size)
         parts = {
             "difference": (
                 torch.empty(outputs, inputs // 2, dtype=torch.uint8),
@@ -129,6 +132,8 @@ class NestedMethod(OneCopyMethod):
             ),
             "row": (torch.empty(outputs, 1, dtype=torch.float32), {"output_dim": 0}),
             "scale": (torch.empty(outputs, 1, dtype=torch.float32), {"output_dim": 0}),
+            "exception": (torch.empty(outputs, number, dtype=torch.int8), {"output_dim": 0}),
+            "exception_input": (torch.empty(outputs, number, dtype=torch.uint16), {"output_dim": 0}),
             # Those of linears that vLLM fuses are equal.
             "column": (torch.empty(inputs, dtype=torch.float32), {"input_dim": 0, "ignore_warning": True}),
         }
@@ -140,13 +145,18 @@ class NestedMethod(OneCopyMethod):
 
     def make_ready(self, layer: LinearBase) -> None:
         assert self._source is not None
-        scale, row, column, difference = (
-            layer.get_parameter(f"weight_{part}").data for part in ("scale", "row", "column", "difference")
+        names = ("scale", "row", "column", "difference", "exception_input", "exception")
+        scale, row, column, difference, places, exceptions = (
+            layer.get_parameter(f"weight_{part}").data for part in names
         )
-        nested = NestedWeights(scale.flatten(), row.flatten(), column, difference)
+        inputs = len(column)
+        first = 0 if inputs == layer.input_size else layer.tp_rank * inputs
+        places = places.int() - first
+        places[(places < 0) | (places >= inputs)] = -1
+        nested = NestedWeights(scale.flatten(), row.flatten(), column, difference, places, exceptions)
         buffers = self._product.prepare(self._source, nested)
-        packed = nn.Parameter(buffers[DIFFERENCE], requires_grad=False)
-        layer.register_parameter("weight_difference", packed)
+        for part, name in zip(names[3:], (DIFFERENCE, PLACES, EXCEPTIONS), strict=True):
+            layer.register_parameter(f"weight_{part}", nn.Parameter(buffers[name], requires_grad=False))
         layer._buffers = {**layer._buffers, **buffers}
 
 

@@ -71,21 +71,26 @@ void correct(const uint8_t* __restrict values, const float* __restrict ratio, co
 
 // Write INT8 weights `out` [inputs, outputs]: (value - zero) * ratio, to the nearest, ties to even.
 // `packed` holds blocks of `block` outputs one after another, and the last block may be narrower; `ratio` and
-// `zero` are float32 [groups, outputs]. With a `difference`, which is packed alike, and `column`, float32
-// [inputs]: (value - zero) * ratio * column, to the nearest, and the difference.
-void int4_to_int8(const at::Tensor& packed, const at::Tensor& ratio, const at::Tensor& zero,
-                  const std::optional<at::Tensor>& column, const std::optional<at::Tensor>& difference,
+// `zero` are float32 [groups, outputs]. Nested weights have five tensors more: `column`, float32 [inputs], and
+// `difference`, packed alike, make them (value - zero) * ratio * column, to the nearest, and the difference; then
+// `places`, int32, and `values`, int8, are the outputs and weights of exceptions, those of an input k from
+// `starts`[k] to `starts`[k + 1], int32 [inputs + 1].
+void int4_to_int8(const at::Tensor& packed, const at::Tensor& ratio, const at::Tensor& zero, at::TensorList nested,
                   int64_t block, bool in_halves, at::Tensor out) {
   const int64_t inputs = out.size(0), outputs = out.size(1), group = inputs / ratio.size(0);
   TORCH_CHECK(block <= WIDEST && outputs % 16 == 0 && inputs % ratio.size(0) == 0);
   TORCH_CHECK(packed.nbytes() * 2 == static_cast<size_t>(inputs * outputs) && ratio.is_contiguous());
   TORCH_CHECK(packed.is_contiguous() && zero.is_contiguous() && out.is_contiguous());
-  TORCH_CHECK(column.has_value() == difference.has_value());
-  TORCH_CHECK(!column || (column->is_contiguous() && column->numel() == inputs));
-  TORCH_CHECK(!difference || (difference->is_contiguous() && difference->nbytes() == packed.nbytes()));
+  const bool is_nested = !nested.empty();
+  TORCH_CHECK(!is_nested || (nested.size() == 5 && nested[0].numel() == inputs && nested[1].nbytes() == packed.nbytes()));
+  TORCH_CHECK(!is_nested || (nested[2].numel() == inputs + 1 && nested[3].numel() == nested[4].numel()));
+  for (const at::Tensor& part : nested) TORCH_CHECK(part.is_contiguous());
   const auto* bytes = static_cast<const uint8_t*>(packed.data_ptr());
-  const auto* differences = difference ? static_cast<const uint8_t*>(difference->data_ptr()) : nullptr;
-  const float* columns = column ? column->data_ptr<float>() : nullptr;
+  const float* column = is_nested ? nested[0].data_ptr<float>() : nullptr;
+  const auto* difference = is_nested ? static_cast<const uint8_t*>(nested[1].data_ptr()) : nullptr;
+  const int32_t* starts = is_nested ? nested[2].data_ptr<int32_t>() : nullptr;
+  const int32_t* places = is_nested ? nested[3].data_ptr<int32_t>() : nullptr;
+  const int8_t* exceptions = is_nested ? nested[4].data_ptr<int8_t>() : nullptr;
   const float *ratios = ratio.data_ptr<float>(), *zeros = zero.data_ptr<float>();
   int8_t* weights = out.data_ptr<int8_t>();
   for_rows(out, INPUTS_AT_ONCE, [&](int64_t first, int64_t count) {
@@ -97,13 +102,13 @@ void int4_to_int8(const at::Tensor& packed, const at::Tensor& ratio, const at::T
         const int64_t place = (n * inputs + k * width) / 2;
         const bool halves = in_halves && width == block;
         unpack(bytes + place, values, next - k, width, halves);
-        if (differences) {
-          unpack(differences + place, beside, next - k, width, halves);
+        if (is_nested) {
+          unpack(difference + place, beside, next - k, width, halves);
           const auto correct_block = width == 64   ? correct<64>
                                      : width == 48 ? correct<48>
                                      : width == 32 ? correct<32>
                                                    : correct<16>;
-          correct_block(values, ratios + scales, zeros + scales, columns + k, beside, weights + k * outputs + n,
+          correct_block(values, ratios + scales, zeros + scales, column + k, beside, weights + k * outputs + n,
                         outputs, next - k);
           continue;
         }
@@ -113,6 +118,9 @@ void int4_to_int8(const at::Tensor& packed, const at::Tensor& ratio, const at::T
                                                  : rescale<16>;
         rescale_block(values, ratios + scales, zeros + scales, weights + k * outputs + n, outputs, next - k);
       }
+      for (int64_t input = k; is_nested && input < next; input++)
+        for (int32_t e = starts[input]; e < starts[input + 1]; e++)
+          weights[input * outputs + places[e]] = exceptions[e];
     }
   });
 }
@@ -148,8 +156,8 @@ void scale_sums(const at::Tensor& sums, const at::Tensor& row, const at::Tensor&
 
 TORCH_LIBRARY(flexquant_one_copy, m) {
   m.def(
-      "int4_to_int8(Tensor packed, Tensor ratio, Tensor zero, Tensor? column, Tensor? difference, int block, "
-      "bool in_halves, Tensor(a!) out) -> ()");
+      "int4_to_int8(Tensor packed, Tensor ratio, Tensor zero, Tensor[] nested, int block, bool in_halves, "
+      "Tensor(a!) out) -> ()");
   m.def("scale_sums(Tensor sums, Tensor row, Tensor column, Tensor? bias, Tensor(a!) out) -> ()");
 }
 

@@ -43,6 +43,8 @@ from flexquant.serving.worker.one_copy.operands import (
     CHANNEL_SCALE,
     COLUMN,
     DIFFERENCE,
+    EXCEPTIONS,
+    PLACES,
     ROW,
     NestedWeights,
 )
@@ -54,13 +56,16 @@ ZERO = 8.0
 """Value of a symmetric INT4 weight that stands for 0."""
 
 logger = init_logger("vllm.flexquant.cpu")
-Buffers = Mapping[str, torch.Tensor]
+STARTS = "flexquant_starts"
+"""Name of a buffer: the first of the exceptions of each input, and their number, int32 [inputs + 1]."""
+NESTED = (COLUMN, DIFFERENCE, STARTS, PLACES, EXCEPTIONS)
+
 _kept = threading.local()
 _most_weights = 0
 _library = torch.library.Library("flexquant", "FRAGMENT")
 _library.define(
-    "one_copy_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor? column, "
-    "Tensor? difference, Tensor channel_scale, Tensor? bias, int block, bool in_halves) -> Tensor"
+    "one_copy_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, "
+    "Tensor channel_scale, Tensor? bias, int block, bool in_halves) -> Tensor"
 )
 
 
@@ -118,6 +123,20 @@ def packed_alike(values: torch.Tensor, layout: Layout) -> torch.Tensor:
     return torch.cat(blocks)
 
 
+def exceptions_by_input(nested: NestedWeights) -> dict[str, torch.Tensor]:
+    """Return the exceptions of nested weights in the order of their inputs, as cpu.cpp takes them."""
+    inputs, of_output = nested.exception_input, torch.arange(len(nested.row), dtype=torch.int32)
+    is_here = inputs >= 0
+    order = inputs[is_here].argsort(stable=True)
+    counts = torch.bincount(inputs[is_here], minlength=len(nested.column))
+    places = of_output[:, None].expand_as(inputs)[is_here]
+    return {
+        STARTS: torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)]),
+        PLACES: places[order],
+        EXCEPTIONS: nested.exception[is_here][order],
+    }
+
+
 class CPUInt8Product:
     """Multiplies in INT8 by weights that are computed from those that ``kernel`` keeps in INT4."""
 
@@ -127,7 +146,9 @@ class CPUInt8Product:
         self._kernel = kernel
         self._layout = layout
 
-    def prepare(self, source: torch.nn.Module, nested: NestedWeights | None = None) -> Buffers:
+    def prepare(
+        self, source: torch.nn.Module, nested: NestedWeights | None = None
+    ) -> dict[str, torch.Tensor]:
         """Return what :meth:`multiply` needs beside ``source``, once its weights are packed.
 
         Without ``nested``, the INT8 weights are those nearest to the source's.
@@ -138,10 +159,14 @@ class CPUInt8Product:
             return {CHANNEL_SCALE: scales, ROW: scales.reciprocal()}
         _reserve(inputs * len(nested.channel_scale))
         difference = packed_alike(unpack_nibbles(nested.difference).t(), self._layout)
-        return {**nested.factors(), DIFFERENCE: difference}
+        return {**nested.factors(), DIFFERENCE: difference, **exceptions_by_input(nested)}
 
     def multiply(
-        self, source: torch.nn.Module, buffers: Buffers, x: torch.Tensor, bias: torch.Tensor | None
+        self,
+        source: torch.nn.Module,
+        buffers: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype."""
         layout = self._layout
@@ -149,8 +174,7 @@ class CPUInt8Product:
             x,
             *self._weights(source),
             buffers[ROW],
-            buffers.get(COLUMN),
-            buffers.get(DIFFERENCE),
+            [buffers[name] for name in NESTED if name in buffers],
             buffers[CHANNEL_SCALE],
             bias,
             layout.block,
@@ -175,7 +199,7 @@ def channel_scales(
     groups, outputs = scale.shape
     _reserve(inputs * outputs)
     ones, zeros = torch.ones(groups, outputs, dtype=torch.float32), _zeros(zero, scale)
-    weights = _int8_weights(packed, ones, zeros, None, None, inputs, layout)  # value - zero, exactly
+    weights = _int8_weights(packed, ones, zeros, [], inputs, layout)  # value - zero, exactly
     most = weights.view(groups, -1, outputs).float().abs().amax(1)
     greatest = (most * scale.float().abs()).amax(0)
     return torch.where(greatest > 0, greatest / 127, 1.0)
@@ -188,8 +212,7 @@ def one_copy_linear(
     scale: torch.Tensor,
     zero: torch.Tensor | None,
     row: torch.Tensor,
-    column: torch.Tensor | None,
-    difference: torch.Tensor | None,
+    nested: list[torch.Tensor],
     channel_scale: torch.Tensor,
     bias: torch.Tensor | None,
     block: int,
@@ -198,10 +221,10 @@ def one_copy_linear(
     """Return [tokens, outputs] for ``x`` [tokens, inputs] in its dtype, multiplied in INT8.
 
     ``x`` is quantised per token. The INT4 weights become INT8 weights, which have the scales
-    ``channel_scale``, by the other arguments (:class:`NestedWeights`).
+    ``channel_scale``, by ``row`` and ``nested``, the tensors of NESTED if they are nested.
     """
     ratio, layout = (scale.float() * row).contiguous(), Layout(block, in_halves)
-    weights = _int8_weights(packed, ratio, _zeros(zero, scale), column, difference, x.shape[1], layout)
+    weights = _int8_weights(packed, ratio, _zeros(zero, scale), nested, x.shape[1], layout)
     quantized, row, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
     bias = None if bias is None else bias.float()
     if not int8_product_is_exact():
@@ -278,25 +301,27 @@ def _int8_weights(
     packed: torch.Tensor,
     ratio: torch.Tensor,
     zeros: torch.Tensor,
-    column: torch.Tensor | None,
-    difference: torch.Tensor | None,
+    nested: list[torch.Tensor],
     inputs: int,
     layout: Layout,
 ) -> torch.Tensor:
-    """Return (value - zero) * ratio * column + difference in int8 [inputs, outputs].
+    """Return (value - zero) * ratio in int8 [inputs, outputs], or nested weights, as cpu.cpp describes them.
 
-    The product is rounded before the difference is added. The thread's next call writes over the result.
+    The thread's next call writes over the result.
     """
     groups, outputs = ratio.shape
     out = thread_memory(_kept, _most_weights, torch.int8)[: inputs * outputs].view(inputs, outputs)
     if has_operators():
         torch.ops.flexquant_one_copy.int4_to_int8(
-            packed, ratio, zeros, column, difference, layout.block, layout.in_halves, out
+            packed, ratio, zeros, nested, layout.block, layout.in_halves, out
         )
         return out
     values = unpacked(packed, layout, inputs, outputs).view(groups, -1, outputs)
     scaled = values.float().sub_(zeros[:, None]).mul_(ratio[:, None]).view(inputs, outputs)
-    if column is None or difference is None:
+    if not nested:
         return out.copy_(scaled.round_())
+    column, difference, starts, places, exceptions = nested
     near = scaled.mul_(column[:, None]).round_()
-    return out.copy_(near.add_(unpacked(difference, layout, inputs, outputs)).sub_(ZERO))
+    out.copy_(near.add_(unpacked(difference, layout, inputs, outputs)).sub_(ZERO))
+    of_inputs = torch.arange(inputs).repeat_interleave(starts.diff())
+    return out.index_put_((of_inputs, places.long()), exceptions)

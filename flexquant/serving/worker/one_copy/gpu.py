@@ -8,6 +8,8 @@ follows, which has no INT8 on Blackwell. ``gpu_layouts`` says how INT4 kernels k
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from vllm.platforms import current_platform
 
@@ -25,6 +27,8 @@ from flexquant.serving.worker.one_copy.operands import (
     CHANNEL_SCALE,
     COLUMN,
     DIFFERENCE,
+    EXCEPTIONS,
+    PLACES,
     ROW,
     NestedWeights,
 )
@@ -36,13 +40,13 @@ GREATEST = {INT8: 127.0, FP8: 448.0}
 """Greatest weight of each precision."""
 BLACKWELL = 100
 
-Buffers = dict[str, torch.Tensor]
+NESTED = (COLUMN, DIFFERENCE, PLACES, EXCEPTIONS)
+
 _memory: dict[torch.device, torch.Tensor] = {}
 _library = torch.library.Library("flexquant", "FRAGMENT")
 _library.define(
-    "one_copy_gpu_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor? column, "
-    "Tensor? difference, Tensor channel_scale, Tensor? bias, ScalarType precision, bool outputs_first) "
-    "-> Tensor"
+    "one_copy_gpu_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, "
+    "Tensor channel_scale, Tensor? bias, ScalarType precision, bool outputs_first) -> Tensor"
 )
 
 
@@ -73,7 +77,9 @@ class GPUProduct:
         self._precision = FP8 if current_platform.has_device_capability(BLACKWELL) else INT8
         self.precision = "FP8" if self._precision == FP8 else "INT8"
 
-    def prepare(self, source: torch.nn.Module, nested: NestedWeights | None = None) -> Buffers:
+    def prepare(
+        self, source: torch.nn.Module, nested: NestedWeights | None = None
+    ) -> dict[str, torch.Tensor]:
         """Return what :meth:`multiply` needs beside ``source``, once its weights are packed.
 
         Without ``nested``, the weights are those nearest to the source's.
@@ -84,7 +90,8 @@ class GPUProduct:
             inputs = len(nested.column)
             _scratch(packed.device, inputs * scale.shape[1], INT8)
             difference = packed_alike(unpack_nibbles(nested.difference), self._layout)
-            return buffers | nested.factors() | {DIFFERENCE: difference}
+            exceptions = {PLACES: nested.exception_input, EXCEPTIONS: nested.exception}
+            return buffers | nested.factors() | {DIFFERENCE: difference} | exceptions
         outputs_first = self._layout.outputs_first
         channel_scale = channel_scales(packed, scale, zero, self._precision, outputs_first)
         buffers |= {CHANNEL_SCALE: channel_scale, ROW: channel_scale.reciprocal()}
@@ -93,7 +100,11 @@ class GPUProduct:
         return buffers
 
     def multiply(
-        self, source: torch.nn.Module, buffers: Buffers, x: torch.Tensor, bias: torch.Tensor | None
+        self,
+        source: torch.nn.Module,
+        buffers: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype."""
         weight, scale, _ = self._layout.names or (self._kernel.w_q_name, self._kernel.w_s_name, "")
@@ -103,8 +114,7 @@ class GPUProduct:
             getattr(source, scale),
             buffers.get(ZERO),
             buffers[ROW],
-            buffers.get(COLUMN),
-            buffers.get(DIFFERENCE),
+            [buffers[name] for name in NESTED if name in buffers],
             buffers[CHANNEL_SCALE],
             None if bias is None else buffers.get(BIAS, bias),
             self._precision,
@@ -120,8 +130,7 @@ def one_copy_gpu_linear(
     scale: torch.Tensor,
     zero: torch.Tensor | None,
     row: torch.Tensor,
-    column: torch.Tensor | None,
-    difference: torch.Tensor | None,
+    nested: list[torch.Tensor],
     channel_scale: torch.Tensor,
     bias: torch.Tensor | None,
     precision: torch.dtype,
@@ -130,7 +139,7 @@ def one_copy_gpu_linear(
     """Return [tokens, outputs] for ``x`` [tokens, inputs], quantised per token and multiplied in 8 bit."""
     outputs, inputs = scale.shape[1], x.shape[1]
     out = _scratch(x.device, inputs * outputs, precision).view(outputs, inputs)
-    weights = eight_bit_weights(packed, scale, zero, row, out, outputs_first, column, difference)
+    weights = eight_bit_weights(packed, scale, zero, row, out, outputs_first, nested)
     if precision == FP8:
         quantized, scales = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
     else:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from flexquant.serving.vllm_api import tl, triton
@@ -122,6 +124,16 @@ def _weight(  # type: ignore[no-untyped-def]
     return exact.to(kind)
 
 
+@triton.jit
+def _put(places, values, out, number, inputs, padded: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write an output's ``number`` values to the places among its inputs, where these are not negative."""
+    output = tl.program_id(0)
+    n = tl.arange(0, padded)
+    place = tl.load(places + output * number + n, mask=n < number, other=-1)
+    value = tl.load(values + output * number + n, mask=n < number, other=0)
+    tl.store(out + output * inputs + place, value, mask=place >= 0)
+
+
 def compile_options(tiles: int) -> dict[str, int]:
     """Return Triton's options for the kernel: no fused multiply-add, which would round once."""
     return {"num_warps": max(1, tiles // 4), "enable_fp_fusion": False}
@@ -134,19 +146,21 @@ def eight_bit_weights(
     row: torch.Tensor,
     out: torch.Tensor,
     outputs_first: bool,
-    column: torch.Tensor | None = None,
-    difference: torch.Tensor | None = None,
+    nested: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Write the weights into ``out`` [outputs, inputs], in INT8 or FP8, and return it.
 
     ``packed`` int32 [inputs / 16, outputs * 2] and ``scale`` [groups, outputs] are as the kernel keeps them,
-    ``zero`` [groups, outputs] and ``row`` float32 [outputs] are in the order of outputs, ``column`` is
-    float32 [inputs], and ``difference`` is packed as ``packed``. In INT8 a weight is
-    (value - zero) * (scale * row) * column, each operation rounded to the nearest float32, and then to the
-    nearest integer, ties to even, to which the difference is added: a fused multiply-add, which rounds once,
-    would differ.
+    ``zero`` [groups, outputs] and ``row`` float32 [outputs] are in the order of outputs. In INT8 a weight is
+    (value - zero) * (scale * row), each operation rounded to the nearest float32, and then to the nearest
+    integer, ties to even: a fused multiply-add, which rounds once, would differ.
+
+    Nested weights have a column, float32 [inputs], a difference, packed as ``packed``, exceptions' inputs,
+    int32 [outputs, exceptions] with -1 for none, and their weights, int8: (value - zero) * (scale * row) *
+    column is rounded, and the difference is added; an exception takes the place of such a weight.
     """
     outputs, inputs = out.shape
+    column, difference, *exceptions = nested or (row, packed)
     group = inputs // len(scale)
     tiles = min(group, MOST_INPUTS) // 16
     _int4_to_8_bit[(outputs // 64, triton.cdiv(inputs, tiles * 16))](
@@ -154,8 +168,8 @@ def eight_bit_weights(
         scale,
         scale if zero is None else zero,
         row,
-        row if column is None else column,
-        packed if difference is None else difference,
+        column,
+        difference,
         out,
         outputs,
         inputs,
@@ -163,10 +177,13 @@ def eight_bit_weights(
         INTEGER_BITS,
         is_grouped=len(scale) > 1,
         has_zero=zero is not None,
-        is_nested=difference is not None,
+        is_nested=bool(nested),
         is_integer=out.dtype == INT8,
         outputs_first=outputs_first,
         tiles=tiles,
         **compile_options(tiles),
     )
+    if exceptions:
+        number = exceptions[0].shape[1]
+        _put[(outputs,)](*exceptions, out, number, inputs, padded=triton.next_power_of_2(number))
     return out

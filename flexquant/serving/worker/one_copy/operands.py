@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What a linear's INT8 weights are computed with, beside the INT4 weights in which they are nested.
 
-Each pass computes them as those of one copy, and corrects them by a difference of 4 bits; FORMAT.md has the
-arithmetic to the last rounding.
+Each pass computes them as those of one copy, and corrects them by differences of 4 bits and by exceptions;
+FORMAT.md has the arithmetic to the last rounding.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ ROW, COLUMN = "flexquant_row", "flexquant_column"
 """Names of buffers: what is multiplied by the INT4 weights of each output and each input, float32."""
 DIFFERENCE = "flexquant_difference"
 """Name of a buffer: what is added, in 4 bits, packed as the INT4 kernel packs its weights."""
+PLACES, EXCEPTIONS = "flexquant_places", "flexquant_exceptions"
+"""Names of buffers: where exceptions go, int32, and the exceptions, int8; each device has its order."""
 
 
 class NestedWeights(NamedTuple):
-    """What a linear's INT8 weights are computed with, beside INT4 weights; a merged checkpoint stores it."""
+    """A rank's part of what a linear's INT8 weights are computed with; a merged checkpoint stores it."""
 
     channel_scale: torch.Tensor
     """Scales of the INT8 weights, float32 [outputs]."""
@@ -31,6 +33,10 @@ class NestedWeights(NamedTuple):
     """float32 [inputs]."""
     difference: torch.Tensor
     """uint8 [outputs, inputs / 2], of neighbouring inputs, the first in the low bits; 8 stands for 0."""
+    exception_input: torch.Tensor
+    """Inputs of the weights that take the place of computed ones, int32 [outputs, exceptions]; -1: none."""
+    exception: torch.Tensor
+    """These weights, int8 [outputs, exceptions]."""
 
     def factors(self) -> dict[str, torch.Tensor]:
         return {CHANNEL_SCALE: self.channel_scale, ROW: self.row, COLUMN: self.column}
