@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,8 +23,9 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
-from flexquant.policy.routes import RouteTable, RouteTableData, build_route_table
+from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Policy, choose_policy
+from flexquant.serving.messages import PolicyName, ServedPolicyData
 from flexquant.serving.refusals import check_derivable, has_one_head, refusals
 
 if TYPE_CHECKING:
@@ -84,17 +85,6 @@ def additional_config(vllm_config: VllmConfig) -> JsonObject:
             "into it; give a mapping, or none"
         )
     return dict(additional)
-
-
-class PolicyName(TypedDict):
-    name: str
-    digest: str
-
-
-class ServedPolicyData(PolicyName):
-    """A :class:`ServedPolicy` as plain data."""
-
-    routes: RouteTableData
 
 
 @dataclass(frozen=True)

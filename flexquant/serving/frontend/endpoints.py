@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from fastapi.datastructures import State
     from vllm.config import VllmConfig
 
+    from flexquant.serving.messages import PolicyEffects, RankStatus
     from flexquant.serving.vllm_api import AsyncLLM
-    from flexquant.serving.worker.worker_extension import PolicyEffects, RankStatus
 
 logger = init_logger("vllm.flexquant.policy")
 

@@ -21,10 +21,10 @@ from prometheus_client.registry import Collector
 from vllm.logger import init_logger
 
 from flexquant.serving.frontend.access import Answers, answer_of, ask_workers, serves_merged
+from flexquant.serving.messages import RankMetrics
 
 if TYPE_CHECKING:
     from flexquant.serving.vllm_api import AsyncLLM
-    from flexquant.serving.worker.worker_extension import RankMetrics
 
 logger = init_logger("vllm.flexquant.metrics")
 
@@ -82,7 +82,7 @@ class WorkerMetrics(Collector):
         yield from weights_and_policies(engines)
 
 
-Engines = Sequence[tuple[list[str], "RankMetrics"]]
+Engines = Sequence[tuple[list[str], RankMetrics]]
 """The values of vLLM's labels for each engine, and what its counting worker told."""
 
 

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import BinaryIO, TypedDict
+from typing import BinaryIO
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.serving.config import ServedPolicy, ServingOptions
+from flexquant.serving.messages import EngineCounters
 from flexquant.serving.worker.forward_pass import Pass
 
 logger = init_logger("vllm.flexquant.trace")
@@ -178,19 +179,6 @@ class Trace:
         if file is not None:
             with suppress(OSError):  # some file systems report a full disk only now
                 file.close()
-
-
-class EngineCounters(TypedDict):
-    """What the worker that tells an engine's counters tells for ``/metrics``."""
-
-    engine: str
-    policies: list[tuple[str, str, int]]
-    """Name and digest of each policy that has routed, and 1 for the one that routes now, else 0."""
-    counted: list[JsonObject]
-    """Plan, phase, and the counters of :meth:`PlanCounters.to_data`."""
-    sizes: list[tuple[list[tuple[str, int]], int]]
-    """For each record of ``counted``: the upper end of each bucket with the number of passes up to it, and
-    the sum of the passes' sizes."""
 
 
 class PassRecords:

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, Protocol
 
 from vllm.logger import init_logger
 
 from flexquant import __version__
-from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import describe_ranges
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import route_changes
-from flexquant.policy.schema import PHASES, Phase
-from flexquant.serving.config import PolicyName, ServedPolicy, ServedPolicyData, clip_to_server
+from flexquant.policy.schema import PHASES
+from flexquant.serving.config import ServedPolicy, clip_to_server
 from flexquant.serving.kernels.layers import kernel_names
-from flexquant.serving.worker.pass_records import EngineCounters
+from flexquant.serving.messages import PolicyEffects, PolicyRefusal, RankMetrics, RankStatus, ServedPolicyData
 from flexquant.serving.worker.plan_views import decoder_path, is_compiled
 from flexquant.serving.worker.ranks import on_all_ranks
 
@@ -42,42 +41,6 @@ class ServingWorker(Protocol):
     model_runner: Runner
 
     def get_model(self) -> FlexQuantForCausalLM: ...
-
-
-class RankStatus(TypedDict):
-    """What a rank serves and has counted; the server's ``Status`` describes the keys."""
-
-    flexquant: str
-    architecture: str
-    policy: PolicyName
-    plans: dict[str, list[str]]
-    routes: dict[Phase, list[JsonObject]]
-    kernels: dict[str, list[str]]
-    weight_bytes: dict[str, int]
-    weight_bytes_by_layers: dict[str, dict[str, int]]
-    last_pass: JsonObject | None
-    """None before the first pass."""
-    counted: list[JsonObject] | None
-    """None if another rank counts."""
-
-
-class RankMetrics(EngineCounters):
-    """What the rank that counts tells for ``/metrics``."""
-
-    weight_bytes_by_layers: dict[str, dict[str, int]]
-
-
-class PolicyEffects(TypedDict):
-    """What a change of policy changes on a rank; the server's ``PolicyChange`` describes the keys."""
-
-    before: PolicyName
-    after: PolicyName
-    captures_graphs: bool
-    routes: list[JsonObject]
-
-
-class PolicyRefusal(TypedDict):
-    refused: str
 
 
 class FlexQuantWorker:
