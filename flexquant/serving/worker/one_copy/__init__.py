@@ -90,7 +90,7 @@ class OneCopyMethod(QuantizeMethodBase):
             )
         self._product, self.kernel_name = product, f"{product.precision} {self._relation} {its_name}"
 
-    def create_weights(self, layer: nn.Module, *weight_args: object, **extra_weight_attrs: object) -> None:
+    def create_weights(self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any) -> None:
         raise RuntimeError("the source creates the weights; this is a FlexQuant bug")
 
     def make_ready(self, layer: LinearBase) -> None:
@@ -118,9 +118,9 @@ class NestedMethod(OneCopyMethod):
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
-        *_: object,
+        *_: Any,
         weight_loader: Callable[..., None],
-        **__: object,
+        **__: Any,
     ) -> None:
         """Create parameters for a :class:`NestedWeights`; exceptions are those of all ranks' inputs."""
         inputs, outputs = input_size_per_partition, sum(output_partition_sizes)
@@ -209,7 +209,7 @@ def read_sources(variant: nn.Module, name: str) -> None:
     Raises :class:`FlexQuantError` if a layout is not known.
     """
     for layer, method in _computing(variant):
-        if isinstance(method, NestedMethod):
+        if method._source is not None:
             method.read(method._source, f"{name}, {layer.prefix}")
 
 

@@ -164,7 +164,7 @@ class CPUInt8Product:
     def multiply(
         self,
         source: torch.nn.Module,
-        buffers: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor | None],
         x: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:

@@ -102,7 +102,7 @@ class GPUProduct:
     def multiply(
         self,
         source: torch.nn.Module,
-        buffers: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor | None],
         x: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
