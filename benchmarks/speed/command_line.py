@@ -26,7 +26,7 @@ from flexquant.cli._arguments import add_effort, parse_names
 from flexquant.errors import FlexQuantError
 
 T = TypeVar("T")
-SCHEMES = ("bf16", "w8a8", "w4a16", "fp8", "w4a8", "w4a8-fp8", "one-copy")
+SCHEMES = ("bf16", "w8a8", "w4a16", "fp8", "w4a8", "w4a8-fp8", "one-copy", "nested")
 GPU_MEMORY = 0.9
 """Share of a GPU's memory that all servers together get."""
 

@@ -42,6 +42,8 @@ NAME = "model.layers.0.mlp.down_proj"
 KERNELS = "kernels"
 ACTIVATIONS = {"w4a8": "int8", "w4a8-fp8": "fp8"}
 """Schemes of INT4 weights -> the precision of their activations."""
+COMPUTED = ("one-copy", "nested")
+"""Schemes whose INT8 weights are computed in each pass."""
 
 
 class NoKernelError(Exception):
@@ -100,15 +102,15 @@ def summarise(
 def build_layers(scheme: str, outputs: int, inputs: int) -> tuple[list[nn.Module], int]:
     """Return copies of a linear [inputs -> outputs] with equal random weights, ready to run, and one's bytes.
 
-    ``scheme`` may name a kernel, as in ``w4a16@humming``; ``one-copy`` computes
-    INT8 weights from that kernel's INT4 weights in each pass. The bytes are those of
-    weights and scales as the kernel holds them (see :mod:`flexquant.serving.worker.weight_memory`). Raises
-    NoKernelError.
+    ``scheme`` may name a kernel, as in ``w4a16@humming``; ``one-copy`` and ``nested`` compute INT8 weights
+    from that kernel's INT4 weights in each pass. The bytes are those of the weights and scales that the kernel
+    holds (see :mod:`flexquant.serving.worker.weight_memory`), for nested weights without the INT4 weights.
+    Raises NoKernelError.
     """
     scheme, _, kernel = scheme.partition("@")
     weight_bytes = outputs * inputs * {"bf16": 2, "w8a8": 1, "fp8": 1}.get(scheme, 0.5)
     copies = min(MAX_COPIES, max(1, round(ROTATED_BYTES[device()] / weight_bytes)))
-    stored = "w4a16" if scheme in (*ACTIVATIONS, "one-copy") else scheme
+    stored = "w4a16" if scheme in (*ACTIVATIONS, *COMPUTED) else scheme
     tensors = linear_tensors(stored, outputs, inputs, NAME)
     try:
         built = [build_layer(scheme, stored, outputs, inputs, tensors, kernel) for _ in range(copies)]
@@ -127,7 +129,7 @@ def build_layer(
     )
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from flexquant.serving.worker.one_copy import find_scales, one_copy_of
+    from flexquant.serving.worker.one_copy import make_ready, nesting_in, one_copy_of, read_sources
     from flexquant.serving.worker.plan_views import stack_of_layers
     from flexquant.serving.worker.weight_memory import WeightMemory
 
@@ -139,20 +141,24 @@ def build_layer(
         torch.device(device()),
         set_default_torch_dtype(torch.bfloat16),
     ):
-        layer = ReplicatedLinear(
-            inputs,
-            outputs,
-            bias=False,
-            params_dtype=torch.bfloat16,
-            quant_config=config,
-            prefix=NAME,
-            return_bias=False,
-            disable_tp=True,
-        )
+
+        def linear() -> ReplicatedLinear:
+            return ReplicatedLinear(
+                inputs,
+                outputs,
+                bias=False,
+                params_dtype=torch.bfloat16,
+                quant_config=config,
+                prefix=NAME,
+                return_bias=False,
+                disable_tp=True,
+            )
+
+        layer = linear()
         if scheme in ACTIVATIONS:
             use_8bit_activations(layer, ACTIVATIONS[scheme])
-        if device() == "cpu" or kernel or scheme == "one-copy":
-            take_kernel(layer, kernel, scheme == "one-copy")
+        if device() == "cpu" or kernel or scheme in COMPUTED:
+            take_kernel(layer, kernel, scheme in COMPUTED)
         for name, parameter in layer.named_parameters():
             parameter.data.copy_(tensors[name])
         memory = WeightMemory({scheme: layer})
@@ -160,9 +166,28 @@ def build_layer(
         nbytes = memory.nbytes()[scheme]
         if scheme == "one-copy":
             model = one_copy_of(_as_model(layer), scheme)
-            find_scales([model])
+            make_ready([model])
             layer = stack_of_layers(model)[0]
+        elif scheme == "nested":
+            with nesting_in(_as_model(layer), config):
+                layer = linear()
+            for name, parameter in layer.named_parameters():
+                fill_nested(name, parameter)
+            model = _as_model(layer)
+            read_sources(model, scheme)
+            nbytes = sum(parameter.nbytes for parameter in layer.parameters())
+            make_ready([model])
     return layer, nbytes
+
+
+def fill_nested(name: str, parameter: nn.Parameter) -> None:
+    """Give a parameter of a nested linear values of which none is out of INT8's reach."""
+    if name == "weight_exception_input":
+        parameter.data.copy_(128 * torch.arange(parameter.shape[1]))
+    elif parameter.is_floating_point():
+        parameter.data.fill_(0.5)
+    else:
+        parameter.data.random_(0, 100)
 
 
 def _as_model(layer: nn.Module) -> nn.Module:

@@ -52,7 +52,7 @@ QUICK = Settings(
 )
 CPU = Settings(
     subjects=("bf16", *QUICK.subjects),
-    schemes=("bf16", "w8a8", "w4a16", "w4a8", "fp8", "one-copy"),
+    schemes=("bf16", "w8a8", "w4a16", "w4a8", "fp8", "one-copy", "nested"),
     layers=LAYERS,
     tokens=(1, 4, 16, 64, 256),
     serving=(in_turn(64, 8), *batches((8,), (64, 256), 32), Workload(24, 128, 32, rate=1, spread=0.5)),
@@ -61,7 +61,7 @@ CPU = Settings(
 )
 GPU = Settings(
     subjects=("w8a8", "w4a16", "w4a8", "bf16", "flexquant:phase-batch"),
-    schemes=("bf16", "w8a8", "fp8", "w4a16", "w4a8", "one-copy"),
+    schemes=("bf16", "w8a8", "fp8", "w4a16", "w4a8", "one-copy", "nested"),
     layers=LAYERS,
     tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
     serving=(

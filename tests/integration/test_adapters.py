@@ -116,6 +116,16 @@ def test_int8_from_one_copy_with_adapters(folder: Path, adapters: list[Any]) -> 
 
 
 @pytest.mark.full
+def test_nested_weights_with_adapters(folder: Path, adapters: list[Any], tmp_path: Path) -> None:
+    sources = {name: folder / name for name in ("w8a8", "w4a16")}
+    merge_checkpoints(sources, tmp_path / "merged", nested="near")
+    (plain, _), (nested, without) = (
+        served(merged, ["w8a8"], adapters) for merged in (folder / "w8a8-w4a16", tmp_path / "merged")
+    )
+    assert distance(nested, plain) < distance(without[:2], plain[:2]) / 2
+
+
+@pytest.mark.full
 def test_layers_of_two_variants_with_adapters(folder: Path, adapters: list[Any]) -> None:
     """No variant has all layers: adapters have to find each layer in the variant that has it."""
     apart = rules('- use: {default: fp8, layers: {"0": w4a16}}')
