@@ -89,16 +89,20 @@ def merge_checkpoints(
             raise FlexQuantError(kv.message)
         merged = _merged_config(plan, inner, kv, policy)
         digests = finish(progress)
-        changed = {name: variant.changed() for name, variant in inner.items()}
+        missed = {name: variant.missed() for name, variant in inner.items()}
+        changed = {name: m.changed for name, m in missed.items()}
+        added_noise = {name: float(f"{m.added_noise:.4g}") for name, m in missed.items()}
         base = plan.sidecars.complete(plan.sources[0].config)
         config = {key: value for key, value in base.items() if key not in ("_name_or_path", *SECTIONS)}
         config["architectures"] = [served_architecture(merged.base_architecture)]
         config["quantization_config"] = merged.to_json()
         write_json(stage / "config.json", config)
         hashed = ["config.json", *files]
-        provenance = _provenance(plan.sources, digests, stage, hashed, dtype, config_from, changed)
+        provenance = _provenance(plan.sources, digests, stage, hashed, dtype, config_from)
+        if missed:
+            provenance |= {"changed_integers": changed, "added_noise": added_noise}
         write_json(stage / PROVENANCE_FILE, provenance)
-        report = report_checkpoint(merged, plan.num_layers, plan.tensors, changed)
+        report = report_checkpoint(merged, plan.num_layers, plan.tensors, changed, added_noise)
         card = make_card(report, plan.sources, provenance, files)
         (stage / "README.md").write_text(card, encoding="utf-8")
     return report
@@ -111,7 +115,6 @@ def _provenance(
     files: Iterable[str],
     dtype: str | None,
     config_from: str | None,
-    changed: Mapping[str, int],
 ) -> JsonObject:
     """Return the document of :class:`Provenance`; ``files`` in ``folder`` are hashed here."""
     return {
@@ -131,7 +134,6 @@ def _provenance(
         },
         **({"dtype": dtype} if dtype else {}),
         **({"config_from": config_from} if config_from else {}),
-        **({"changed_integers": changed} if changed else {}),
         "files": {name: hash_file(folder / name) for name in sorted(files)},
         "tensors": dict(tensor_digests),
     }

@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Nest W8A8 variants in an INT4 variant: store 4 bits for each INT8 weight, its difference to a prediction.
 
-The INT4 weight, times one factor a row and one a column, predicts the INT8 weight. Smoothing scales columns,
+The INT4 weight, times one factor a row and one a column, predicts the INT8 weight. Where 4 bits miss it by
+most, the INT8 weight is stored as an exception. Smoothing scales columns,
 so linears that vLLM fuses, whose inputs are the same, have one column of factors. Factors are fitted by least
 squares when a tensor of a layer is first read; weights are read a block at a time, and not kept.
 """
@@ -12,7 +13,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -25,13 +27,22 @@ from flexquant.checkpoint.nested import (
     Int4Weight,
     NestedWeight,
     blocks,
+    nested_parts,
     nested_weights,
     predict,
     scaled,
     with_weights,
 )
 from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, load_tensor
-from flexquant.checkpoint.schemes import COLUMN, DIFFERENCE, FLOAT_DTYPES, ROW, LinearSchemes
+from flexquant.checkpoint.schemes import (
+    COLUMN,
+    DIFFERENCE,
+    EXCEPTION,
+    EXCEPTION_INPUT,
+    FLOAT_DTYPES,
+    ROW,
+    LinearSchemes,
+)
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import Source
 from flexquant.merge.merge_plan import MergePlan
@@ -42,15 +53,20 @@ if TYPE_CHECKING:
 Scheme = tuple["QuantizationScheme", str]
 """How a linear is quantised, and the format in which it is stored."""
 Nested = Literal["near", "exact"]
-"""What a merge does with integers that 4 bits do not reach: takes the nearest, or refuses the variants."""
+"""What a merge does with integers that are out of reach: takes the nearest, or refuses the variants."""
 ITERATIONS = 3
 """Rounds of the fit; of SmolLM2-135M's linears, a fourth brings less than 0.01 % more within reach."""
-MAX_CHANGED = 0.1
-"""Largest share of a linear's integers that may change.
+MAX_ADDED_NOISE = 8.0
+"""Largest sum of a linear's squared misses, over the squared error of rounding to INT8 in the first place.
 
-4 bits do not reach up to 4 % after plain rounding and up to 7 % after GPTQ, but most of them in variants
-that do not fit each other, such as rotated ones.
+At 8 the error is that of steps three times as long. Of SmolLM2-135M's linears, with INT4 by GPTQ with
+clipping, the worst has 4.4 and all together 0.54; variants that do not fit each other, such as rotated ones,
+have 10,000.
 """
+ROUNDINGS_A_SQUARE = 12
+"""Rounding to integers has a mean squared error of 1/12."""
+MAX_INPUTS = 1 << 16
+"""Inputs that an exception's index tells apart."""
 FARTHEST = LARGEST + HIGHEST + 0.5
 """Largest absolute prediction, before rounding, from which some difference leads back to INT8's range."""
 SMALLEST = 2.0**-32
@@ -94,14 +110,42 @@ def shrink_rows(
     return torch.where(largest <= FARTHEST, row, smaller.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
 
-def find_differences(weight8: torch.Tensor, predicted: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the differences, float32 [rows, inputs], that lead nearest to INT8 weights; how many miss one.
+class Misses(NamedTuple):
+    """How far the INT8 weights of linears, as they are served, are from the source checkpoint's."""
 
-    ``predicted`` is what :func:`predict` returns.
+    weights: int
+    changed: int
+    """How many weights are not the source's."""
+    squared: int
+    """Sum of the squared distances."""
+
+    @property
+    def added_noise(self) -> float:
+        return ROUNDINGS_A_SQUARE * self.squared / self.weights
+
+    @classmethod
+    def total(cls, parts: Iterable[Misses]) -> Misses:
+        return cls(*map(sum, zip(*parts, strict=True)))
+
+
+def encode(weight8: torch.Tensor, predicted: torch.Tensor) -> tuple[dict[str, torch.Tensor], Misses]:
+    """Return what is stored, but for factors, of rows of an INT8 weight [rows, inputs], and what it misses.
+
+    ``predicted`` is what :func:`predict` returns. Differences lead nearest to the weights; exceptions are
+    what these miss by most, of equal ones the first. Types and shapes are those of :func:`nested_parts`.
     """
-    wanted = weight8.float().clamp_(-LARGEST, LARGEST)
-    found = wanted.sub_(predicted).clamp_(LOWEST, HIGHEST)
-    return found, int((found + predicted != weight8).sum())
+    wanted, inputs = weight8 - predicted, weight8.shape[1]
+    differences = wanted.clamp(LOWEST, HIGHEST)
+    missed = wanted.sub_(differences).abs_()
+    order = missed.int() * inputs - torch.arange(inputs, dtype=torch.int32)  # no two of a row are equal
+    exceptions = order.topk(nested_parts(*weight8.shape)[EXCEPTION][1][1], dim=1).indices.sort(dim=1).values
+    missed.scatter_(1, exceptions, 0)
+    changed, squared = int(missed.count_nonzero()), int(missed.square_().sum(dtype=torch.float64))
+    return {
+        DIFFERENCE: pack_differences(differences),
+        EXCEPTION: weight8.gather(1, exceptions),
+        EXCEPTION_INPUT: exceptions.to(torch.uint16),
+    }, Misses(weight8.numel(), changed, squared)
 
 
 def pack_differences(differences: torch.Tensor) -> torch.Tensor:
@@ -112,14 +156,14 @@ def pack_differences(differences: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors of a layer, and how many integers change."""
+    """The factors of a layer, and what is missed with them."""
 
     rows: dict[str, torch.Tensor]
     """Module -> float32 [outputs, 1]."""
     column: torch.Tensor
     """float32 [inputs]."""
-    changed: dict[str, int]
-    """Module -> the number of its INT8 weights that the stored differences do not reach."""
+    missed: dict[str, Misses]
+    """By module."""
 
 
 class NestedLayer:
@@ -135,23 +179,25 @@ class NestedLayer:
     def factors(self) -> Factors:
         """Return the layer's factors, which the first call fits; several threads may call.
 
-        Raises FlexQuantError if more integers change than may.
+        Raises FlexQuantError if weights are missed by more than they may.
         """
         with self._lock:
             found = self._fitted = self._fitted or self._fit()
-        for module, changed in found.changed.items():
-            number = self._weights[module][0].nbytes
-            if changed > (0 if self._nested == "exact" else MAX_CHANGED * number):
-                rule = f"at most {100 * MAX_CHANGED:.0f} % may change: quantise both from one model, INT4 in "
-                rule += "groups of 32 with zero points"
-                if self._nested == "exact":
-                    rule = "none may change with --nested-exact: take --nested"
-                raise FlexQuantError(
-                    f"variant '{self._variant}' cannot be nested: {changed} of {number} integers "
-                    f"({100 * changed / number:.2g} %) of '{module}' are further than 4 bits from what INT4 "
-                    f"predicts, and {rule}, or {TWO_COPIES}"
+        for module, missed in found.missed.items():
+            if self._nested == "exact" and missed.changed:
+                counts = f"{missed.changed} of {missed.weights} integers of '{module}' are out of reach"
+                raise self._refused(f"{counts}, and none may change with --nested-exact: take --nested")
+            if missed.added_noise > MAX_ADDED_NOISE:
+                share = f"{100 * missed.changed / missed.weights:.3g} % of the integers of '{module}' change"
+                raise self._refused(
+                    f"{share}, and its misses add {missed.added_noise:.2f} times INT8's own rounding noise, "
+                    f"allowed is {MAX_ADDED_NOISE:g}: quantise both from one model, INT4 in groups of 32 "
+                    "with zero points"
                 )
         return found
+
+    def _refused(self, problem: str) -> FlexQuantError:
+        return FlexQuantError(f"variant '{self._variant}' cannot be nested: {problem}, or {TWO_COPIES}")
 
     def stored(self) -> dict[str, TensorRef]:
         """Return what takes the place of INT8 weights, by original key; it is computed when it is read."""
@@ -159,14 +205,13 @@ class NestedLayer:
 
     def _stored(self, module: str) -> list[TensorRef]:
         weight8, int4 = self._weights[module]
-        outputs, inputs = int4.shape
 
-        def difference(rows: Sequence[range] | None) -> torch.Tensor:
+        def encoded(part: str, rows: Sequence[range] | None) -> torch.Tensor:
             factors, found = self.factors(), []
-            for part in blocks(int4.shape, rows):
-                row = factors.rows[module][part.start : part.stop]
-                predicted = predict(*int4.read(part), row, factors.column)
-                found.append(pack_differences(find_differences(load_tensor(weight8, [part]), predicted)[0]))
+            for block in blocks(int4.shape, rows):
+                row = factors.rows[module][block.start : block.stop]
+                predicted = predict(*int4.read(block), row, factors.column)
+                found.append(encode(load_tensor(weight8, [block]), predicted)[0][part])
             return torch.cat(found)
 
         def row(rows: Sequence[range] | None) -> torch.Tensor:
@@ -175,13 +220,12 @@ class NestedLayer:
         def column(rows: Sequence[range] | None) -> torch.Tensor:
             return _of_rows(self.factors().column, rows)
 
+        factors = {ROW: row, COLUMN: column}
         return [
-            ComputedTensor(f"{module}.{part}", dtype, shape, weight8.file, 0, compute)
-            for part, dtype, shape, compute in (
-                (DIFFERENCE, "U8", (outputs, inputs // 2), difference),
-                (ROW, "F32", (outputs, 1), row),
-                (COLUMN, "F32", (inputs,), column),
+            ComputedTensor(
+                f"{module}.{part}", dtype, shape, weight8.file, 0, factors.get(part) or partial(encoded, part)
             )
+            for part, (dtype, shape) in nested_parts(*int4.shape).items()
         ]
 
     def _fit(self) -> Factors:
@@ -192,32 +236,32 @@ class NestedLayer:
                     yield load_tensor(weight8, [part]).double(), (values * scale).flatten(1).double()
 
         column = fit_column(read, next(iter(self._weights.values()))[1].shape[1])
-        rows, changed = {}, {}
+        rows, missed = {}, {}
         for module, (weight8, int4) in self._weights.items():
             found: list[torch.Tensor] = []
-            changed[module] = 0
+            misses: list[Misses] = []
             for part in blocks(int4.shape):
                 weight, (values, scale) = load_tensor(weight8, [part]), int4.read(part)
                 weight4 = (values * scale).flatten(1).double()
                 row = fit_rows(weight.double(), weight4, column.double()).float().unsqueeze(1)
                 found.append(shrink_rows(row, values, scale, column))
                 predicted = predict(values, scale, found[-1], column)
-                changed[module] += find_differences(weight, predicted)[1]
-            rows[module] = torch.cat(found)
-        return Factors(rows, column, changed)
+                misses.append(encode(weight, predicted)[1])
+            rows[module], missed[module] = torch.cat(found), Misses.total(misses)
+        return Factors(rows, column, missed)
 
 
 def is_nearest(stored: NestedWeight, weight8: TensorRef) -> bool:
-    """Whether stored differences are what a merge writes for an INT8 weight, by the stored factors."""
+    """Whether what is stored is what a merge writes for an INT8 weight, by the stored factors."""
     if (weight8.dtype, weight8.shape) != ("I8", stored.int4.shape):
         return False
-    missed = 0
-    for part in blocks(stored.int4.shape):
-        found, changed = find_differences(load_tensor(weight8, [part]), stored.predicted(part))
-        if not torch.equal(pack_differences(found), load_tensor(stored.difference, [part])):
+    misses = []
+    for block in blocks(stored.int4.shape):
+        found, missed = encode(load_tensor(weight8, [block]), stored.predicted(block))
+        if not all(torch.equal(load_tensor(stored.stored[part], [block]), x) for part, x in found.items()):
             return False
-        missed += changed
-    return missed <= MAX_CHANGED * weight8.nbytes
+        misses.append(missed)
+    return Misses.total(misses).added_noise <= MAX_ADDED_NOISE
 
 
 def _of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:
@@ -232,9 +276,9 @@ class NestedVariant:
     """Name of the variant with the INT4 weights."""
     layers: Sequence[NestedLayer]
 
-    def changed(self) -> int:
-        """Return how many INT8 weights are not the source checkpoint's; layers are fitted if need be."""
-        return sum(sum(layer.factors().changed.values()) for layer in self.layers)
+    def missed(self) -> Misses:
+        """Return what is missed of all its linears; layers are fitted if need be."""
+        return Misses.total(missed for layer in self.layers for missed in layer.factors().missed.values())
 
 
 def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVariant]]:
@@ -321,4 +365,6 @@ def _problem(module: str, eight: Scheme | None, four: Scheme | None, int4: Int4W
         return f"has to be in W8A8 and in W4A16, but is {' in the one, and in the other '.join(said)}"
     if int4 is None:
         return "has an INT4 weight of another form"
-    return "has an odd number of inputs" if int4.shape[1] % 2 else ""
+    if (inputs := int4.shape[1]) > MAX_INPUTS:
+        return f"has {inputs} inputs, and at most {MAX_INPUTS} can be nested"
+    return "has an odd number of inputs" if inputs % 2 else ""

@@ -67,6 +67,8 @@ class Provenance(BaseModel):
     """Merged key -> SHA-256 of the tensor in hexadecimal."""
     changed_integers: dict[str, int] = {}
     """Nested variant -> how many of its INT8 weights are not its source's."""
+    added_noise: dict[str, float] = {}
+    """Nested variant -> by what share of its rounding noise the error of its INT8 weights is larger."""
 
 
 def read_provenance(folder: Path) -> Provenance:

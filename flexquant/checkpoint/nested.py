@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Compute the INT8 weights of a nested variant from another variant's INT4 weights and stored differences.
 
-FORMAT.md has the arithmetic. Every operation is rounded to float32 on its own, so all machines get the same
-integers.
+The inputs of each row that differences miss by most have their INT8 weights stored as they are. FORMAT.md has
+the arithmetic. Every operation is rounded to float32 on its own, so all machines get the same integers.
 """
 
 from __future__ import annotations
@@ -14,17 +14,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, load_tensor
-from flexquant.checkpoint.schemes import COLUMN, DIFFERENCE, FLOAT_DTYPES, INT4_IN_WORD, ROW, unpacked_shape
+from flexquant.checkpoint.schemes import (
+    COLUMN,
+    DIFFERENCE,
+    EXCEPTION,
+    EXCEPTION_INPUT,
+    FLOAT_DTYPES,
+    INT4_IN_WORD,
+    ROW,
+    unpacked_shape,
+)
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
     import torch
 
-LARGEST = 127
-"""Largest absolute value of an INT8 weight of a nested variant."""
+LEAST, LARGEST = -128, 127
+"""Ends of the INT8 weights."""
 LOWEST, HIGHEST = -8, 7
 """Ends of the differences; one is stored as a nibble, minus LOWEST."""
 INPUTS_OF_AN_EXCEPTION = 128
+"""A row has an exception for each so many inputs, and for a rest."""
 WEIGHTS_AT_A_TIME = 1 << 18
 
 
@@ -91,42 +101,58 @@ class NestedWeight:
     """The INT8 weight of a nested variant's linear: what is stored of it, and the INT4 weight."""
 
     int4: Int4Weight
-    difference: TensorRef
-    """U8 [outputs, inputs / 2]."""
-    row: TensorRef
-    """F32 [outputs, 1]."""
-    column: TensorRef
-    """F32 [inputs]."""
+    stored: Mapping[str, TensorRef]
+    """By the last part of their names; types and shapes are those of :func:`nested_parts`."""
 
     @property
     def parts(self) -> list[TensorRef]:
         """The stored tensors that it is computed from."""
         int4 = self.int4
-        stored = (int4.packed, int4.scale, int4.zero_point, self.difference, self.row, self.column)
-        return [ref for ref in stored if ref is not None]
+        of_source = (int4.packed, int4.scale, int4.zero_point)
+        return [*(ref for ref in of_source if ref is not None), *self.stored.values()]
 
     def predicted(self, rows: range) -> torch.Tensor:
         """Return what rows of the INT4 weight predict, whole numbers, float32 [rows, inputs]."""
-        return predict(*self.int4.read(rows), load_tensor(self.row, [rows]), load_tensor(self.column))
+        row, column = load_tensor(self.stored[ROW], [rows]), load_tensor(self.stored[COLUMN])
+        return predict(*self.int4.read(rows), row, column)
 
     def read(self, rows: Sequence[range] | None) -> torch.Tensor:
         """Return rows of the INT8 weight, or all, int8 [rows, inputs].
 
-        Raises FlexQuantError for integers beyond LARGEST, which no merge writes.
+        Raises FlexQuantError for integers beyond INT8's and exceptions in no order, which no merge writes.
         """
         import torch
 
         found = []
         for part in blocks(self.int4.shape, rows):
-            differences = unpack_differences(load_tensor(self.difference, [part]))
-            weight = self.predicted(part).add_(differences)
-            if not bool((weight.abs() <= LARGEST).all()):
-                raise FlexQuantError(
-                    f"'{self.difference.name}' in {self.difference.file} gives weights beyond {LARGEST}; "
-                    "fetch or merge the checkpoint again"
-                )
-            found.append(weight.to(torch.int8))
+            difference, exception, stored_input = (
+                load_tensor(self.stored[name], [part]) for name in (DIFFERENCE, EXCEPTION, EXCEPTION_INPUT)
+            )
+            weight = self.predicted(part).add_(unpack_differences(difference))
+            if not bool(((weight >= LEAST) & (weight <= LARGEST)).all()):
+                raise _damaged(self.stored[DIFFERENCE], f"gives weights beyond {LEAST} to {LARGEST}")
+            inputs = stored_input.long()
+            if not bool((inputs.diff(dim=1) > 0).all() and (inputs < weight.shape[1]).all()):
+                ascending = f"names inputs that do not ascend within 0 to {weight.shape[1] - 1}"
+                raise _damaged(self.stored[EXCEPTION_INPUT], ascending)
+            found.append(weight.to(torch.int8).scatter_(1, inputs, exception))
         return torch.cat(found)
+
+
+def _damaged(ref: TensorRef, problem: str) -> FlexQuantError:
+    return FlexQuantError(f"'{ref.name}' in {ref.file} {problem}; fetch or merge the checkpoint again")
+
+
+def nested_parts(outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return type and shape of each tensor stored of a nested linear, by the last part of its name."""
+    exceptions = -(-inputs // INPUTS_OF_AN_EXCEPTION)
+    return {
+        DIFFERENCE: ("U8", (outputs, inputs // 2)),
+        ROW: ("F32", (outputs, 1)),
+        COLUMN: ("F32", (inputs,)),
+        EXCEPTION: ("I8", (outputs, exceptions)),
+        EXCEPTION_INPUT: ("U16", (outputs, exceptions)),
+    }
 
 
 def nested_weights(own: Mapping[str, TensorRef], source: Mapping[str, TensorRef]) -> dict[str, NestedWeight]:
@@ -141,25 +167,26 @@ def nested_weights(own: Mapping[str, TensorRef], source: Mapping[str, TensorRef]
         if last != DIFFERENCE:
             continue
         int4 = Int4Weight.of(source, module)
-        row, column = (own.get(f"{module}.{part}") for part in (ROW, COLUMN))
         outputs, inputs = int4.shape if int4 is not None else (0, 0)
-        expected = [("U8", (outputs, inputs // 2)), ("F32", (outputs, 1)), ("F32", (inputs,))]
-        stored = [(ref.dtype, ref.shape) for ref in (difference, row, column) if ref is not None]
-        if int4 is None or row is None or column is None or stored != expected or inputs % 2:
-            raise FlexQuantError(
-                f"{difference.file} holds '{difference.name}', whose {ROW}, {COLUMN} and INT4 weight are not "
-                "there or do not fit it; fetch or merge the checkpoint again"
-            )
-        found[f"{module}.weight"] = NestedWeight(int4, difference, row, column)
+        expected = nested_parts(outputs, inputs)
+        stored = {part: own[f"{module}.{part}"] for part in expected if f"{module}.{part}" in own}
+        fits = {part: (ref.dtype, ref.shape) for part, ref in stored.items()} == expected
+        if int4 is None or not fits or inputs % 2:
+            others = ", ".join(part for part in expected if part != DIFFERENCE)
+            problem = f"is damaged: its {others} and INT4 weight are not there or do not fit it"
+            raise _damaged(difference, problem)
+        found[f"{module}.weight"] = NestedWeight(int4, stored)
     return found
 
 
 def with_weights(own: Mapping[str, TensorRef], nested: Mapping[str, NestedWeight]) -> dict[str, TensorRef]:
     """Return a nested variant's tensors as it is served: INT8 weights in place of what they come from."""
-    gone = {f"{name}{part.removeprefix('weight')}" for name in nested for part in (DIFFERENCE, ROW, COLUMN)}
+    gone = {
+        f"{name}{part.removeprefix('weight')}" for name, weight in nested.items() for part in weight.stored
+    }
     found = {name: ref for name, ref in own.items() if name not in gone}
     for name, weight in nested.items():
-        ref = weight.difference
+        ref = weight.stored[DIFFERENCE]
         found[name] = ComputedTensor(name, "I8", weight.int4.shape, ref.file, ref.begin, weight.read)
     return found
 

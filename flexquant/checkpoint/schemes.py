@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 PACKED_SUFFIX = "_packed"
 DIFFERENCE, ROW, COLUMN = "weight_difference", "weight_row", "weight_column"
-"""Last parts of the names of what a nested linear has in place of its INT8 weight."""
+EXCEPTION, EXCEPTION_INPUT = "weight_exception", "weight_exception_input"
+"""These five are the last parts of the names of what a nested linear has in place of its INT8 weight."""
 WORD_BITS = 32
 """Bits of the int32 words that hold packed integers of at most 8 bits."""
 INT4_IN_WORD = 8
 # Parameters that compressed-tensors, AWQ, GPTQ and nesting add beside a module's own.
 QUANTISATION_PARAMETER = re.compile(
     r"\.((weight|input|output|q|k|v|attn|prob)_(scale|zero_point|global_scale|g_idx|shape)"
-    rf"|qzeros|scales|g_idx|{ROW}|{COLUMN})$"
+    rf"|qzeros|scales|g_idx|{ROW}|{COLUMN}|{EXCEPTION}|{EXCEPTION_INPUT})$"
 )
 READABLE_FORMATS = frozenset(
     {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}

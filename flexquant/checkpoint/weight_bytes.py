@@ -21,7 +21,7 @@ from flexquant.checkpoint.safetensors_io import TensorRef, total_bytes
 from flexquant.checkpoint.schemes import DIFFERENCE, logical_shapes
 from flexquant.documents.results import table_lines
 
-NOTHING: Mapping[str, int] = MappingProxyType({})
+NOTHING: Mapping[str, float] = MappingProxyType({})
 BytesByRange = dict[str, dict[str, int]]
 """Variant or SHARED -> range of layers, e.g. ``0-3``, or an empty text for outside of layers -> bytes."""
 
@@ -37,6 +37,8 @@ class NestedReport:
     """The same with what is stored of the source's linears."""
     changed: float | None
     """Share of the INT8 weights that are not the source checkpoint's; None: not recorded."""
+    added_noise: float | None
+    """Their squared error over that of rounding to INT8; None: not recorded."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,13 @@ def report_checkpoint(
     merged: MergedConfig,
     num_layers: int,
     tensors: Mapping[str, TensorRef],
-    changed: Mapping[str, int] = NOTHING,
+    changed: Mapping[str, float] = NOTHING,
+    added_noise: Mapping[str, float] = NOTHING,
 ) -> CheckpointReport:
     """Report on the tensors of a merged checkpoint, by merged key; only headers and shapes are read.
 
-    ``changed`` says of nested variants how many INT8 weights are not the source's.
+    ``changed`` says of nested variants how many INT8 weights are not the source's, ``added_noise`` what their
+    squared error is of that of rounding to INT8.
     """
     parts = _by_reader(merged, tensors)
     shared = parts.pop(SHARED)
@@ -100,7 +104,8 @@ def report_checkpoint(
         bits = 8 * (own_bytes + shared_bytes) / max(1, parameters)
         scheme = describe_scheme(variant.quantization_config)
         source = variant.nested_in
-        nested = _nested_report(own, source, parts[source], changed.get(name)) if source else None
+        missed = changed.get(name), added_noise.get(name)
+        nested = _nested_report(own, source, parts[source], *missed) if source else None
         variants[name] = VariantReport(scheme, own_bytes, parameters, bits, nested)
     return CheckpointReport(
         base_architecture=merged.base_architecture,
@@ -117,7 +122,11 @@ def report_checkpoint(
 
 
 def _nested_report(
-    own: Mapping[str, TensorRef], source: str, of_source: Mapping[str, TensorRef], changed: int | None
+    own: Mapping[str, TensorRef],
+    source: str,
+    of_source: Mapping[str, TensorRef],
+    changed: float | None,
+    added_noise: float | None,
 ) -> NestedReport:
     modules = {key.removesuffix(DIFFERENCE) for key in own if key.endswith(f".{DIFFERENCE}")}
     weights = sum(2 * own[f"{module}{DIFFERENCE}"].nbytes for module in modules) or 1
@@ -125,7 +134,8 @@ def _nested_report(
         sum(8 * ref.nbytes for key, ref in part.items() if f"{key.rpartition('.')[0]}." in modules) / weights
         for part in (own, of_source)
     ]
-    return NestedReport(source, bits[0], sum(bits), None if changed is None else changed / weights)
+    share = None if changed is None else changed / weights
+    return NestedReport(source, bits[0], sum(bits), share, added_noise)
 
 
 def weights_in_layers(tensors: Mapping[str, TensorRef]) -> int:
@@ -240,10 +250,14 @@ def describe_nested(report: CheckpointReport) -> list[str]:
     lines = []
     for name, variant in report.variants.items():
         if (nested := variant.nested) is not None:
-            share = "an unrecorded share" if nested.changed is None else f"{100 * nested.changed:.2g} %"
+            share, noise = (
+                "an unrecorded share" if x is None else f"{100 * x:.2g} %"
+                for x in (nested.changed, nested.added_noise)
+            )
             lines.append(
                 f"{name}: {nested.own_bits:.2f} bits a weight in its linears, {nested.bits_with_source:.2f} "
-                f"with {nested.source}'s; {share} of its integers were out of reach, and are the nearest"
+                f"with {nested.source}'s; {share} of its integers changed, which adds {noise} to INT8's own "
+                "rounding noise"
             )
     return lines
 

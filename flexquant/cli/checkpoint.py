@@ -73,15 +73,16 @@ def configure_merge(parser: argparse.ArgumentParser) -> None:
         )
     add_dtype(parser)
     for option, mode, text in (
-        ("--nested", "near", "take the nearest integer where these do not reach"),
-        ("--nested-exact", "exact", "refuse variants where these do not reach an integer"),
+        ("--nested", "near", "take the nearest integer where it does not reach"),
+        ("--nested-exact", "exact", "refuse variants with an integer out of reach"),
     ):
         parser.add_argument(
             option,
             dest="nested",
             action="store_const",
             const=mode,
-            help=f"store 4 bits for each INT8 weight of W8A8, its difference to INT4's, and {text}",
+            help="store 4 bits for each INT8 weight of W8A8, its difference to INT4's, store whole the 1/128 "
+            f"that this misses by most, and {text}",
         )
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
     parser.add_argument(
@@ -138,7 +139,9 @@ def inspect(args: argparse.Namespace) -> JsonObject:
     """
     checkpoint = MergedCheckpoint.open(args.folder, published=True)
     merged, layers = checkpoint.merged, count_layers(checkpoint.config)
-    report = report_checkpoint(merged, layers, checkpoint.tensors, checkpoint.provenance.changed_integers)
+    recorded = checkpoint.provenance
+    missed = recorded.changed_integers, recorded.added_noise
+    report = report_checkpoint(merged, layers, checkpoint.tensors, *missed)
     loaded: BytesByRange = {}
     try:
         policy = choose_policy(None, merged.policy)
@@ -214,7 +217,7 @@ def verify(args: argparse.Namespace) -> JsonObject:
     with progress_bar("verifying") as progress:
         result = verify_checkpoint(args.folder, against, progress)
     for measure, count in result["tensors_compared_with"].items():
-        how = ", nested weights as near as 4 bits reach" if measure in result["nested"] else ""
+        how = ", nested weights as near as 4 bits and exceptions reach" if measure in result["nested"] else ""
         print(f"{args.folder}: {count} tensors equal to {measure}{how}")
     return result
 

@@ -12,17 +12,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import save_file
 
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, MergedCheckpoint
 from flexquant.checkpoint.merged_config import MergedConfig
-from flexquant.checkpoint.nested import predict, unpack_differences
-from flexquant.checkpoint.safetensors_io import total_bytes
+from flexquant.checkpoint.nested import Int4Weight, nested_weights, predict, unpack_differences
+from flexquant.checkpoint.safetensors_io import load_tensor, read_header, total_bytes
 from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
-from flexquant.merge import merge_checkpoints, split_checkpoint
-from flexquant.merge.nesting import find_differences, fit_column, fit_rows, pack_differences, shrink_rows
+from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from flexquant.merge.nesting import (
+    MAX_ADDED_NOISE,
+    Nested,
+    NestedLayer,
+    encode,
+    fit_column,
+    fit_rows,
+    is_nearest,
+    pack_differences,
+    shrink_rows,
+)
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
 from tests.checkpoints import StateDict, quantise_int8
@@ -63,17 +74,37 @@ def predicted_by_the_page(tensors: StateDict, module: str) -> np.ndarray:
     return np.rint(near).astype(np.int32)
 
 
+def exceptions_by_the_page(missed: np.ndarray) -> np.ndarray:
+    """Return the inputs of a row's exceptions by FORMAT.md, from how far clamped integers are off."""
+    first = sorted(range(len(missed)), key=lambda i: (-abs(int(missed[i])), i))
+    return np.sort(first[: (len(missed) + 127) // 128])
+
+
+def with_lowest_integers(folder: Path, made: Path) -> Path:
+    """Copy W8A8 with some of its integers -128."""
+    eight = shutil.copytree(made, folder / "w8a8")
+    tensors = tensors_of(eight)
+    for tensor in tensors.values():
+        if tensor.dtype == torch.int8:
+            tensor[tensor < -110] = -128
+    save_file(tensors, eight / "model.safetensors", metadata={"format": "pt"})
+    return eight
+
+
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_what_is_stored_gives_the_integers_as_the_format_says(tmp_path, nested_pair, group, symmetric):
-    sources = {"w8a8": nested_pair["w8a8"], "w4a16": make_w4a16(tmp_path / "w4a16", group, symmetric)}
+    sources = {
+        "w8a8": with_lowest_integers(tmp_path, nested_pair["w8a8"]),
+        "w4a16": make_w4a16(tmp_path / "w4a16", group, symmetric),
+    }
     merge_checkpoints(sources, tmp_path / "merged", nested="near")
     split_checkpoint(tmp_path / "merged", "w8a8", tmp_path / "split")
     stored, source, split = (
         tensors_of(f) for f in (tmp_path / "merged", sources["w8a8"], tmp_path / "split")
     )
     quantised = [name.removesuffix(".weight") for name in source if source[name].dtype == torch.int8]
-    changed = 0
+    changed, squared, weights, lowest = 0, 0, 0, 0
     for module in quantised:
         predicted = predicted_by_the_page(stored, module)
         packed = stored.pop(f"w8a8.{module}.weight_difference").numpy()
@@ -82,10 +113,22 @@ def test_what_is_stored_gives_the_integers_as_the_format_says(tmp_path, nested_p
         difference[:, 0::2], difference[:, 1::2] = packed & 15, packed >> 4
         difference -= 8
         served, wanted = split[f"{module}.weight"], source[f"{module}.weight"].numpy().astype(np.int32)
-        assert np.array_equal(served.numpy(), predicted + difference) and np.abs(served.numpy()).max() <= 127
-        error = wanted - served.numpy()
+        assert np.abs(predicted).max() <= 134
+        found = predicted + difference
+        error = wanted - found
         assert (difference[error > 0] == 7).all() and (difference[error < 0] == -8).all()
-        changed += int((error != 0).sum())
+        inputs, values = (
+            stored.pop(f"w8a8.{module}.weight_{part}").numpy() for part in ("exception_input", "exception")
+        )
+        assert (inputs.dtype, values.dtype) == (np.uint16, np.int8)
+        assert np.array_equal(inputs, [exceptions_by_the_page(row) for row in error])
+        assert np.array_equal(values, np.take_along_axis(wanted, inputs.astype(int), 1))
+        np.put_along_axis(found, inputs.astype(int), values.astype(np.int32), 1)
+        assert np.array_equal(served.numpy(), found)
+        changed += int((found != wanted).sum())
+        squared += int(((found - wanted) ** 2).sum())
+        weights += wanted.size
+        lowest += int((found == -128).sum())
         assert f"w8a8.{module}.weight" not in stored
     of_variant = {name for name in stored if name.startswith("w8a8.")}
     factors = {f"w8a8.{module}.weight_{part}" for module in quantised for part in ("row", "column")}
@@ -95,8 +138,10 @@ def test_what_is_stored_gives_the_integers_as_the_format_says(tmp_path, nested_p
     for modules in FUSED:
         columns = [stored[f"w8a8.{module}.weight_column"] for module in modules]
         assert columns[0].std() > 0.1 and all(torch.equal(column, columns[0]) for column in columns)
-    recorded = json.loads((tmp_path / "merged" / PROVENANCE_FILE).read_text())["changed_integers"]
-    assert recorded == {"w8a8": changed} and changed > 0
+    recorded = json.loads((tmp_path / "merged" / PROVENANCE_FILE).read_text())
+    assert recorded["changed_integers"] == {"w8a8": changed} and changed > 0 and lowest > 0
+    assert recorded["added_noise"] == {"w8a8": float(f"{12 * squared / weights:.4g}")}
+    verify_checkpoint(tmp_path / "merged", sources)
     of_weights = {f"{module}.weight" for module in quantised}
     assert_equal(*({k: v for k, v in t.items() if k not in of_weights} for t in (split, source)))
     expected = config_of(sources["w8a8"])
@@ -142,17 +187,87 @@ def test_a_row_that_predicts_too_much_is_shrunk_and_no_other():
         (0, 9, -8),
         (7, 0, 7),
         (8, 0, 7),
-        (-128, -125, -2),
+        (-128, -125, -3),
+        (-128, -134, 6),
+        (-128, 134, -8),
         (127, 134, -7),
         (127, 120, 7),
     ],
 )
-def test_a_difference_ends_at_four_bits_and_at_127(weight, predicted, difference):
-    found, changed = find_differences(
-        torch.tensor([[weight, 0]], dtype=torch.int8), torch.tensor([[float(predicted), 0]])
+def test_a_difference_ends_at_four_bits(weight, predicted, difference):
+    weight8 = torch.tensor([[-128, weight]], dtype=torch.int8)  # the first is the exception
+    found, missed = encode(weight8, torch.tensor([[134.0, predicted]]))
+    assert unpack_differences(found["weight_difference"]).tolist() == [[-8, difference]]
+    assert (found["weight_exception_input"].item(), found["weight_exception"].item()) == (0, -128)
+    error = predicted + difference - weight
+    assert missed == (2, error != 0, error**2)
+
+
+@pytest.mark.parametrize("inputs", [2, 126, 128, 130, 256, 640])
+@pytest.mark.parametrize("farthest", [8, 12, 300], ids=["filled up", "ties", "any"])
+def test_exceptions_are_what_is_missed_by_most(inputs, farthest):
+    random = np.random.default_rng(inputs)
+    weight8 = random.integers(-128, 128, (40, inputs))
+    predicted = np.clip(weight8 + random.integers(-farthest, farthest + 1, weight8.shape), -134, 134)
+    wanted = weight8 - predicted
+    missed = wanted - wanted.clip(-8, 7)
+    expected = np.array([exceptions_by_the_page(row) for row in missed])
+    found, misses = encode(
+        torch.from_numpy(weight8).to(torch.int8), torch.from_numpy(predicted.astype(np.float32))
     )
-    assert found.tolist() == [[difference, 0]]
-    assert changed == (predicted + difference != weight)
+    assert np.array_equal(found["weight_exception_input"].numpy(), expected)
+    assert np.array_equal(found["weight_exception"].numpy(), np.take_along_axis(weight8, expected, 1))
+    assert np.array_equal(unpack_differences(found["weight_difference"]).numpy(), wanted.clip(-8, 7))
+    np.put_along_axis(missed, expected, 0, 1)
+    assert misses == (missed.size, np.count_nonzero(missed), (missed**2).sum())
+
+
+def layer_that_misses(folder: Path, counts: list[int], nested: Nested) -> NestedLayer:
+    """Return a layer of 200 inputs, in which 4 bits miss so many weights of each of three rows by two.
+
+    Such a weight and two beside it are off by -10, 7 and 3, which cancels in rows and columns: all weights
+    are predicted to be 40.
+    """
+    weight8 = torch.full((3 * len(counts), 200), 40, dtype=torch.int8)
+    for number, count in enumerate(counts):
+        for row in range(3):
+            off = torch.tensor([-10, 7, 3], dtype=torch.int8).roll(row).repeat(count)
+            weight8[3 * number + row, : 3 * count] += off
+    stored = {
+        "x.weight": weight8,
+        "x.weight_packed": pack_to_int32(torch.full_like(weight8, 5), 4).contiguous(),
+        "x.weight_scale": torch.ones(len(weight8), 1),
+        "x.weight_shape": torch.tensor(weight8.shape),
+    }
+    save_file(stored, folder / "x.safetensors")
+    tensors = read_header(folder / "x.safetensors")
+    int4 = Int4Weight.of(tensors, "x")
+    assert int4 is not None
+    return NestedLayer({"x": (tensors["x.weight"], int4)}, "w8a8", nested)
+
+
+def test_the_noise_that_misses_add_has_a_bound(tmp_path):
+    most = int(MAX_ADDED_NOISE * 3 * 200 / 12 / 12)  # by two exceptions a row, 12 a count of three rows
+    layer = layer_that_misses(tmp_path, [most + 2, most + 2, most + 3], "near")
+    missed = layer.factors().missed["x"]
+    assert missed == (9 * 200, 3 * (3 * most + 1), 12 * (3 * most + 1))
+    assert missed.added_noise == MAX_ADDED_NOISE
+    said = r"'w8a8' cannot be nested: 16\.8 % of the integers of 'x' change, and its misses add 8\.08 times "
+    with pytest.raises(FlexQuantError, match=f"{said}INT8's own rounding noise, allowed is 8: quantise both"):
+        layer_that_misses(tmp_path, [most + 3, most + 2, most + 3], "near").factors()
+
+
+def test_exceptions_alone_are_exact(tmp_path):
+    layer = layer_that_misses(tmp_path, [0, 1, 2], "exact")
+    assert layer.factors().missed["x"].changed == 0
+    weight8, int4 = layer._weights["x"]
+    stored = {f"x.{ref.name.rpartition('.')[2]}": ref for ref in layer.stored().values()}
+    found = nested_weights(stored, read_header(tmp_path / "x.safetensors"))["x.weight"]
+    assert torch.equal(found.read(None), load_tensor(weight8)) and is_nearest(found, weight8)
+    with pytest.raises(
+        FlexQuantError, match="3 of 1800 integers of 'x' are out of reach, and none may change"
+    ):
+        layer_that_misses(tmp_path, [0, 1, 3], "exact").factors()
 
 
 def test_every_difference_is_read_as_it_was_packed():
@@ -238,7 +353,8 @@ def test_command_line(nested_pair, tmp_path, capsys):
     assert main(["merge", "--nested-exact", *named, "--output", output]) == 1
     assert "none may change" in capsys.readouterr().err
     assert main(["merge", "--nested", *named, "--output", output]) == 0
-    said = r"w8a8: 4\.\d+ bits a weight in its linears, [89]\.\d+ with w4a16's; [\d.]+ % of its integers"
+    said = r"w8a8: 4\.\d+ bits a weight in its linears, [89]\.\d+ with w4a16's; [\d.]+ % of its integers "
+    said += r"changed, which adds [\d.]+ % to INT8's own rounding noise"
     for command in (["inspect", output], None):
         text = capsys.readouterr().out
         assert "w8a8 (nested in w4a16)" in text
@@ -248,4 +364,7 @@ def test_command_line(nested_pair, tmp_path, capsys):
     card = (tmp_path / "merged" / "README.md").read_text()
     assert "| `w8a8` (nested in w4a16) |" in card and "nested weights as they are served" in card
     assert main(["verify", output, "--against", *named]) == 0
-    assert "tensors equal to w8a8, nested weights as near as 4 bits reach" in capsys.readouterr().out
+    assert (
+        "tensors equal to w8a8, nested weights as near as 4 bits and exceptions reach"
+        in capsys.readouterr().out
+    )

@@ -17,7 +17,7 @@ from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, MergedCheckp
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
-from flexquant.merge.nesting import MAX_CHANGED
+from flexquant.merge.nesting import MAX_ADDED_NOISE
 from tests.checkpoints import flip_a_byte, make_checkpoint
 from tests.foreign import config_of
 from tests.publishers import edits
@@ -58,6 +58,7 @@ def with_static_activations(folder: Path) -> Path:
 
 W8A8, W4A16 = of_llama(scheme="w8a8"), of_llama(scheme="w4a16")
 O_PROJ = ["re:.*o_proj$"]
+WIDE = {"intermediate_size": 65600, "num_layers": 1, "hidden_size": 32}
 TWICE = "which stores the weights of both"
 
 
@@ -91,10 +92,18 @@ TWICE = "which stores the weights of both"
             },
             f"'model.layers.0.mlp.down_proj' has an odd number of inputs; .*{TWICE}",
         ),
+        (
+            {
+                "w8a8": of_llama(scheme="w8a8", **WIDE),
+                "w4a16": lambda folder: make_w4a16(folder, None, True, **WIDE),
+            },
+            rf"'model.layers.0.mlp.down_proj' has 65600 inputs, and at most 65536 can be nested; .*{TWICE}",
+        ),
         ({"w8a8": W8A8, "w4a16": with_indices}, "inputs in another order"),
         (
             {"w4a16": W4A16, "w8a8": of_llama(scheme="w8a8", transform=in_float32(rotate_residual))},
-            rf"\d+ of \d+ integers .* at most {100 * MAX_CHANGED:.0f} % may change: quantise both .*{TWICE}",
+            r"8\d.\d % of the integers of .* misses add \d+\.\d+ times INT8's own rounding noise, allowed is "
+            rf"{MAX_ADDED_NOISE:g}: quantise both .*{TWICE}",
         ),
     ],
     ids=[
@@ -106,6 +115,7 @@ TWICE = "which stores the weights of both"
         "16 bit in W4A16",
         "experts",
         "odd inputs",
+        "too many inputs",
         "another order",
         "rotated",
     ],
@@ -124,7 +134,11 @@ def test_what_cannot_be_nested_is_refused_and_the_output_stays(tmp_path, made, p
     ]
 
 
-@pytest.mark.parametrize("part", ["w8a8 weight_difference", "w4a16 weight_packed", "w4a16 weight_scale"])
+PARTS = [f"w8a8 weight_{part}" for part in ("difference", "exception", "exception_input")]
+PARTS += ["w4a16 weight_packed", "w4a16 weight_scale"]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_a_flipped_bit_of_what_a_weight_is_computed_from_is_found(nested_pair, merged, tmp_path, part):
     variant, name = part.split()
     flip_a_byte(merged, f"{variant}.{LINEAR}.{name}")
@@ -150,10 +164,10 @@ def test_verify_compares_with_the_sources(nested_pair, merged, tmp_path):
         verify_checkpoint(merged, {"w8a8": other})
 
 
-@pytest.mark.parametrize("part", ["weight_row", "weight_column", "w4a16 weight_packed", "w4a16 weight_scale"])
+@pytest.mark.parametrize("part", ["w8a8 weight_row", "w8a8 weight_column", *PARTS[1:]])
 def test_a_part_that_is_missing_or_of_another_shape_is_one_sentence(merged, tmp_path, part):
-    variant, _, name = f"w8a8 {part}".rpartition(" ")
-    key = f"{variant.split()[-1]}.{LINEAR}.{name}"
+    variant, name = part.split()
+    key = f"{variant}.{LINEAR}.{name}"
     checkpoint = MergedCheckpoint.open(merged)
     shard = checkpoint.tensors[key].file
     tensors = load_file(shard)
@@ -172,9 +186,46 @@ def test_weights_beyond_int8_are_refused(merged, tmp_path):
     tensors[key] *= 2
     save_file(tensors, checkpoint.tensors[key].file, metadata={"format": "pt"})
     (merged / PROVENANCE_FILE).unlink()
-    with pytest.raises(FlexQuantError, match=f"{LINEAR}.weight_difference.* beyond 127; fetch or merge"):
+    with pytest.raises(FlexQuantError, match=f"{LINEAR}.weight_difference.* beyond -128 to 127; fetch"):
         split_checkpoint(merged, "w8a8", tmp_path / "split")
     assert not (tmp_path / "split").exists()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.flip(1), lambda x: x.clamp(min=int(x[:, -1].min())), lambda x: x + 256 - x[:, -1:]]
+)
+def test_exceptions_out_of_order_or_out_of_range_are_refused(merged, tmp_path, change):
+    edit(merged, "weight_exception_input", change)
+    with pytest.raises(
+        FlexQuantError, match=f"{LINEAR}.weight_exception_input.* ascend within 0 to 255; fetch"
+    ):
+        split_checkpoint(merged, "w8a8", tmp_path / "split")
+    assert not (tmp_path / "split").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("weight_exception", lambda x: x.where(x != x[0, 0], x + 1)),
+        ("weight_exception_input", lambda x: torch.cat([x[:, :1] // 2, x[:, 1:]], 1)),
+    ],
+    ids=["value", "input"],
+)
+def test_verify_finds_exceptions_that_a_merge_does_not_write(merged, nested_pair, part, change):
+    edit(merged, part, change)
+    with pytest.raises(FlexQuantError, match=rf"1 of .*\({LINEAR}\.weight in "):
+        verify_checkpoint(merged, {"w8a8": nested_pair["w8a8"]})
+
+
+def edit(folder: Path, part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change one part of LINEAR, in a checkpoint without recorded hashes."""
+    key = f"w8a8.{LINEAR}.{part}"
+    file = MergedCheckpoint.open(folder).tensors[key].file
+    tensors = load_file(file)
+    changed = change(tensors[key].int()).to(tensors[key].dtype)
+    assert not torch.equal(changed, tensors[key])
+    save_file(tensors | {key: changed.contiguous()}, file, metadata={"format": "pt"})
+    (folder / PROVENANCE_FILE).unlink()
 
 
 @pytest.mark.parametrize("source", ["w8a8", "fp8", "", "w4a16"])
