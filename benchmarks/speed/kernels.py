@@ -103,9 +103,9 @@ def build_layers(scheme: str, outputs: int, inputs: int) -> tuple[list[nn.Module
     """Return copies of a linear [inputs -> outputs] with equal random weights, ready to run, and one's bytes.
 
     ``scheme`` may name a kernel, as in ``w4a16@humming``; ``one-copy`` and ``nested`` compute INT8 weights
-    from that kernel's INT4 weights in each pass. The bytes are those of the weights and scales that the kernel
-    holds (see :mod:`flexquant.serving.worker.weight_memory`), for nested weights without the INT4 weights.
-    Raises NoKernelError.
+    from that kernel's INT4 weights in each pass. The bytes are those of the weights and scales that the
+    kernel holds (see :mod:`flexquant.serving.worker.weight_memory`), for nested weights without the INT4
+    weights. Raises NoKernelError.
     """
     scheme, _, kernel = scheme.partition("@")
     weight_bytes = outputs * inputs * {"bf16": 2, "w8a8": 1, "fp8": 1}.get(scheme, 0.5)

@@ -68,7 +68,7 @@ def test_it_takes_the_memory_of_half_of_its_weights(nested: Path) -> None:
         for policy in ("w4a16", "w8a8"):
             take_policy(llm, policy, load_policy(policy).document)
             answered.append(answers(llm, PROMPTS, **SAMPLING))
-    assert found["weights"] / 2 < found["stored"] < 0.6 * found["weights"]
+    assert found["weights"] / 2 < found["stored"] < 0.65 * found["weights"]
     assert found["bytes"]["w8a8"] >= found["stored"] + found["largest"]
     assert found["bytes"]["w4a16"] > found["weights"] / 2
     in_int4, in_int8 = answered

@@ -165,6 +165,9 @@ def _marked(name: str, parameter: torch.nn.Parameter) -> Iterator[torch.Tensor]:
         return
     if data.ndim < 2:
         yield data.reshape(-1, 1)
+    elif data.ndim == 2 and data.shape[1] < MARKED and not data.is_floating_point():
+        rows = data.numel() // MARKED  # a few integers can be marks by chance
+        yield data.flatten()[: rows * MARKED].view(rows, MARKED)
     elif data.ndim == 2:
         yield data[:, :MARKED]
         yield data[:MARKED].T
