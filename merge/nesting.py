@@ -3,9 +3,9 @@
 """Nest W8A8 variants in an INT4 variant: store 4 bits for each INT8 weight, its difference to a prediction.
 
 The INT4 weight, times one factor a row and one a column, predicts the INT8 weight. Where 4 bits miss it by
-most, the INT8 weight is stored as an exception. Smoothing scales columns,
-so linears that vLLM fuses, whose inputs are the same, have one column of factors. Factors are fitted by least
-squares when a tensor of a layer is first read; weights are read a block at a time, and not kept.
+most, the INT8 weight is stored as an exception. Smoothing scales columns, so linears that vLLM fuses, whose
+inputs are the same, have one column of factors. Factors are fitted by least squares when a tensor of a layer
+is first read; weights are read a block at a time, and not kept.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class Misses(NamedTuple):
 
     @property
     def added_noise(self) -> float:
+        """The squared distances over the squared error of rounding to INT8 in the first place."""
         return ROUNDINGS_A_SQUARE * self.squared / self.weights
 
     @classmethod
@@ -140,7 +141,7 @@ def encode(weight8: torch.Tensor, predicted: torch.Tensor) -> tuple[dict[str, to
     order = missed.int() * inputs - torch.arange(inputs, dtype=torch.int32)  # no two of a row are equal
     exceptions = order.topk(nested_parts(*weight8.shape)[EXCEPTION][1][1], dim=1).indices.sort(dim=1).values
     missed.scatter_(1, exceptions, 0)
-    changed, squared = int(missed.count_nonzero()), int(missed.square_().sum(dtype=torch.float64))
+    changed, squared = int(missed.count_nonzero()), int(missed.square_().long().sum())
     return {
         DIFFERENCE: pack_differences(differences),
         EXCEPTION: weight8.gather(1, exceptions),
@@ -220,10 +221,15 @@ class NestedLayer:
         def column(rows: Sequence[range] | None) -> torch.Tensor:
             return _of_rows(self.factors().column, rows)
 
-        factors = {ROW: row, COLUMN: column}
+        of_layer = {ROW: row, COLUMN: column}
         return [
             ComputedTensor(
-                f"{module}.{part}", dtype, shape, weight8.file, 0, factors.get(part) or partial(encoded, part)
+                f"{module}.{part}",
+                dtype,
+                shape,
+                weight8.file,
+                0,
+                of_layer.get(part) or partial(encoded, part),
             )
             for part, (dtype, shape) in nested_parts(*int4.shape).items()
         ]

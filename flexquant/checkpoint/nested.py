@@ -119,7 +119,7 @@ class NestedWeight:
     def read(self, rows: Sequence[range] | None) -> torch.Tensor:
         """Return rows of the INT8 weight, or all, int8 [rows, inputs].
 
-        Raises FlexQuantError for integers beyond INT8's and exceptions in no order, which no merge writes.
+        Raises FlexQuantError for integers beyond INT8's and for exceptions out of order or range.
         """
         import torch
 

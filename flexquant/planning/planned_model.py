@@ -20,6 +20,7 @@ from flexquant.checkpoint.folder import check_folder, confined_file, find_model,
 from flexquant.checkpoint.merged_config import CONFIG_FILE
 from flexquant.checkpoint.model_config import JsonObject, count_layers, reads_more_than_text, text_config
 from flexquant.checkpoint.module_names import decoder_layer, fused_name, layer_number
+from flexquant.checkpoint.nested import INPUTS_OF_AN_EXCEPTION
 from flexquant.errors import FlexQuantError
 from flexquant.planning.config_numbers import Attention, active_experts
 from flexquant.planning.device import HUMMING, MARLIN, W4A8, W4A8_INT8
@@ -68,7 +69,7 @@ class Linear:
     source_bytes: float = 0
     """Stored bytes of the INT4 weight from which each pass computes this one; 0 for one that is stored."""
     difference_bytes: float = 0
-    """Stored bytes of the differences and factors by which a computed weight is corrected."""
+    """Stored bytes of the differences, factors and exceptions by which a computed weight is corrected."""
     choice: tuple[str, ...] = ()
     """Schemes of the kernels from which the fastest is chosen; empty: all of its scheme."""
 
@@ -120,7 +121,8 @@ class Linear:
     def nested_in(self, source: Linear) -> Linear:
         """Return this INT8 linear as computed in each pass from ``source``'s INT4 weight and differences."""
         weights = self.outputs * self.inputs
-        stored = weights / 2 + 4 * (2 * self.outputs + self.inputs)
+        exceptions = self.outputs * ceil(self.inputs / INPUTS_OF_AN_EXCEPTION)
+        stored = weights / 2 + 4 * (2 * self.outputs + self.inputs) + 3 * exceptions
         return replace(self, weight_bytes=weights, source_bytes=source.weight_bytes, difference_bytes=stored)
 
 

@@ -239,17 +239,18 @@ def test_int8_computed_from_int4_is_no_second_copy(merged: Path) -> None:
     assert one.linears["w4a16"] == read
 
 
-def test_a_nested_variant_stores_4_bits_and_factors(merged: Path) -> None:
+def test_a_nested_variant_stores_4_bits_factors_and_exceptions(merged: Path) -> None:
     """It needs its source's weights in a layout that it reads, and memory for the largest linear."""
     model = PlannedModel.read(str(merged))
     plain = model.shape(("w8a8", "w4a16"), 1, {})
     nested = plain.with_nested("w8a8", "w4a16")
-    int4, stored = 512 * 128 / 2 + 2 * 512, 512 * 128 / 2 + 4 * (512 + 512 + 128)
+    int4, stored = 512 * 128 / 2 + 2 * 512, 512 * 128 / 2 + 4 * (512 + 512 + 128) + 3 * 512
     assert Linear(512, 128, 512 * 128, "w8a8", 1, 1, int4, stored) in nested.linears["w8a8"]
     linears = nested.linears["w8a8"].items()
     weights = sum(x.outputs * x.inputs * n for x, n in linears)
     factors = sum((8 * x.outputs + 4 * x.inputs) * n for x, n in linears)
-    assert nested.own_bytes["w8a8"] == weights / 2 + factors + 512 * 128
+    exceptions = sum(3 * x.outputs * -(-x.inputs // 128) * n for x, n in linears)
+    assert nested.own_bytes["w8a8"] == weights / 2 + factors + exceptions + 512 * 128
     assert nested.own_bytes["w4a16"] == plain.own_bytes["w4a16"]
     assert {linear.choice for linear in nested.linears["w4a16"]} == {(MARLIN, HUMMING)}
 
