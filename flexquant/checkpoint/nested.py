@@ -145,7 +145,7 @@ def _damaged(ref: TensorRef, problem: str) -> FlexQuantError:
 
 def nested_parts(outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return type and shape of each tensor stored of a nested linear, by the last part of its name."""
-    exceptions = -(-inputs // INPUTS_OF_AN_EXCEPTION)
+    exceptions = count_exceptions(inputs)
     return {
         DIFFERENCE: ("U8", (outputs, inputs // 2)),
         ROW: ("F32", (outputs, 1)),

@@ -20,7 +20,7 @@ from flexquant.checkpoint.folder import check_folder, confined_file, find_model,
 from flexquant.checkpoint.merged_config import CONFIG_FILE
 from flexquant.checkpoint.model_config import JsonObject, count_layers, reads_more_than_text, text_config
 from flexquant.checkpoint.module_names import decoder_layer, fused_name, layer_number
-from flexquant.checkpoint.nested import INPUTS_OF_AN_EXCEPTION
+from flexquant.checkpoint.nested import count_exceptions
 from flexquant.errors import FlexQuantError
 from flexquant.planning.config_numbers import Attention, active_experts
 from flexquant.planning.device import HUMMING, MARLIN, W4A8, W4A8_INT8
@@ -121,7 +121,7 @@ class Linear:
     def nested_in(self, source: Linear) -> Linear:
         """Return this INT8 linear as computed in each pass from ``source``'s INT4 weight and differences."""
         weights = self.outputs * self.inputs
-        exceptions = self.outputs * ceil(self.inputs / INPUTS_OF_AN_EXCEPTION)
+        exceptions = self.outputs * count_exceptions(self.inputs)
         stored = weights / 2 + 4 * (2 * self.outputs + self.inputs) + 3 * exceptions
         return replace(self, weight_bytes=weights, source_bytes=source.weight_bytes, difference_bytes=stored)
 
