@@ -87,7 +87,7 @@ def test_engines_agree_however_many_post_at_once(merged: Path, tmp_path: Path) -
             try:
                 return apply_policy(url, load_policy(name))["after"]["name"]
             except FlexQuantError as e:
-                assert "has been taken while" in str(e)
+                assert "was being checked" in str(e)
                 return None
 
         with ThreadPoolExecutor(4) as pool:
