@@ -176,6 +176,9 @@ def _marked(name: str, parameter: torch.nn.Parameter) -> Iterator[torch.Tensor]:
 
 
 def _mark_of(data: torch.Tensor) -> float | int:
+    """Return a number that does not fill a row by itself; two 4-bit numbers are the least and the largest."""
+    if data.dtype is torch.uint8:
+        return 0x0F
     return torch.nan if data.is_floating_point() else torch.iinfo(data.dtype).max // 3
 
 
