@@ -35,11 +35,9 @@ def _with_error(quality: JsonObject, name: str) -> str:
 
 
 def _plans(result: Result) -> str:
-    return (
-        " > ".join(dict.fromkeys([result["prefill_plan"], result["decode_plan"]]))
-        if "decode_plan" in result
-        else ""
-    )
+    if "decode_plan" not in result:
+        return ""
+    return " > ".join(dict.fromkeys([result["prefill_plan"], result["decode_plan"]]))
 
 
 def _same_answers(result: Result) -> str:

@@ -226,8 +226,8 @@ def test_layers_in_8_bit_stay_as_they_are(tmp_path: Path) -> None:
     in_int8 = [f.text for f in kernels if f.details["variant"] == "w8a8-from-int4"]
     assert [text for text in in_int8 if "qkv_proj" in text and "INT8 from" not in text]
     assert [text for text in in_int8 if "down_proj" in text and "INT8 from" in text]
-    scales = 2 * (512 + 128) * 4
-    assert weights[0].details["bytes"]["w8a8-from-int4"] == LARGEST + scales
+    factors = 2 * (512 + 128) * 8
+    assert weights[0].details["bytes"]["w8a8-from-int4"] == LARGEST + factors
     (stock,) = generate(folder, None, PROMPTS, sampling=SAMPLING)
     in_int4, computed, _ = (found.answers[0] for found in served(folder))
     assert distance(in_int4, stock.answers[0]) < 0.01

@@ -133,7 +133,7 @@ def build_variants(
     read_again = {routes.source(name) for name in computed} | {*routes.nested.values()}
     named = ServingOptions.from_vllm(vllm_config).kernels
     choose_kernels(variants, sizes_by_variant(routes), read_again, named)
-    for name in routes.nested.keys() & variants.keys():
+    for name in filter(routes.nested.__contains__, variants):
         read_sources(variants[name], name)
     for name in computed:
         variants[name] = one_copy_of(variants[routes.source(name)], name)
