@@ -23,17 +23,8 @@ from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
-from flexquant.merge.nesting import (
-    MAX_ADDED_NOISE,
-    Nested,
-    NestedLayer,
-    encode,
-    fit_column,
-    fit_rows,
-    is_nearest,
-    pack_differences,
-    shrink_rows,
-)
+from flexquant.merge.nested_fit import encode, fit_column, fit_rows, pack_differences, shrink_rows
+from flexquant.merge.nesting import MAX_ADDED_NOISE, Nested, NestedLayer, is_nearest
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
 from tests.checkpoints import StateDict, quantise_int8

@@ -54,12 +54,12 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 ZERO = 8.0
 """Value of a symmetric INT4 weight that stands for 0."""
-
-logger = init_logger("vllm.flexquant.cpu")
 STARTS = "flexquant_starts"
 """Name of a buffer: the first of the exceptions of each input, and their number, int32 [inputs + 1]."""
 NESTED = (COLUMN, DIFFERENCE, STARTS, PLACES, EXCEPTIONS)
+"""The buffers of nested weights, in the order in which cpu.cpp takes them."""
 
+logger = init_logger("vllm.flexquant.cpu")
 _kept = threading.local()
 _most_weights = 0
 _library = torch.library.Library("flexquant", "FRAGMENT")

@@ -39,8 +39,8 @@ FP8 = torch.float8_e4m3fn
 GREATEST = {INT8: 127.0, FP8: 448.0}
 """Greatest weight of each precision."""
 BLACKWELL = 100
-
 NESTED = (COLUMN, DIFFERENCE, PLACES, EXCEPTIONS)
+"""The buffers of nested weights, in the order in which the kernel takes them."""
 
 _memory: dict[torch.device, torch.Tensor] = {}
 _library = torch.library.Library("flexquant", "FRAGMENT")
