@@ -58,11 +58,11 @@ ALONE = ["tests/gpu/test_w4a8_marlin.py", "tests/gpu/test_tune.py"]
 ONE_COPY_TESTS = ["tests/gpu/test_one_copy.py"]
 """Tests that run while a server starts: kernels alone, and two small engines."""
 MINIATURE_KERNELS = {
-    "one-copy": "w8a8,w4a16,one-copy,w4a16@TorchCPUInt4LinearKernel",
+    "one-copy": "w8a8,w4a16,one-copy,nested,w4a16@TorchCPUInt4LinearKernel",
     "rivals": "bf16,w4a8",
 }
 KERNELS = {
-    "one-copy": "w4a16,w8a8,one-copy,w4a16@marlin,w4a16@machete,w4a16@humming,one-copy@humming",
+    "one-copy": "w4a16,w8a8,one-copy,nested,w4a16@marlin,w4a16@machete,w4a16@humming,one-copy@humming",
     "rivals": "bf16,fp8,w4a8,w4a8-fp8@cutlass,w4a8-fp8@humming,w4a8@humming,w8a8@humming,fp8@humming",
 }
 """Schemes of the linear layers that are timed; at most eight, which the measuring process holds at once."""
