@@ -69,6 +69,7 @@ MERGE = ("merge", "w8a8=org/w8a8", "w4a16=org/w4a16@main", "--output", "merged")
 FULL = pytest.mark.full
 
 
+@FULL
 def test_ids_are_merged_and_then_need_no_network(cache: Cache, hub: Hub, models: dict[str, Path]) -> None:
     cache.run(*MERGE)
     asked = {path for _, path, _ in hub.requests}

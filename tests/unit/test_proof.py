@@ -288,6 +288,7 @@ def test_the_first_steps_take_fifteen_minutes_and_all_but_two_take_thirty() -> N
     assert len({step.name for step in STEPS}) == len(STEPS)
 
 
+@pytest.mark.full
 def test_policies_wait_at_a_gate_with_all_imported(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     command = [sys.executable, "-m", "benchmarks", "policies", "http://127.0.0.1:1", "--gate", gate]
