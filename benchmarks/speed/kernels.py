@@ -165,7 +165,7 @@ def build_layer(
         layer.quant_method.process_weights_after_loading(layer)
         nbytes = memory.nbytes()[scheme]
         if scheme == "one-copy":
-            model = one_copy_of(_as_model(layer), scheme)
+            model = one_copy_of(_as_model(layer), scheme, "int8")
             make_ready([model])
             layer = stack_of_layers(model)[0]
         elif scheme == "nested":

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Define the section of a merged checkpoint's ``config.json``, and read the config of what FlexQuant serves.
 
-FORMAT.md describes the whole format. A published checkpoint with INT4 weights is read as a merged one that
-has the variant ``w4a16`` alone. Nothing here imports torch or vLLM.
+FORMAT.md describes the whole format. A published checkpoint in INT4 or 16 bit is read as a merged one that
+has the variant ``w4a16`` or ``bf16`` alone. Nothing here imports torch or vLLM.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ SHARED = "shared"
 """Key, in place of a variant's name, of what several variants share; no variant can have this name."""
 SHARED_PREFIX = f"{SHARED}."
 VARIANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
-PUBLISHED_VARIANT = "w4a16"
-PUBLISHED_POLICY = "one-copy"
-"""Built-in policy by which a published checkpoint is served unless another is given."""
+PUBLISHED_INT4 = ("w4a16", "one-copy")
+PUBLISHED_16_BIT = ("bf16", "prefill-8-bit")
+"""A published checkpoint's only variant, and the built-in policy that serves it unless another is given."""
 
 
 def served_architecture(base_architecture: str) -> str:
@@ -80,13 +80,17 @@ class StoredVariant:
     prefix: StrictStr
     """Prefix of the variant's tensor keys, dot included."""
     quantization_config: JsonObject
-    """The source checkpoint's ``quantization_config`` (compressed-tensors)."""
+    """The source checkpoint's ``quantization_config`` (compressed-tensors); empty in 16 bit."""
     own_head: StrictBool
     """Whether its lm_head differs from its embedding."""
     negative_scales: StrictBool
     """Whether some scale of its packed weights is negative, as AutoRound makes them."""
     nested_in: StrictStr | None = None
     """The variant with whose INT4 weights its INT8 weights are computed; None: they are stored."""
+
+    @property
+    def is_in_16_bit(self) -> bool:
+        return not self.quantization_config
 
     def to_json(self) -> JsonObject:
         return {key: value for key, value in vars(self).items() if key != "nested_in" or value is not None}
@@ -191,7 +195,7 @@ def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
         config = read_config(folder)
     except FlexQuantError as e:
         raise FlexQuantError(f"{e}; give the folder that 'flexquant merge' wrote") from e
-    if has_int4(config, str(folder)):
+    if why_not_served(config, str(folder)) is None:
         config = as_merged(config, str(folder))
     try:
         merged = MergedConfig.from_json(config.get("quantization_config"))
@@ -220,31 +224,31 @@ def has_int4(config: JsonObject, model: str) -> bool:
     return any(w.get("num_bits") == 4 for w in integers)
 
 
-def is_published_int4(folder: Path | str) -> bool:
-    """Whether a folder holds a published checkpoint of INT4 weights; not so if its config is unreadable."""
+def is_published(folder: Path | str) -> bool:
+    """Whether a folder holds a published checkpoint that FlexQuant serves."""
     try:
-        return has_int4(read_config(Path(folder)), str(folder))
+        config = read_config(Path(folder))
+        return why_not_served(config, str(folder)) is None and as_merged(config, str(folder)) is not config
     except FlexQuantError:
         return False
 
 
 def why_not_served(config: JsonObject, model: str) -> str | None:
     """Return why FlexQuant does not serve the published checkpoint ``model``; None if it does."""
-    section = config.get("quantization_config") or {}
-    if section.get("quant_method") == QUANT_METHOD or has_int4(config, model):
+    section = config.get("quantization_config")
+    if not section or section.get("quant_method") == QUANT_METHOD or has_int4(config, model):
         return None
-    found = f"is quantised by {section['quant_method']}" if section.get("quant_method") else "is in 16 bit"
     return (
-        f"{model} {found}, and FlexQuant serves checkpoints with INT4 weights as they are "
-        "(compressed-tensors, AWQ, GPTQ): vLLM serves this one by itself. For several precisions of the "
-        "model, merge two of them with 'flexquant merge'"
+        f"{model} is quantised by {section.get('quant_method')}, and FlexQuant serves checkpoints in 16 bit "
+        "and with INT4 weights (compressed-tensors, AWQ, GPTQ) as they are: vLLM serves this one by itself. "
+        "For several precisions of the model, merge two of them with 'flexquant merge'"
     )
 
 
 def as_merged(config: JsonObject, model: str) -> JsonObject:
     """Return the ``config.json`` of a merged checkpoint of one variant, whose tensors have no prefix.
 
-    ``config`` is that of the published INT4 checkpoint ``model``; a merged one is returned as it is. Raises
+    ``config`` is that of the published checkpoint ``model``; a merged one is returned as it is. Raises
     :class:`FlexQuantError` if it names no architecture.
     """
     section = config.get("quantization_config") or {}
@@ -255,10 +259,11 @@ def as_merged(config: JsonObject, model: str) -> JsonObject:
         raise FlexQuantError(
             f"{model} names no architecture in its config.json; give a causal language model"
         )
+    name, policy = PUBLISHED_INT4 if section else PUBLISHED_16_BIT
     merged = MergedConfig(
         base_architecture=architecture,
-        variants={PUBLISHED_VARIANT: StoredVariant("", _complete(section, model), True, False)},
-        policy=yaml.safe_load(read_named(PUBLISHED_POLICY, "flexquant.policies", "policy")[0]),
+        variants={name: StoredVariant("", _complete(section, model) if section else {}, True, False)},
+        policy=yaml.safe_load(read_named(policy, "flexquant.policies", "policy")[0]),
     )
     return {
         **config,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexquant.checkpoint.merged_config import QUANT_METHOD, is_published_int4
+from flexquant.checkpoint.merged_config import QUANT_METHOD, is_published
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import versions_of
 from flexquant.errors import FlexQuantError
@@ -64,7 +64,7 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
 
     if flexquant := options.pop("flexquant", None):
         options["additional_config"] = {"flexquant": flexquant}
-        if is_published_int4(folder):
+        if is_published(folder):
             options.setdefault("config_format", QUANT_METHOD)
     # Objects that the caller of an earlier engine held until it left can be freed only now.
     gc.collect()

@@ -209,8 +209,9 @@ def _check_derivation(variant: str, how: Derivation, policy: PolicySection, docu
     if how.source in policy.derive:
         problem = f"is '{how.source}', itself derived; name a variant of the checkpoint"
         document.fail((*path, "from"), problem)
-    if how.is_one_copy and how.activations != "int8":
-        document.fail((*path, "activations"), f"is '{how.activations}'; INT8 weights need int8")
+    if how.is_one_copy and how.activations != how.weights:
+        problem = f"is '{how.activations}'; {how.weights.upper()} weights need {how.weights}"
+        document.fail((*path, "activations"), problem)
 
 
 def _can_match(rule: Rule, earlier: Sequence[Rule]) -> bool:

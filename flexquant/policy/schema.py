@@ -36,7 +36,7 @@ Phase = Literal["prefill", "decode", "mixed"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """Phases of passes: prompt chunks only, sequences in generation only, both."""
 Activations = Literal["int8", "fp8"]
-DerivedWeights = Literal["int4", "int8"]
+DerivedWeights = Literal["int4", "int8", "fp8"]
 NO_MOMENTS = (
     "FlexQuant no longer tells moments of decoding apart ('since_prompt', 'unsure'), since no measurement "
     "showed a gain over chance; remove it, and tell decode passes apart by 'batch_size' or 'tokens'"
@@ -191,18 +191,18 @@ class Rule(Section):
 
 
 class Derivation(Section):
-    """A variant computed from a checkpoint's, while loading or (`weights: int8`) in each pass."""
+    """A variant computed from a checkpoint's, while loading or (8-bit `weights`) in each pass."""
 
     source: VariantName = Field(alias="from")
-    """The variant whose INT4 weights it has."""
+    """The variant whose weights it has: in INT4, or, for 8-bit `weights`, in 16 bit."""
     activations: Annotated[Activations, says(f"give one of {', '.join(get_args(Activations))}")]
     """Type to which activations are quantised, per token."""
     weights: Annotated[DerivedWeights, says(f"give one of {', '.join(get_args(DerivedWeights))}")] = "int4"
-    """int4: a second copy, in the layout of another kernel. int8: no copy, each pass computes them."""
+    """int4: a second copy, in the layout of another kernel. int8, fp8: no copy, each pass computes them."""
 
     @property
     def is_one_copy(self) -> bool:
-        return self.weights == "int8"
+        return self.weights != "int4"
 
 
 class PolicySection(Section):
@@ -222,7 +222,7 @@ class PolicySection(Section):
         dict[VariantName, Derivation],
         says("give a mapping such as w4a8: {from: w4a16, activations: int8}"),
     ] = {}
-    """Variants computed from a checkpoint's, while loading or (`weights: int8`) in each pass, by name."""
+    """Variants computed from a checkpoint's, while loading or (8-bit `weights`) in each pass, by name."""
     measured: PassTimes | None = None
 
     refused: ClassVar[Mapping[str, str]] = {"experimental": NO_MOMENTS}

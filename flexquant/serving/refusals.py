@@ -196,8 +196,8 @@ def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:
     sources = {routes.source(variant) for variant in last}
     if len(sources) > 1 and not any(map(HEAD.search, merged.shared_modules)):
         return False
-    configs = [merged.variants[source].quantization_config for source in sources]
-    is_16_bit = all(any("lm_head" in name for name in config.get("ignore") or ()) for config in configs)
+    quantised = [config for s in sources if (config := merged.variants[s].quantization_config)]
+    is_16_bit = all(any("lm_head" in name for name in config.get("ignore") or ()) for config in quantised)
     return is_16_bit or not last & routes.derived.keys()
 
 
@@ -215,13 +215,16 @@ def check_derivable(derives: str, derivation: Derivation, source: StoredVariant)
 
     ``derives`` opens the message: what in the policy derives the variant.
     """
-    groups = source.quantization_config["config_groups"].values()
+    if derivation.is_one_copy:
+        check_one_copy_device(derives, derivation.weights)
+        if source.is_in_16_bit:
+            return
+    groups = source.quantization_config.get("config_groups", {}).values()
     weights = [group.get("weights") or {} for group in groups if not group.get("input_activations")]
     integers = [w for w in weights if w.get("type", "int") == "int"]  # layers of other types do not change
     if derivation.is_one_copy:
         int4 = [w for w in integers if w.get("num_bits") == 4]
         problems = [*map(layer_problem, int4)] or ["which has no INT4 weights"]
-        check_one_copy_device(derives)
         needed = "INT4 weights"
     else:
         problems = [group_problem(w, derivation.activations) for w in integers]
@@ -274,17 +277,21 @@ def layer_problem(weights: JsonObject) -> str | None:
     )
 
 
-def check_one_copy_device(what: str) -> None:
-    """Raise :class:`FlexQuantError` on a device for which there is no such product; ``what`` asks for it."""
+def check_one_copy_device(what: str, weights: str) -> None:
+    """Raise :class:`FlexQuantError` on a device for which there is no such product; ``what`` asks for it.
+
+    ``weights``: int8 or fp8.
+    """
+    oldest, named = (89, "Ada") if weights == "fp8" else (80, "Ampere")
     if current_platform.is_cpu():
-        return
-    if not current_platform.is_cuda():
-        problem = "which runs on CPUs and NVIDIA GPUs"
-    elif not current_platform.has_device_capability(80):
-        problem = f"and {current_platform.get_device_name()} is older than Ampere"
+        problem = "which is for GPUs" if weights == "fp8" else None
+    elif not current_platform.is_cuda():
+        problem = f"which runs on {'' if weights == 'fp8' else 'CPUs and '}NVIDIA GPUs"
     else:
-        return
-    raise FlexQuantError(f"{what} with 'weights: int8', {problem}; choose a policy without it")
+        is_older = not current_platform.has_device_capability(oldest)
+        problem = f"and {current_platform.get_device_name()} is older than {named}" if is_older else None
+    if problem:
+        raise FlexQuantError(f"{what} with 'weights: {weights}', {problem}; choose a policy without it")
 
 
 def check_signs(activations: str, owner: str) -> None:

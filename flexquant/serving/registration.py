@@ -101,9 +101,10 @@ class FlexQuantConfig(QuantizationConfig):
 
 
 class SingleVariantParser(HFConfigParser):
-    """Reads the config of a published INT4 checkpoint as that of a merged one with this variant alone.
+    """Reads the config of a published checkpoint as that of a merged one with this variant alone.
 
-    Other configs, such as a 16-bit draft model's, stay as they are, with a warning.
+    Configs in other precisions stay as they are, with a warning. A draft model's, which has the same format,
+    becomes what it was in :class:`FlexQuantModelConfig`.
     """
 
     def parse(
@@ -120,7 +121,7 @@ class SingleVariantParser(HFConfigParser):
         found, config = super().parse(model, trust_remote_code, revision, code_revision, **options)
         settings = partial(get_hf_file_to_dict, model=model, revision=revision)
         whole = with_section(found, f"{model}/config.json", settings)
-        if problem := why_not_served(whole, str(model)):  # it may be a draft model, which has the same format
+        if problem := why_not_served(whole, str(model)):
             logger.warning(problem)
             return found, config
         merged = as_merged(whole, str(model))
@@ -142,6 +143,9 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         from flexquant.serving.config import merged_of
 
         merged = merged_of(model_config)
+        if model_config.runner == "draft" and model_config.config_format == QUANT_METHOD:
+            as_published(model_config, merged)
+            return
         reads_images = reads_more_than_text(model_config.hf_config.to_dict())
         if reads_images and merged.base_architecture not in VISION_ARCHITECTURES:
             return  # `refusals` says so; vLLM may lack what the architecture needs
@@ -170,6 +174,19 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         parallel.worker_extension_cls = parallel.worker_extension_cls or WORKER_EXTENSION
         if base := MODELS_CONFIG_MAP.get(merged.base_architecture):
             base.verify_and_update_config(vllm_config)
+
+
+def as_published(model_config: ModelConfig, merged: MergedConfig) -> None:
+    """Undo what :class:`SingleVariantParser` did to the config of a draft model, which is vLLM's."""
+    config, (variant,) = model_config.hf_config, merged.variants.values()
+    config.architectures = [merged.base_architecture]
+    if variant.is_in_16_bit:
+        del config.quantization_config
+    else:
+        config.quantization_config = variant.quantization_config
+    model_config.model_arch_config = model_config.get_model_arch_config()
+    inspected = model_config.registry.inspect_model_cls(config.architectures, model_config)
+    model_config._model_info, model_config._architecture = inspected
 
 
 def verify_if_asked(vllm_config: VllmConfig) -> None:

@@ -72,7 +72,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import AsyncMPClient
 
     # Goes when FlexQuant is a part of vLLM.
-    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.kernels.linear import init_int8_linear_kernel
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
     # Goes when vLLM tells how much memory its CPU kernels hold.
     from vllm._custom_ops import CPUDNNLGEMMHandler
@@ -178,7 +179,7 @@ MODULES = {
     "vllm.forward_context": "BatchDescriptor ForwardContext override_forward_context get_forward_context",
     "vllm.lora.model_manager": "LoRAModelManager",
     "vllm.model_executor.kernels.linear": (
-        "register_linear_kernel _POSSIBLE_FP8_KERNELS "
+        "init_int8_linear_kernel register_linear_kernel _POSSIBLE_FP8_KERNELS "
         "_POSSIBLE_INT8_KERNELS _POSSIBLE_KERNELS is_supported_and_can_implement_kernel"
     ),
     "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel": "MPLinearKernel MPLinearLayerConfig",
@@ -194,7 +195,7 @@ MODULES = {
     "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",
     "vllm.model_executor.layers.fused_moe": "UnquantizedFusedMoEMethod",
     "vllm.model_executor.layers.fused_moe.runner.moe_runner": "MoERunner",
-    "vllm.model_executor.layers.linear": "LinearBase ReplicatedLinear",
+    "vllm.model_executor.layers.linear": "LinearBase ReplicatedLinear UnquantizedLinearMethod",
     "vllm.model_executor.layers.mamba.abstract": "MambaBase",
     "vllm.model_executor.layers.quantization": (
         "QUANTIZATION_METHODS get_quantization_config register_quantization_config"

@@ -12,7 +12,7 @@ import pytest
 from flexquant.evaluation.engine import take_policy
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from flexquant.policy.rules import load_policy
-from flexquant.serving.worker.one_copy import NestedMethod
+from flexquant.serving.worker.one_copy.methods import NestedMethod
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import answers, engine, generate
 from tests.integration.logprobs import distance

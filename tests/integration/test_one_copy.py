@@ -20,7 +20,7 @@ from flexquant.doctor.examining import examine
 from flexquant.evaluation.engine import take_policy
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.rules import load_policy
-from flexquant.serving.worker.one_copy import OneCopyMethod
+from flexquant.serving.worker.one_copy.methods import OneCopyMethod
 from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.foreign import write_foreign

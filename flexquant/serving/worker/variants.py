@@ -66,7 +66,10 @@ def variant_vllm_config(
     """Return the config that vLLM would have for the variant's own checkpoint."""
     model_config = copy.copy(vllm_config.model_config)
     model_config.hf_config = copy.deepcopy(model_config.hf_config)
-    model_config.hf_config.quantization_config = copy.deepcopy(variant.quantization_config)
+    if variant.is_in_16_bit:
+        del model_config.hf_config.quantization_config
+    else:
+        model_config.hf_config.quantization_config = copy.deepcopy(variant.quantization_config)
     model_config.hf_config.architectures = [base_architecture]
     # This is often the config itself; with all variants in it, changing one would recompile all plans.
     model_config.hf_text_config = model_config.hf_config.get_text_config()
@@ -74,7 +77,7 @@ def variant_vllm_config(
         # vLLM untied lm_head and embedding because of another variant's lm_head.
         model_config.hf_config.tie_word_embeddings = True
         model_config.hf_text_config.tie_word_embeddings = True
-    model_config.quantization = variant.quantization_config["quant_method"]
+    model_config.quantization = variant.quantization_config.get("quant_method")
     config = copy.copy(vllm_config)
     config.model_config = model_config
     config.quant_config = VllmConfig.get_quantization_config(model_config, vllm_config.load_config)
@@ -136,7 +139,10 @@ def build_variants(
     for name in filter(routes.nested.__contains__, variants):
         read_sources(variants[name], name)
     for name in computed:
-        variants[name] = one_copy_of(variants[routes.source(name)], name)
+        source, precision = routes.source(name), routes.derived[name].weights
+        variants[name] = one_copy_of(
+            variants[source], name, precision, is_in_16_bit=merged.variants[source].is_in_16_bit
+        )
         share_states_of_view(variants[name], name, real_context)
     return variants
 
@@ -157,7 +163,9 @@ def build_variant(
     config = variant_vllm_config(vllm_config, merged.variants[routes.source(name)], architecture)
     # --cpu-offload-gb needs layers with memory: vLLM copies each layer as soon as it is built.
     offloads = vllm_config.offload_config.uva.cpu_offload_gb > 0
-    memory = nullcontext() if offloads else memory_for(layers, config.quant_config)
+    # A variant in 16 bit is a checkpoint's only one, of which every layer is taken.
+    needs_all = offloads or config.quant_config is None
+    memory = nullcontext() if needs_all else memory_for(layers, config.quant_config)
     nesting = nesting_in(nested_in, config.quant_config)
     with explained_kernels(name, vllm_config), nesting, memory:
         variant = initialize_model(config, prefix=prefix, model_class=base_class(vllm_config))

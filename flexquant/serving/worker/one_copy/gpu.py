@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Multiply in INT8 on a GPU by weights that are computed from INT4 weights; on Blackwell in FP8.
+"""Multiply in 8 bit on a GPU by weights that are computed from INT4 weights.
 
 ``gpu_kernel`` writes a layer's 8-bit weights into memory that all layers share, and vLLM's CUTLASS product
-follows, which has no INT8 on Blackwell. ``gpu_layouts`` says how INT4 kernels keep the weights.
+follows. ``gpu_layouts`` says how INT4 kernels keep the weights.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ FP8 = torch.float8_e4m3fn
 GREATEST = {INT8: 127.0, FP8: 448.0}
 """Greatest weight of each precision."""
 BLACKWELL = 100
+"""Compute capability from which on vLLM's CUTLASS product has no INT8; FP8 takes its place."""
 NESTED = (COLUMN, DIFFERENCE, PLACES, EXCEPTIONS)
 """The buffers of nested weights, in the order in which the kernel takes them."""
 
@@ -61,7 +62,7 @@ def channel_scales(
     groups, outputs = scale.shape
     inputs = packed.numel() * 8 // outputs
     ones = torch.ones_like(scale, dtype=torch.float32)
-    out = _scratch(packed.device, inputs * outputs, INT8).view(outputs, inputs)
+    out = scratch(packed.device, inputs * outputs, INT8).view(outputs, inputs)
     values = eight_bit_weights(packed, ones, zero, ones[0], out, outputs_first)  # value - zero, exactly
     most = values.view(outputs, groups, -1).abs().amax(2).float()
     greatest = (most * in_order_of_outputs(scale).float().abs().t()).amax(1)
@@ -71,10 +72,10 @@ def channel_scales(
 class GPUProduct:
     """Multiplies in 8 bit by weights that are computed from those that ``kernel`` keeps in INT4."""
 
-    def __init__(self, kernel: MPLinearKernel, layout: Layout) -> None:
+    def __init__(self, kernel: MPLinearKernel, layout: Layout, precision: str) -> None:
         self._kernel = kernel
         self._layout = layout
-        self._precision = FP8 if current_platform.has_device_capability(BLACKWELL) else INT8
+        self._precision = eight_bit_type(precision)
         self.precision = "FP8" if self._precision == FP8 else "INT8"
 
     def prepare(
@@ -88,7 +89,7 @@ class GPUProduct:
         buffers = {} if zero is None else {ZERO: zero}
         if nested is not None:
             inputs = len(nested.column)
-            _scratch(packed.device, inputs * scale.shape[1], INT8)
+            scratch(packed.device, inputs * scale.shape[1], INT8)
             difference = packed_alike(unpack_nibbles(nested.difference), self._layout)
             exceptions = {PLACES: nested.exception_input, EXCEPTIONS: nested.exception}
             return buffers | nested.factors() | {DIFFERENCE: difference} | exceptions
@@ -138,13 +139,28 @@ def one_copy_gpu_linear(
 ) -> torch.Tensor:
     """Return [tokens, outputs] for ``x`` [tokens, inputs], quantised per token and multiplied in 8 bit."""
     outputs, inputs = scale.shape[1], x.shape[1]
-    out = _scratch(x.device, inputs * outputs, precision).view(outputs, inputs)
+    out = scratch(x.device, inputs * outputs, precision).view(outputs, inputs)
     weights = eight_bit_weights(packed, scale, zero, row, out, outputs_first, nested)
-    if precision == FP8:
+    return multiply_in_8_bit(x, weights, channel_scale, bias)
+
+
+def multiply_in_8_bit(
+    x: torch.Tensor, weights: torch.Tensor, channel_scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype, which is quantised per token.
+
+    ``weights`` int8 or float8_e4m3fn [outputs, inputs], ``channel_scale`` float32 [outputs].
+    """
+    if weights.dtype == FP8:
         quantized, scales = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
     else:
         quantized, scales, _ = ops.scaled_int8_quant(x.contiguous(), None, None, symmetric=True)
     return ops.cutlass_scaled_mm(quantized, weights.t(), scales, channel_scale[:, None], x.dtype, bias)
+
+
+def eight_bit_type(precision: str) -> torch.dtype:
+    """Return the type in which this GPU multiplies where a policy says int8 or fp8."""
+    return FP8 if precision == "fp8" or current_platform.has_device_capability(BLACKWELL) else INT8
 
 
 @torch.library.register_fake("flexquant::one_copy_gpu_linear", lib=_library)
@@ -152,7 +168,7 @@ def _output_shape(x: torch.Tensor, packed: object, scale: torch.Tensor, *_: obje
     return x.new_empty((x.shape[0], scale.shape[1]))
 
 
-def _scratch(device: torch.device, weights: int, precision: torch.dtype) -> torch.Tensor:
+def scratch(device: torch.device, weights: int, precision: torch.dtype) -> torch.Tensor:
     """Return memory for a layer's weights; it grows while layers are prepared, and never in a pass."""
     if device not in _memory or _memory[device].numel() < weights:
         _memory[device] = torch.empty(weights, dtype=INT8, device=device)

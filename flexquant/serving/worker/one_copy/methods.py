@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""How a linear computes by 8-bit weights that are not stored, from INT4 weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from vllm.platforms import current_platform
+
+from flexquant.checkpoint.nested import count_exceptions
+from flexquant.errors import FlexQuantError
+from flexquant.serving.kernels.layers import kernel_of_layer, linear_sizes
+from flexquant.serving.vllm_api import LinearBase, MPLinearKernel, QuantizeMethodBase
+from flexquant.serving.worker.one_copy.operands import DIFFERENCE, EXCEPTIONS, PLACES, NestedWeights
+
+if TYPE_CHECKING:
+    from flexquant.serving.worker.one_copy.cpu import CPUInt8Product
+    from flexquant.serving.worker.one_copy.gpu import GPUProduct
+
+    Product = CPUInt8Product | GPUProduct
+    """Multiplies in 8 bit by the weights that the INT4 kernel of one device keeps."""
+
+FACTOR_BYTES = 8
+"""Bytes of two float32 numbers for each output of a view: its scale, and the inverse."""
+ADVICE = (
+    "Marlin's and Humming's are, for multiples of 128 inputs and 64 outputs: drop --linear-backend and the "
+    "option 'kernels', or take 8-bit 'weights' out of the policy"
+    if current_platform.is_cuda()
+    else "set VLLM_DISABLED_KERNELS to the kernel's name, or take 8-bit 'weights' out of the policy"
+)
+
+
+class OneCopyMethod(QuantizeMethodBase):
+    """Computes the outputs of a linear by 8-bit weights that are not stored."""
+
+    kernel_name: str
+    """For people."""
+
+    def create_weights(self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any) -> None:
+        raise RuntimeError("the source creates the weights; this is a FlexQuant bug")
+
+    def make_ready(self, layer: LinearBase) -> None:
+        """Give ``layer`` what it needs beside its weights, once these are loaded."""
+        raise NotImplementedError
+
+    def nbytes(self, layer: LinearBase) -> tuple[int, int]:
+        """Return the bytes that ``layer`` writes its weights to, which all layers share, and its own ones.
+
+        Its own are beside its parameters.
+        """
+        inputs, outputs = linear_sizes(layer)
+        return inputs * outputs, 0
+
+
+class Int4Method(OneCopyMethod):
+    """Computes 8-bit weights from the INT4 weights of the linear itself."""
+
+    source: LinearBase | None = None
+    """The linear with the INT4 weights; None: the view itself."""
+    _product: Product
+    _relation = "from"
+
+    def read(self, layer: LinearBase, where: str, precision: str = "int8") -> None:
+        """Choose how to read the weights of ``layer``, whose kernel is known; ``where`` is for the message.
+
+        ``precision``: int8 or fp8. Raises :class:`FlexQuantError` if the kernel's layout is not known.
+        """
+        kernel = kernel_of_layer(layer)
+        assert isinstance(kernel, MPLinearKernel)
+        its_name = type(kernel).__name__
+        if (product := product_of(kernel, type(kernel), precision)) is None:
+            inputs, outputs = kernel.config.partition_weight_shape
+            raise FlexQuantError(
+                f"{where}: 8-bit weights cannot be computed from those of {its_name}, whose layout of "
+                f"{inputs} inputs and {outputs} outputs is not known; {ADVICE}"
+            )
+        self._product, self.kernel_name = product, f"{product.precision} {self._relation} {its_name}"
+
+    def make_ready(self, layer: LinearBase) -> None:
+        layer._buffers = {**layer._buffers, **self._product.prepare(layer)}
+
+    def nbytes(self, layer: LinearBase) -> tuple[int, int]:
+        return super().nbytes(layer)[0], FACTOR_BYTES * linear_sizes(layer)[1]
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [..., outputs] for ``x`` [..., inputs], in its dtype."""
+        source = layer if self.source is None else self.source
+        out = self._product.multiply(source, layer._buffers, x.reshape(-1, x.shape[-1]), bias)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+class NestedMethod(Int4Method):
+    """Computes the outputs of a linear that stores what the INT4 weights of ``source`` lack for its own."""
+
+    _relation = "nested in"
+
+    def __init__(self, source: LinearBase) -> None:
+        self.source = source
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        *_: Any,
+        weight_loader: Callable[..., None],
+        **__: Any,
+    ) -> None:
+        """Create parameters for a :class:`NestedWeights`; exceptions are those of all ranks' inputs."""
+        inputs, outputs = input_size_per_partition, sum(output_partition_sizes)
+        number = count_exceptions(input_size)
+        parts = {
+            "difference": (
+                torch.empty(outputs, inputs // 2, dtype=torch.uint8),
+                {"output_dim": 0, "input_dim": 1},
+            ),
+            "row": (torch.empty(outputs, 1, dtype=torch.float32), {"output_dim": 0}),
+            "scale": (torch.empty(outputs, 1, dtype=torch.float32), {"output_dim": 0}),
+            "exception": (torch.empty(outputs, number, dtype=torch.int8), {"output_dim": 0}),
+            "exception_input": (torch.empty(outputs, number, dtype=torch.uint16), {"output_dim": 0}),
+            # Those of linears that vLLM fuses are equal.
+            "column": (torch.empty(inputs, dtype=torch.float32), {"input_dim": 0, "ignore_warning": True}),
+        }
+        for name, (data, dimensions) in parts.items():
+            parameter = nn.Parameter(data, requires_grad=False)
+            vars(parameter).update(dimensions, weight_loader=weight_loader)
+            layer.register_parameter(f"weight_{name}", parameter)
+        layer.register_parameter("weight", None)  # as of kernels that keep weights under no name
+
+    def nbytes(self, layer: LinearBase) -> tuple[int, int]:
+        return OneCopyMethod.nbytes(self, layer)
+
+    def make_ready(self, layer: LinearBase) -> None:
+        assert self.source is not None
+        names = ("scale", "row", "column", "difference", "exception_input", "exception")
+        scale, row, column, difference, places, exceptions = (
+            layer.get_parameter(f"weight_{part}").data for part in names
+        )
+        inputs = len(column)
+        first = 0 if inputs == layer.input_size else layer.tp_rank * inputs
+        places = places.int() - first
+        places[(places < 0) | (places >= inputs)] = -1
+        nested = NestedWeights(scale.flatten(), row.flatten(), column, difference, places, exceptions)
+        buffers = self._product.prepare(self.source, nested)
+        for part, name in zip(names[3:], (DIFFERENCE, PLACES, EXCEPTIONS), strict=True):
+            layer.register_parameter(f"weight_{part}", nn.Parameter(buffers[name], requires_grad=False))
+        layer._buffers = {**layer._buffers, **buffers}
+
+
+def product_of(kernel: MPLinearKernel, kind: type[Any], precision: str = "int8") -> Product | None:
+    """Return the product of this device for the weights of ``kernel``'s layer, if ``kind`` keeps them.
+
+    None if that kind's layout is not known. ``precision``: int8 or fp8.
+    """
+    if current_platform.is_cpu():
+        from flexquant.serving.worker.one_copy import cpu
+
+        of_cpu = cpu.layout_of(kind)
+        return None if of_cpu is None else cpu.CPUInt8Product(kernel, of_cpu)
+    from flexquant.serving.worker.one_copy import gpu, gpu_layouts
+
+    of_gpu = gpu_layouts.layout_of(kind, kernel.config)
+    return None if of_gpu is None else gpu.GPUProduct(kernel, of_gpu, precision)
