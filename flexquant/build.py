@@ -9,12 +9,13 @@ inputs; a finished checkpoint is only verified.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flexquant.checkpoint.folder import COPIED, find_files
+from flexquant.checkpoint.measured_loss import LossByKind
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import SHARED_PREFIX
 from flexquant.checkpoint.model_config import count_layers
@@ -28,6 +29,7 @@ from flexquant.merge.formats import open_source
 from flexquant.merge.merging import policy_to_store
 from flexquant.merge.sidecar_plan import plan_sidecars
 from flexquant.policy.rules import choose_policy
+from flexquant.quantization.nested_loss import measure_nested
 from flexquant.quantization.progress import Stage, no_stage
 from flexquant.quantization.quantizing import quantize_variants
 from flexquant.quantization.recipe import Recipe
@@ -45,6 +47,8 @@ class BuildResult:
     """Contents of the merged checkpoint."""
     tensors_compared: dict[str, int]
     """Variant -> number of tensors found equal to its own, bit for bit."""
+    nested_losses: dict[str, LossByKind]
+    """Nested variant -> what it lost as it is stored."""
 
 
 def build_checkpoint(
@@ -54,17 +58,22 @@ def build_checkpoint(
     *,
     variants_folder: str | Path | None = None,
     policy: str | None = None,
+    nested: bool = False,
     overwrite: bool = False,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
+    progress: Callable[[str], None] = lambda message: None,
     stage: Stage = no_stage,
+    verbose: bool = False,
     **quantizing: Any,
 ) -> BuildResult:
     """Quantise ``model`` by ``recipe``, merge the variants into ``output``, and verify it against them.
 
     The variants stay in ``variants_folder`` (default: ``output`` with ``-variants`` appended to its name).
-    ``policy``, a built-in name or a file, replaces the recipe's default policy. ``overwrite`` replaces
-    existing folders that other inputs made. ``quantizing`` are further arguments of
-    :func:`~flexquant.quantization.quantizing.quantize_variants`; STAGES_AFTER_QUANTISING stages follow its.
+    ``policy``, a built-in name or a file, replaces the recipe's default policy. ``nested`` stores W8A8 as
+    ``near`` does in :func:`merge_checkpoints`. ``overwrite`` replaces folders that other inputs made.
+    ``progress``, ``verbose`` and ``quantizing`` are further arguments of
+    :func:`~flexquant.quantization.quantizing.quantize_variants`; STAGES_AFTER_QUANTISING stages follow its,
+    with ``nested`` one more.
 
     Raises FlexQuantError as the steps do; a policy or output that is not possible is refused before the first
     step. Without ``overwrite`` an existing ``output`` has to be a merged checkpoint of these variants.
@@ -75,12 +84,13 @@ def build_checkpoint(
     _check_policy(policy, recipe)
     finished = output.exists() and not overwrite
     if finished:
-        _check_finished(output, list(recipe.variants), policy, max_shard_size)
+        _check_finished(output, list(recipe.variants), policy, nested, max_shard_size)
         remove_leftovers(output)
     else:
         prepare_output(output, [folder], overwrite=overwrite)
+    shown: dict[str, Any] = {"progress": progress, "stage": stage, "verbose": verbose}
     variants = quantize_variants(
-        model, folder, recipe, resume=True, overwrite=overwrite, stage=stage, **quantizing
+        model, folder, recipe, resume=True, overwrite=overwrite, **shown, **quantizing
     )
     sources = [(variant.name, variant.folder) for variant in variants]
     if finished:
@@ -88,13 +98,19 @@ def build_checkpoint(
             _check_files(output, sources)
     else:
         options: dict[str, Any] = {"policy": policy, "overwrite": overwrite, "max_shard_size": max_shard_size}
+        options["nested"] = "near" if nested else None
         with stage(f"comparing the KV caches, and merging into {output}") as show:
             merge_checkpoints(sources, output, progress=show, kv_progress=show, **options)
     with stage(f"comparing {output} with the variants, bit for bit") as show:
         compared = verify_checkpoint(output, sources, show)["tensors_compared_with"]
+    losses: dict[str, LossByKind] = {}
+    if nested:
+        with stage("measuring what is lost as it is stored"):
+            losses = measure_nested(model, output, progress, verbose)
     merged = MergedCheckpoint.open(output)
-    report = report_checkpoint(merged.merged, count_layers(merged.config), merged.tensors)
-    return BuildResult(variants, report, compared)
+    missed = merged.provenance.changed_integers, merged.provenance.added_noise
+    report = report_checkpoint(merged.merged, count_layers(merged.config), merged.tensors, *missed)
+    return BuildResult(variants, report, compared, losses)
 
 
 def _check_policy(policy: str | None, recipe: Recipe) -> None:
@@ -110,8 +126,10 @@ def _check_policy(policy: str | None, recipe: Recipe) -> None:
             )
 
 
-def _check_finished(output: Path, variants: Sequence[str], policy: str | None, max_shard_size: int) -> None:
-    """Raise FlexQuantError unless ``output`` is a merged checkpoint of these variants, policy and shards."""
+def _check_finished(
+    output: Path, variants: Sequence[str], policy: str | None, nested: bool, max_shard_size: int
+) -> None:
+    """Raise FlexQuantError unless ``output`` is such a merged checkpoint of these variants."""
     if not (output / "config.json").is_file():
         raise FlexQuantError(f"{output} exists and is not a merged checkpoint; choose another folder")
     try:
@@ -128,6 +146,10 @@ def _check_finished(output: Path, variants: Sequence[str], policy: str | None, m
         (
             policy_to_store(policy, variants) != merged.policy,
             "stores another default policy than this build's",
+        ),
+        (
+            bool(merged.nested) != nested,
+            f"{'has' if merged.nested else 'lacks'} a nested variant, unlike what this build makes",
         ),
         (
             any(checkpoint.tensors[k].file.name != file for k, file in files.items()),

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.speed.shapes import SHAPES, Shape
-from benchmarks.speed.subjects import Subject
+from benchmarks.speed.subjects import MERGED, Subject
 from benchmarks.speed.synthetic import SCHEMES, write_checkpoint, write_without_weights
 from flexquant.errors import FlexQuantError
 
-MERGED = "merged"
+NESTED = "nested"
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,25 @@ class Model:
     name: str
     shape: Shape
     folders: dict[str, Path] | None
-    """Variant, or ``merged`` -> folder of a real model; None for a synthetic one."""
+    """Variant, ``merged`` or ``nested`` -> folder of a real model; None for a synthetic one."""
     work: Path
     """Folder in which synthetic checkpoints are made."""
 
     def folder(self, subject: Subject) -> Path:
         """Return the checkpoint that a subject serves; make it if the model is synthetic."""
         if self.folders is not None:
-            key = MERGED if subject.is_merged else subject.variants[0]
+            key = subject.checkpoint
             if key not in self.folders:
                 raise FlexQuantError(
                     f"subject '{subject.name}' needs the checkpoint '{key}' of {self.name}, but given are "
                     f"{', '.join(self.folders)}; add {key}=FOLDER to --model, or leave it out of --subjects"
                 )
             return self.folders[key]
+        if subject.given:
+            raise FlexQuantError(
+                f"subject '{subject.name}' names one of given checkpoints, but {self.name} is synthetic; "
+                f"write --model {subject.given}=FOLDER ..."
+            )
         sources = {name: self._synthetic(name) for name in subject.variants}
         return self._merged(sources) if subject.is_merged else sources[subject.variants[0]]
 
@@ -81,7 +86,7 @@ def open_model(values: Sequence[str], work: Path) -> Model:
                 "VARIANT=FOLDER ..."
             )
         return Model(values[0], SHAPES[values[0]], None, work)
-    allowed = (*SCHEMES, MERGED)
+    allowed = (*SCHEMES, MERGED, NESTED)
     folders: dict[str, Path] = {}
     for value in values:
         variant, _, folder = value.partition("=")

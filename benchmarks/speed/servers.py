@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.speed.results import ROOT, end_of_log
@@ -96,7 +97,14 @@ class Server(VLLMServer):
             raise ServerError(end_of_log(str(e), lines=LOG_LINES + 1)) from None
         log = self.log.read_text(encoding="utf-8", errors="replace")
         told = {**kv_cache_size(read_metrics(self.url)), **announcement(log)}
+        told["process_gib"] = round(own_bytes(self.processes.pid) * GIB["bytes"], 3)
         return {"start_seconds": round(seconds, 2), **told}
+
+
+def own_bytes(pid: int) -> int:
+    """Return the bytes of main memory that a process and its children share with no other process."""
+    process = psutil.Process(pid)
+    return sum(p.memory_full_info().uss for p in (process, *process.children(recursive=True)))
 
 
 class ServerPool:

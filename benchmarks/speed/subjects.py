@@ -13,6 +13,8 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import load_policy
 
 FLEXQUANT = "flexquant:"
+FLEXQUANT_ON = "flexquant@"
+MERGED = "merged"
 AGAIN = ":again"
 
 
@@ -31,10 +33,17 @@ class Subject:
     has_stock_kernels: bool = True
     """Whether a static checkpoint on a CPU takes the kernels that vLLM chooses, not those of FlexQuant."""
     needs_w4a8: bool = False
+    given: str | None = None
+    """Which of the given checkpoints a policy serves, if it is not the merged one."""
 
     @property
     def is_merged(self) -> bool:
         return self.policy is not None
+
+    @property
+    def checkpoint(self) -> str:
+        """The name of the checkpoint among given ones."""
+        return self.given or (MERGED if self.is_merged else self.variants[0])
 
     def describe(self) -> dict[str, Any]:
         """Return what tells this subject from others in a cell's parameters."""
@@ -67,16 +76,18 @@ def parse_subject(text: str) -> Subject:
     """Return the subject of a name: a static one, or ``flexquant:POLICY`` (built-in name or YAML file).
 
     A static one with ``:again`` is a second server of the same checkpoint, which shows how far equal servers
-    differ.
+    differ. ``flexquant@CHECKPOINT:POLICY`` serves another of the given checkpoints than the merged one.
     """
     if (static := text.removesuffix(AGAIN)) in STATIC:
         return replace(STATIC[static], name=text)
-    if not text.startswith(FLEXQUANT):
+    head, _, policy = text.partition(":")
+    if not policy or not (text.startswith(FLEXQUANT) or head.startswith(FLEXQUANT_ON)):
         raise FlexQuantError(
             f"'{text}' is not a subject; choose from {', '.join(STATIC)} (each also with {AGAIN}, a second "
-            "server of the same), or write flexquant:POLICY"
+            "server of the same), or write flexquant:POLICY or flexquant@CHECKPOINT:POLICY"
         )
-    policy = text.removeprefix(FLEXQUANT)
     eight_bit = "fp8" if "fp8" in load_policy(policy).variants else "w8a8"
-    options = json.dumps({"flexquant": {"policy": policy}})
-    return Subject(text, (eight_bit, "w4a16"), policy, ("--additional-config", options))
+    arguments = ("--additional-config", json.dumps({"flexquant": {"policy": policy}}))
+    if given := head.partition("@")[2]:
+        arguments += ("--config-format", "flexquant")
+    return Subject(text, (eight_bit, "w4a16"), policy, arguments, given=given or None)

@@ -7,9 +7,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from flexquant.checkpoint.measured_loss import MAX_LOSS, loss_lines
+from flexquant.checkpoint.measured_loss import MAX_LOSS, LossByKind, loss_lines
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import format_bytes, format_report
 from flexquant.cli._arguments import add_shard_size, parse_names, parse_number, pick
@@ -40,6 +40,12 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, metavar="DIR", help="merged checkpoint to write")
     add("--variants-folder", metavar="DIR", help="where the variants stay (default: DIR-variants)")
     add("--policy", metavar="NAME|FILE", help="policy to store as the default (default: the recipe's)")
+    add(
+        "--nested",
+        action="store_true",
+        help="store W8A8 as what INT4 lacks for it, as 'flexquant merge --nested' does, and measure what "
+        "it lost so",
+    )
     add("--overwrite", action="store_true", help="replace existing folders that other inputs made")
     _add_recipe(parser)
     add_shard_size(parser)
@@ -114,16 +120,21 @@ def build(args: argparse.Namespace) -> JsonObject:
     from flexquant.build import STAGES_AFTER_QUANTISING, build_checkpoint
 
     recipe = load_recipe(args.recipe)
-    how = _how(args, STAGES_BEFORE_VARIANTS + len(recipe.variants) + STAGES_AFTER_QUANTISING)
-    how |= pick(args, "variants_folder", "policy", "max_shard_size")
+    stages = STAGES_BEFORE_VARIANTS + len(recipe.variants) + STAGES_AFTER_QUANTISING
+    how = _how(args, stages + int(args.nested))
+    how |= pick(args, "variants_folder", "policy", "nested", "max_shard_size")
     with contextlib.redirect_stdout(sys.stderr):  # llmcompressor prints
         built = build_checkpoint(args.model, args.output, recipe, **how)
-    _print_variants(built.variants, args.max_loss)
+    _print_variants(built.variants, args.max_loss, built.nested_losses)
     print(f"{args.output}: {format_report(built.report)}")
     return {
         "output": args.output,
         "variants": {v.name: v.model_dump() for v in built.variants},
         "tensors_compared_with": built.tensors_compared,
+        "nested_losses": {
+            name: {kind: loss.model_dump() for kind, loss in losses.items()}
+            for name, losses in built.nested_losses.items()
+        },
         **built.report.to_json(),
     }
 
@@ -135,10 +146,13 @@ def _how(args: argparse.Namespace, number_of_stages: int) -> JsonObject:
     return {**shared, "progress": stages.note, "stage": stages.stage}
 
 
-def _print_variants(variants: Sequence[QuantizedVariant], max_loss: float) -> None:
+def _print_variants(
+    variants: Sequence[QuantizedVariant], max_loss: float, nested: Mapping[str, LossByKind] | None = None
+) -> None:
     """Print a line for each variant and each search that its recipe made, and what all variants lost.
 
-    A loss above ``max_loss`` percent is said to be too much.
+    A loss above ``max_loss`` percent is said to be too much. ``nested``: what variants lost that are stored
+    nested.
     """
     for v in variants:
         took = "kept from an earlier run" if v.kept else f"{v.seconds:.0f} s"
@@ -149,5 +163,7 @@ def _print_variants(variants: Sequence[QuantizedVariant], max_loss: float) -> No
             print(
                 f"{v.name}: alpha searched per layer: quantisation MSE {v.mse_gain:.2g}x below one alpha 0.5"
             )
-    for line in loss_lines({v.name: v.losses for v in variants if v.losses}, max_loss / 100):
+    losses = {v.name: v.losses for v in variants if v.losses}
+    losses |= {f"{name} nested": of_variant for name, of_variant in (nested or {}).items()}
+    for line in loss_lines(losses, max_loss / 100):
         print(line)

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
     AutoModelForCausalLM,
+    CompressedTensorsConfig,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -83,6 +84,18 @@ def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel
             f"{source.folder} lacks {len(missing)} of the parameters of a {type(model).__name__}, the first "
             f"'{missing[0]}'; fetch the model again"
         )
+    return model
+
+
+def load_quantized(folder: Path) -> PreTrainedModel:
+    """Return a checkpoint of compressed-tensors, of which the linears quantise their inputs as served."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder,
+        trust_remote_code=False,
+        dtype="auto" if torch.cuda.is_available() else torch.float32,
+        device_map="auto" if torch.cuda.is_available() else None,
+        quantization_config=CompressedTensorsConfig(run_compressed=False),
+    )
     return model
 
 

@@ -23,6 +23,7 @@ BITS_16 = 16
 SOURCE = "w4a16"
 FROM_INT4 = "w8a8-from-int4"
 """Built-in policy of the variant that computes INT8 weights from those of SOURCE."""
+FROM_16_BIT = "int8-from-16-bit"
 UTILISATION = 0.9
 """Share of the memory that vLLM takes by default."""
 
@@ -35,7 +36,9 @@ def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str
     FlexQuantError for other names.
     """
     found: dict[str, Policy] = {}
-    names = names or [*merged.variants, *([FROM_INT4] if len(merged.variants) == 1 else [])]
+    if not names:
+        names, (first, *others) = [*merged.variants], merged.variants.values()
+        names += [] if others else [FROM_16_BIT if first.is_in_16_bit else FROM_INT4]
     for name, policy in find_policies(names, merged.variants).items():
         if len(policy.rules) != 1 or policy.rules[0].layers:
             raise UsageError(

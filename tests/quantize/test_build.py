@@ -55,6 +55,28 @@ def test_build_quantises_merges_and_verifies(built: Path) -> None:
     assert set(verify_checkpoint(built / "merged", variants)["tensors_compared_with"]) == set(variants)
 
 
+def test_nested_it_is_smaller_and_its_loss_is_measured(
+    model: Path, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(built / "merged-variants", tmp_path / "merged-variants")
+    nested = command("build", model, tmp_path / "merged", "--nested", "--json")
+    assert cli.main(nested) == 0
+    said = capsys.readouterr()
+    result = json.loads(said.out.splitlines()[-1])
+    assert "[8/8] measuring what is lost as it is stored" in said.err and "w8a8 nested: KL" in said.out
+    sizes = [
+        sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+        for folder in (tmp_path / "merged", built / "merged")
+    ]
+    assert sizes[0] < 0.9 * sizes[1]
+    plain, stored = (result[key]["w8a8"] for key in ("variants", "nested_losses"))
+    assert stored.keys() == plain["losses"].keys()
+    for kind, loss in stored.items():
+        assert loss["kl"] == pytest.approx(plain["losses"][kind]["kl"], rel=0.2)
+    assert cli.main(nested[:-2]) == 1
+    assert "has a nested variant, unlike what this build makes" in capsys.readouterr().err
+
+
 def begun(lines: list[str]) -> list[str]:
     """Check that each of seven stages has a line when it begins and one when it ends; return the first."""
     stages = [line for line in lines if line.startswith("[")]
