@@ -2,17 +2,18 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Fit the factors by which INT4 weights predict INT8 weights, and encode what the prediction lacks.
 
-Rows and columns are fitted in turn, by least squares.
+Rows and columns are fitted in turn, by least squares. Where 4 bits reach too little of a row, it gets wider
+steps: its INT8 weights are rounded again, to a larger scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from flexquant.checkpoint.nested import HIGHEST, LARGEST, LOWEST, nested_parts, scaled
+from flexquant.checkpoint.nested import HIGHEST, LARGEST, LOWEST, nested_parts, predict, scaled
 from flexquant.checkpoint.schemes import DIFFERENCE, EXCEPTION, EXCEPTION_INPUT
 
 ITERATIONS = 3
@@ -23,6 +24,9 @@ FARTHEST = LARGEST + HIGHEST + 0.5
 """Largest absolute prediction, before rounding, from which some difference leads back to INT8's range."""
 SMALLEST = 2.0**-32
 """Smallest factor of a column, where the largest is 1: it predicts zeros."""
+
+WIDTHS = (1.0, 1.5, 2.0, 3.0)
+"""By what the scale of a row of INT8 weights may be multiplied."""
 
 Blocks = Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]
 """Returns the INT8 and INT4 weights of a layer, blocks of rows, float64 [rows, inputs] both."""
@@ -67,8 +71,8 @@ class Misses(NamedTuple):
     weights: int
     changed: int
     """How many weights are not the source's."""
-    squared: int
-    """Sum of the squared distances."""
+    squared: float
+    """Sum of the squared distances, in steps of the source's scales."""
 
     @property
     def added_noise(self) -> float:
@@ -80,24 +84,101 @@ class Misses(NamedTuple):
         return cls(*map(sum, zip(*parts, strict=True)))
 
 
-def encode(weight8: torch.Tensor, predicted: torch.Tensor) -> tuple[dict[str, torch.Tensor], Misses]:
-    """Return what is stored, but for factors, of rows of an INT8 weight [rows, inputs], and what it misses.
+class FittedRows(NamedTuple):
+    """What rows of a linear are stored with."""
+
+    row: torch.Tensor
+    """Factors, float32 [rows, 1]."""
+    scale: torch.Tensor
+    """Scales of the INT8 weights [rows, 1], in their dtype."""
+    missed: Misses
+
+
+def fit_block(
+    weight8: torch.Tensor,
+    scale8: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    column: torch.Tensor,
+    widths: Sequence[float] = WIDTHS,
+) -> FittedRows:
+    """Fit rows of a linear, for the width of ``widths`` by which each is missed least.
+
+    ``weight8`` int8 [rows, inputs] has the scales ``scale8`` [rows, 1]; ``values``, ``scale`` and ``column``
+    are as of :func:`scaled`.
+    """
+    inputs = weight8.shape[1]
+    row, wide, squared, changed = _at_width(weight8, scale8, values, scale, column, widths[0])
+    for width in widths[1:]:
+        # Rounding to wider steps alone adds as much.
+        some = (squared > inputs * (width**2 - 1) / ROUNDINGS_A_SQUARE).nonzero().flatten()
+        given = weight8[some], scale8[some], values[some], scale[some]
+        found = _at_width(*given, column, width)
+        better = found[2] < squared[some]
+        for best, new in zip((row, wide, squared, changed), found, strict=True):
+            best[some[better]] = new[better]
+    return FittedRows(row, wide, Misses(weight8.numel(), int(changed.sum()), float(squared.sum())))
+
+
+def _at_width(
+    weight8: torch.Tensor,
+    scale8: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    column: torch.Tensor,
+    width: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return factors and scales of rows; squared distances and numbers of changed weights, float64 [rows]."""
+    wide = (scale8.float() * width).to(scale8.dtype)
+    wanted, weight4 = widened(weight8, scale8, wide), (values * scale).flatten(1).double()
+    row = fit_rows(wanted.double(), weight4, column.double()).float().unsqueeze(1)
+    row = shrink_rows(row, values, scale, column)
+    _, served = encode(wanted, predict(values, scale, row, column))
+    far = distances(served, wide, weight8, scale8)
+    return row, wide, far.square().sum(1), far.count_nonzero(1).double()
+
+
+def widened(weight8: torch.Tensor, scale8: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    """Return INT8 weights with scales ``scale8`` rounded to scales ``wide``; ties to even."""
+    return (weight8.float() * _narrowing(scale8, wide)).round_().to(torch.int8)
+
+
+def distances(
+    served: torch.Tensor, wide: torch.Tensor, weight8: torch.Tensor, scale8: torch.Tensor
+) -> torch.Tensor:
+    """Return how far served weights with scales ``wide`` are from ``weight8``, in steps of ``scale8``."""
+    return served.double() / _narrowing(scale8, wide) - weight8.double()
+
+
+def is_widened(scale8: torch.Tensor, wide: torch.Tensor) -> bool:
+    """Whether ``wide`` are scales that :func:`fit_block` gives for ``scale8``."""
+    allowed = [(scale8.float() * width).to(scale8.dtype) for width in WIDTHS]
+    return wide.dtype == scale8.dtype and bool((torch.stack(allowed) == wide).any(0).all())
+
+
+def _narrowing(scale8: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    """Return by what weights become smaller, float32 [rows, 1]; 1 for a scale of 0."""
+    return torch.where(wide == 0, 1.0, scale8.float() / wide.float())
+
+
+def encode(weight8: torch.Tensor, predicted: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return what is stored, but for factors, of rows of an INT8 weight [rows, inputs], and what it gives.
 
     ``predicted`` is what :func:`predict` returns. Differences lead nearest to the weights; exceptions are
-    what these miss by most, of equal ones the first. Types and shapes are those of :func:`nested_parts`.
+    what these miss by most, of equal ones the first. Types and shapes are those of :func:`nested_parts`; what
+    is served are whole numbers, float32 [rows, inputs].
     """
     wanted, inputs = weight8 - predicted, weight8.shape[1]
     differences = wanted.clamp(LOWEST, HIGHEST)
     missed = wanted.sub_(differences).abs_()
     order = missed.int() * inputs - torch.arange(inputs, dtype=torch.int32)  # no two of a row are equal
     exceptions = order.topk(nested_parts(*weight8.shape)[EXCEPTION][1][1], dim=1).indices.sort(dim=1).values
-    missed.scatter_(1, exceptions, 0)
-    changed, squared = int(missed.count_nonzero()), int(missed.square_().long().sum())
+    exact = weight8.gather(1, exceptions)
     return {
         DIFFERENCE: pack_differences(differences),
-        EXCEPTION: weight8.gather(1, exceptions),
+        EXCEPTION: exact,
         EXCEPTION_INPUT: exceptions.to(torch.uint16),
-    }, Misses(weight8.numel(), changed, squared)
+    }, (predicted + differences).scatter_(1, exceptions, exact.float())
 
 
 def pack_differences(differences: torch.Tensor) -> torch.Tensor:

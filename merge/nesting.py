@@ -10,11 +10,12 @@ is first read; weights are read a block at a time, and not kept.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -34,7 +35,16 @@ from flexquant.checkpoint.schemes import COLUMN, FLOAT_DTYPES, ROW, LinearScheme
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import Source
 from flexquant.merge.merge_plan import MergePlan
-from flexquant.merge.nested_fit import Misses, encode, fit_column, fit_rows, shrink_rows
+from flexquant.merge.nested_fit import (
+    WIDTHS,
+    Misses,
+    distances,
+    encode,
+    fit_block,
+    fit_column,
+    is_widened,
+    widened,
+)
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
@@ -52,6 +62,8 @@ have 10,000.
 """
 MAX_INPUTS = 1 << 16
 """Inputs that an exception's index tells apart."""
+SCALE = "weight_scale"
+"""Last part of the name of the INT8 weights' scales."""
 TWO_COPIES = "merge without --nested, which stores the weights of both"
 
 
@@ -63,16 +75,24 @@ class Factors:
     """Module -> float32 [outputs, 1]."""
     column: torch.Tensor
     """float32 [inputs]."""
+    scales: dict[str, torch.Tensor]
+    """Module -> scales of the INT8 weights [outputs, 1], in their dtype."""
     missed: dict[str, Misses]
     """By module."""
 
 
-class NestedLayer:
-    """The linears that vLLM makes one layer of: by module, the INT8 weight, and the INT4 weight beside it."""
+class Pair(NamedTuple):
+    """A linear's weights."""
 
-    def __init__(
-        self, weights: Mapping[str, tuple[TensorRef, Int4Weight]], variant: str, nested: Nested
-    ) -> None:
+    weight8: TensorRef
+    scale8: TensorRef
+    int4: Int4Weight
+
+
+class NestedLayer:
+    """The linears that vLLM makes one layer of, by module."""
+
+    def __init__(self, weights: Mapping[str, Pair], variant: str, nested: Nested) -> None:
         self._weights, self._variant, self._nested = weights, variant, nested
         self._lock = threading.Lock()
         self._fitted: Factors | None = None
@@ -101,27 +121,31 @@ class NestedLayer:
         return FlexQuantError(f"variant '{self._variant}' cannot be nested: {problem}, or {TWO_COPIES}")
 
     def stored(self) -> dict[str, TensorRef]:
-        """Return what takes the place of INT8 weights, by original key; it is computed when it is read."""
+        """Return what takes the place of INT8 weights and scales, by original key; reading computes it."""
         return {ref.name: ref for module in self._weights for ref in self._stored(module)}
 
     def _stored(self, module: str) -> list[TensorRef]:
-        weight8, int4 = self._weights[module]
+        weight8, scale8, int4 = self._weights[module]
 
         def encoded(part: str, rows: Sequence[range] | None) -> torch.Tensor:
             factors, found = self.factors(), []
             for block in blocks(int4.shape, rows):
-                row = factors.rows[module][block.start : block.stop]
+                row, wide = (x[module][block.start : block.stop] for x in (factors.rows, factors.scales))
                 predicted = predict(*int4.read(block), row, factors.column)
-                found.append(encode(load_tensor(weight8, [block]), predicted)[0][part])
+                wanted = widened(load_tensor(weight8, [block]), load_tensor(scale8, [block]), wide)
+                found.append(encode(wanted, predicted)[0][part])
             return torch.cat(found)
 
         def row(rows: Sequence[range] | None) -> torch.Tensor:
             return _of_rows(self.factors().rows[module], rows)
 
+        def scale(rows: Sequence[range] | None) -> torch.Tensor:
+            return _of_rows(self.factors().scales[module], rows)
+
         def column(rows: Sequence[range] | None) -> torch.Tensor:
             return _of_rows(self.factors().column, rows)
 
-        of_layer = {ROW: row, COLUMN: column}
+        of_layer, parts = {ROW: row, COLUMN: column, SCALE: scale}, nested_parts(*int4.shape)
         return [
             ComputedTensor(
                 f"{module}.{part}",
@@ -131,43 +155,48 @@ class NestedLayer:
                 0,
                 of_layer.get(part) or partial(encoded, part),
             )
-            for part, (dtype, shape) in nested_parts(*int4.shape).items()
+            for part, (dtype, shape) in {**parts, SCALE: (scale8.dtype, scale8.shape)}.items()
         ]
 
     def _fit(self) -> Factors:
         def read() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            for weight8, int4 in self._weights.values():
+            for weight8, _, int4 in self._weights.values():
                 for part in blocks(int4.shape):
                     values, scale = int4.read(part)
                     yield load_tensor(weight8, [part]).double(), (values * scale).flatten(1).double()
 
-        column = fit_column(read, next(iter(self._weights.values()))[1].shape[1])
-        rows, missed = {}, {}
-        for module, (weight8, int4) in self._weights.items():
-            found: list[torch.Tensor] = []
-            misses: list[Misses] = []
-            for part in blocks(int4.shape):
-                weight, (values, scale) = load_tensor(weight8, [part]), int4.read(part)
-                weight4 = (values * scale).flatten(1).double()
-                row = fit_rows(weight.double(), weight4, column.double()).float().unsqueeze(1)
-                found.append(shrink_rows(row, values, scale, column))
-                predicted = predict(values, scale, found[-1], column)
-                misses.append(encode(weight, predicted)[1])
-            rows[module], missed[module] = torch.cat(found), Misses.total(misses)
-        return Factors(rows, column, missed)
+        column = fit_column(read, next(iter(self._weights.values())).int4.shape[1])
+        rows, scales, missed = {}, {}, {}
+        for module, (weight8, scale8, int4) in self._weights.items():
+            found = [
+                fit_block(
+                    *(load_tensor(ref, [part]) for ref in (weight8, scale8)),
+                    *int4.read(part),
+                    column,
+                    WIDTHS[:1] if self._nested == "exact" else WIDTHS,
+                )
+                for part in blocks(int4.shape)
+            ]
+            rows[module] = torch.cat([rows.row for rows in found])
+            scales[module] = torch.cat([rows.scale for rows in found])
+            missed[module] = Misses.total(rows.missed for rows in found)
+        return Factors(rows, column, scales, missed)
 
 
-def is_nearest(stored: NestedWeight, weight8: TensorRef) -> bool:
-    """Whether what is stored is what a merge writes for an INT8 weight, by the stored factors."""
+def is_nearest(stored: NestedWeight, scale: TensorRef, weight8: TensorRef, scale8: TensorRef) -> bool:
+    """Whether what is stored is what a merge writes for an INT8 weight, by the stored factors and scales."""
     if (weight8.dtype, weight8.shape) != ("I8", stored.int4.shape):
         return False
-    misses = []
+    squared = 0.0
     for block in blocks(stored.int4.shape):
-        found, missed = encode(load_tensor(weight8, [block]), stored.predicted(block))
+        weight, given, wide = (load_tensor(ref, [block]) for ref in (weight8, scale8, scale))
+        if not is_widened(given, wide):
+            return False
+        found, served = encode(widened(weight, given, wide), stored.predicted(block))
         if not all(torch.equal(load_tensor(stored.stored[part], [block]), x) for part, x in found.items()):
             return False
-        misses.append(missed)
-    return Misses.total(misses).added_noise <= MAX_ADDED_NOISE
+        squared += float(distances(served, wide, weight, given).square().sum())
+    return Misses(math.prod(weight8.shape), 0, squared).added_noise <= MAX_ADDED_NOISE
 
 
 def _of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:
@@ -198,7 +227,7 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
     eights, source = _find_pair(schemes)
     variants = {}
     for name in eights:
-        tensors, by_layer = sources[name].tensors, dict[str, dict[str, tuple[TensorRef, Int4Weight]]]()
+        tensors, by_layer = sources[name].tensors, dict[str, dict[str, Pair]]()
         for module in sorted(schemes[name] | schemes[source]):
             int4 = Int4Weight.of(sources[source].tensors, module)
             problem = _problem(module, schemes[name].get(module), schemes[source].get(module), int4)
@@ -206,10 +235,11 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
                 raise FlexQuantError(
                     f"variant '{name}' cannot be nested in '{source}': '{module}' {problem}; {TWO_COPIES}"
                 )
-            by_layer.setdefault(fused_name(module), {})[module] = tensors[f"{module}.weight"], int4
+            pair = Pair(tensors[f"{module}.weight"], tensors[f"{module}.{SCALE}"], int4)
+            by_layer.setdefault(fused_name(module), {})[module] = pair
         layers = [NestedLayer(weights, name, nested) for weights in by_layer.values()]
         stored = {key: ref for layer in layers for key, ref in layer.stored().items()}
-        gone = {f"{module}.weight" for module in schemes[name]}
+        gone = {f"{module}.{part}" for module in schemes[name] for part in ("weight", SCALE)}
         own = {key: ref for key, ref in tensors.items() if key not in gone} | stored
         served = with_weights(own, nested_weights(own, sources[source].tensors))
         sources[name] = replace(sources[name], tensors=served)

@@ -148,7 +148,11 @@ def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progre
         )
 
     def same(name: str, ref: TensorRef) -> bool:
-        found = source.tensors[name]
-        return is_nearest(nested[name], found) if name in nested else same_bytes(found, ref)
+        found, weight = source.tensors[name], name.removesuffix("_scale")
+        if weight not in nested:
+            return same_bytes(found, ref)
+        scales = [tensors[f"{weight}_scale"] for tensors in (stored, source.tensors)]
+        # A scale is judged with the weight that has it.
+        return name != weight or is_nearest(nested[weight], scales[0], found, scales[1])
 
     return compare_tensors(checkpoint, stored, same, str(source.folder), progress)
