@@ -116,6 +116,16 @@ def test_int8_from_one_copy_with_adapters(folder: Path, adapters: list[Any]) -> 
 
 
 @pytest.mark.full
+def test_a_16_bit_model_with_adapters(folder: Path, adapters: list[Any]) -> None:
+    """Stock vLLM's adapters on the model itself; those of INT8 have to be near."""
+    in_16_bit, in_int8, without = served(
+        folder / "16-bit", [rules("- use: bf16"), "int8-from-16-bit"], adapters
+    )
+    assert in_16_bit == stock(folder / "16-bit", adapters)
+    assert 0 < distance(in_int8, in_16_bit) < distance(without[:2], in_16_bit[:2]) / 2
+
+
+@pytest.mark.full
 def test_nested_weights_with_adapters(folder: Path, adapters: list[Any], tmp_path: Path) -> None:
     sources = {name: folder / name for name in ("w8a8", "w4a16")}
     merge_checkpoints(sources, tmp_path / "merged", nested="near")

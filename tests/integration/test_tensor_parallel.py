@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from flexquant.evaluation.engine import change_policy, take_policy
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from flexquant.policy.rules import load_policy
-from tests.checkpoints import EXPERTS, MIXTURES
+from tests.checkpoints import EXPERTS, MIXTURES, make_checkpoint
 from tests.integration.conftest import engine
 from tests.integration.logprobs import distance
 from tests.integration.test_compile import SIZES, answers_by_number
@@ -92,6 +92,19 @@ def test_each_rank_computes_int8_weights_from_its_part_of_one_copy(tiny_merged):
     for number, answers in in_int8.items():
         assert distance(answers, on_one[number]) < 0.06
         assert distance(answers, in_int4[number]) > 0.005
+
+
+@pytest.mark.full
+def test_each_rank_rounds_its_part_of_16_bit_weights(tiny_merged, tmp_path):
+    folder = make_checkpoint(tmp_path / "model", scheme=None)
+    policies = "int8-from-16-bit", "prefill-8-bit", None
+    in_int8, in_16_bit, stock = (run(folder, RANKS, policy) for policy in policies)
+    with engine(folder, "int8-from-16-bit", **SIZES) as llm:
+        on_one = answers_by_number(llm)
+    for number, answers in in_int8.items():
+        assert in_16_bit[number] == stock[number]
+        assert distance(answers, on_one[number]) < 0.06
+        assert distance(answers, stock[number]) > 0.001
 
 
 def test_each_rank_corrects_its_part_of_nested_weights(tiny_merged, tmp_path):
