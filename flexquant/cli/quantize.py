@@ -127,15 +127,16 @@ def build(args: argparse.Namespace) -> JsonObject:
         built = build_checkpoint(args.model, args.output, recipe, **how)
     _print_variants(built.variants, args.max_loss, built.nested_losses)
     print(f"{args.output}: {format_report(built.report)}")
+    report = built.report.to_json()
     return {
         "output": args.output,
-        "variants": {v.name: v.model_dump() for v in built.variants},
+        **report,
+        "variants": {v.name: {**report["variants"][v.name], **v.model_dump()} for v in built.variants},
         "tensors_compared_with": built.tensors_compared,
         "nested_losses": {
             name: {kind: loss.model_dump() for kind, loss in losses.items()}
             for name, losses in built.nested_losses.items()
         },
-        **built.report.to_json(),
     }
 
 

@@ -72,7 +72,7 @@ def test_nested_it_is_smaller_and_its_loss_is_measured(
     plain, stored = (result[key]["w8a8"] for key in ("variants", "nested_losses"))
     assert stored.keys() == plain["losses"].keys()
     for kind, loss in stored.items():
-        assert loss["kl"] == pytest.approx(plain["losses"][kind]["kl"], rel=0.2)
+        assert plain["losses"][kind]["kl"] < loss["kl"] < 10 * plain["losses"][kind]["kl"]
     assert cli.main(nested[:-2]) == 1
     assert "has a nested variant, unlike what this build makes" in capsys.readouterr().err
 

@@ -69,16 +69,18 @@ void correct(const uint8_t* __restrict values, const float* __restrict ratio, co
     }
 }
 
-// Write INT8 weights `out` [inputs, outputs]: (value - zero) * ratio, to the nearest, ties to even.
+// Write INT8 weights `out` [inputs, some outputs], those from `from` on: (value - zero) * ratio, to the nearest, ties
+// to even.
 // `packed` holds blocks of `block` outputs one after another, and the last block may be narrower; `ratio` and
 // `zero` are float32 [groups, outputs]. Nested weights have five tensors more: `column`, float32 [inputs], and
 // `difference`, packed alike, make them (value - zero) * ratio * column, to the nearest, and the difference; then
 // `places`, int32, and `values`, int8, are the outputs and weights of exceptions, those of an input k from
 // `starts`[k] to `starts`[k + 1], int32 [inputs + 1].
 void int4_to_int8(const at::Tensor& packed, const at::Tensor& ratio, const at::Tensor& zero, at::TensorList nested,
-                  int64_t block, bool in_halves, at::Tensor out) {
-  const int64_t inputs = out.size(0), outputs = out.size(1), group = inputs / ratio.size(0);
-  TORCH_CHECK(block <= WIDEST && outputs % 16 == 0 && inputs % ratio.size(0) == 0);
+                  int64_t block, bool in_halves, int64_t from, at::Tensor out) {
+  const int64_t inputs = out.size(0), some = out.size(1), outputs = ratio.size(1), group = inputs / ratio.size(0);
+  TORCH_CHECK(block <= WIDEST && outputs % 16 == 0 && some % 16 == 0 && inputs % ratio.size(0) == 0);
+  TORCH_CHECK(from % block == 0 && (some % block == 0 || from + some == outputs) && from + some <= outputs);
   TORCH_CHECK(packed.nbytes() * 2 == static_cast<size_t>(inputs * outputs) && ratio.is_contiguous());
   TORCH_CHECK(packed.is_contiguous() && zero.is_contiguous() && out.is_contiguous());
   const bool is_nested = !nested.empty();
@@ -97,7 +99,7 @@ void int4_to_int8(const at::Tensor& packed, const at::Tensor& ratio, const at::T
     uint8_t values[INPUTS_AT_ONCE * WIDEST], beside[INPUTS_AT_ONCE * WIDEST];
     for (int64_t k = first, next; k < first + count; k = next) {
       next = std::min({k + INPUTS_AT_ONCE, first + count, (k / group + 1) * group});
-      for (int64_t n = 0; n < outputs; n += block) {
+      for (int64_t n = from; n < from + some; n += block) {
         const int64_t width = std::min(block, outputs - n), scales = k / group * outputs + n;
         const int64_t place = (n * inputs + k * width) / 2;
         const bool halves = in_halves && width == block;
@@ -108,28 +110,29 @@ void int4_to_int8(const at::Tensor& packed, const at::Tensor& ratio, const at::T
                                      : width == 48 ? correct<48>
                                      : width == 32 ? correct<32>
                                                    : correct<16>;
-          correct_block(values, ratios + scales, zeros + scales, column + k, beside, weights + k * outputs + n,
-                        outputs, next - k);
+          correct_block(values, ratios + scales, zeros + scales, column + k, beside, weights + k * some + n - from,
+                        some, next - k);
           continue;
         }
         const auto rescale_block = width == 64   ? rescale<64>
                                    : width == 48 ? rescale<48>
                                    : width == 32 ? rescale<32>
                                                  : rescale<16>;
-        rescale_block(values, ratios + scales, zeros + scales, weights + k * outputs + n, outputs, next - k);
+        rescale_block(values, ratios + scales, zeros + scales, weights + k * some + n - from, some, next - k);
       }
       for (int64_t input = k; is_nested && input < next; input++)
         for (int32_t e = starts[input]; e < starts[input + 1]; e++)
-          weights[input * outputs + places[e]] = exceptions[e];
+          if (places[e] >= from && places[e] < from + some) weights[input * some + places[e] - from] = exceptions[e];
     }
   });
 }
 
 // Write `out` [tokens, outputs] = sums * row scale * column scale + bias. `sums` are int32; scales and bias float32.
+// Rows of `out` may lie apart.
 void scale_sums(const at::Tensor& sums, const at::Tensor& row, const at::Tensor& column,
                 const std::optional<at::Tensor>& bias, at::Tensor out) {
   const int64_t outputs = sums.size(1);
-  TORCH_CHECK(sums.is_contiguous() && row.is_contiguous() && column.is_contiguous() && out.is_contiguous());
+  TORCH_CHECK(sums.is_contiguous() && row.is_contiguous() && column.is_contiguous() && out.stride(1) == 1);
   TORCH_CHECK(row.numel() == sums.size(0) && column.numel() == outputs && out.sizes() == sums.sizes());
   const auto* from = sums.data_ptr<int32_t>();
   const float *rows = row.data_ptr<float>(), *columns = column.data_ptr<float>();
@@ -139,7 +142,7 @@ void scale_sums(const at::Tensor& sums, const at::Tensor& row, const at::Tensor&
     for_rows(out, 16, [&](int64_t first, int64_t count) {
       for (int64_t m = first; m < first + count; m++) {
         const int32_t* __restrict sum = from + m * outputs;
-        scalar_t* __restrict result = to + m * outputs;
+        scalar_t* __restrict result = to + m * out.stride(0);
         const float scale = rows[m];
         if (biases)
           for (int64_t n = 0; n < outputs; n++)
@@ -157,7 +160,7 @@ void scale_sums(const at::Tensor& sums, const at::Tensor& row, const at::Tensor&
 TORCH_LIBRARY(flexquant_one_copy, m) {
   m.def(
       "int4_to_int8(Tensor packed, Tensor ratio, Tensor zero, Tensor[] nested, int block, bool in_halves, "
-      "Tensor(a!) out) -> ()");
+      "int first_output, Tensor(a!) out) -> ()");
   m.def("scale_sums(Tensor sums, Tensor row, Tensor column, Tensor? bias, Tensor(a!) out) -> ()");
 }
 

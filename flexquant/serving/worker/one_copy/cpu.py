@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Multiply in INT8 on a CPU by weights that are computed from INT4 weights, in the layout of the INT4 kernel.
 
-Each call writes a layer's INT8 weights into memory that all layers of a thread share, and has oneDNN
-multiply (``torch._int_mm``). The two loops around that product are cpu.cpp, which PyTorch compiles once for a
-machine; without a compiler, PyTorch's operators do the same, but far more slowly.
+Each call goes over a layer's outputs in slices. It writes a slice's INT8 weights into memory that all layers
+of a thread share, has oneDNN multiply (``torch._int_mm``), and scales the sums, while both lie in the caches.
+The two loops around that product are cpu.cpp, which PyTorch compiles once for a machine; without a compiler,
+PyTorch's operators do the same for all outputs at once, but far more slowly.
 """
 
 from __future__ import annotations
@@ -56,12 +57,15 @@ ZERO = 8.0
 """Value of a symmetric INT4 weight that stands for 0."""
 STARTS = "flexquant_starts"
 """Name of a buffer: the first of the exceptions of each input, and their number, int32 [inputs + 1]."""
+WEIGHTS, SUMS = 1 << 20, 1 << 20
+"""Most weights and sums of a slice, but for one of MULTIPLE outputs: bytes, and words of 4 bytes."""
+MULTIPLE = 64
+"""Outputs of which slices have multiples; blocks have parts of it."""
 NESTED = (COLUMN, DIFFERENCE, STARTS, PLACES, EXCEPTIONS)
 """The buffers of nested weights, in the order in which cpu.cpp takes them."""
 
 logger = init_logger("vllm.flexquant.cpu")
-_kept = threading.local()
-_most_weights = 0
+_weights, _sums = threading.local(), threading.local()
 _library = torch.library.Library("flexquant", "FRAGMENT")
 _library.define(
     "one_copy_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, "
@@ -142,6 +146,11 @@ class CPUInt8Product:
 
     precision = "INT8"
 
+    @staticmethod
+    def shared_bytes(inputs: int, outputs: int) -> int:
+        """Return the bytes to which a layer's weights are written."""
+        return min(inputs * outputs, max(WEIGHTS, inputs * MULTIPLE))
+
     def __init__(self, kernel: MPLinearKernel, layout: Layout) -> None:
         self._kernel = kernel
         self._layout = layout
@@ -157,7 +166,6 @@ class CPUInt8Product:
         if nested is None:
             scales = channel_scales(*self._weights(source), inputs, self._layout)
             return {CHANNEL_SCALE: scales, ROW: scales.reciprocal()}
-        _reserve(inputs * len(nested.channel_scale))
         difference = packed_alike(unpack_nibbles(nested.difference).t(), self._layout)
         return {**nested.factors(), DIFFERENCE: difference, **exceptions_by_input(nested)}
 
@@ -194,15 +202,26 @@ def channel_scales(
 ) -> torch.Tensor:
     """Return the scales of INT8 weights, float32 [outputs]: each channel's greatest weight becomes 127.
 
-    The arguments are a layer's, as its INT4 kernel keeps them. Memory for its INT8 weights is reserved.
+    The arguments are a layer's, as its INT4 kernel keeps them.
     """
     groups, outputs = scale.shape
-    _reserve(inputs * outputs)
     ones, zeros = torch.ones(groups, outputs, dtype=torch.float32), _zeros(zero, scale)
-    weights = _int8_weights(packed, ones, zeros, [], inputs, layout)  # value - zero, exactly
-    most = weights.view(groups, -1, outputs).float().abs().amax(1)
-    greatest = (most * scale.float().abs()).amax(0)
+    greatest = torch.empty(outputs)
+    for part in slices(1, inputs, outputs):
+        weights = _int8_weights(packed, ones, zeros, [], inputs, layout, part)  # value - zero, exactly
+        most = weights.view(groups, -1, len(part)).float().abs().amax(1)
+        here = slice(part.start, part.stop)
+        greatest[here] = (most * scale[:, here].float().abs()).amax(0)
     return torch.where(greatest > 0, greatest / 127, 1.0)
+
+
+def slices(tokens: int, inputs: int, outputs: int) -> list[range]:
+    """Return the parts of a layer's outputs that are computed one after another."""
+    if not has_operators():
+        return [range(outputs)]
+    most = min(WEIGHTS // inputs, SUMS // tokens)
+    step = max(MULTIPLE, most // MULTIPLE * MULTIPLE)
+    return [range(first, min(first + step, outputs)) for first in range(0, outputs, step)]
 
 
 @torch.library.impl(_library, "one_copy_linear", "CPU")
@@ -224,19 +243,37 @@ def one_copy_linear(
     ``channel_scale``, by ``row`` and ``nested``, the tensors of NESTED if they are nested.
     """
     ratio, layout = (scale.float() * row).contiguous(), Layout(block, in_halves)
-    weights = _int8_weights(packed, ratio, _zeros(zero, scale), nested, x.shape[1], layout)
+    zeros, bias = _zeros(zero, scale), None if bias is None else bias.float()
     quantized, row, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
-    bias = None if bias is None else bias.float()
-    if not int8_product_is_exact():
-        scaled = exact_int8_linear(quantized, row, weights.t(), channel_scale)
-    elif has_operators():
-        out = torch.empty(len(x), weights.shape[1], dtype=x.dtype)
-        sums = torch._int_mm(quantized, weights)
-        torch.ops.flexquant_one_copy.scale_sums(sums, row, channel_scale, bias, out)
-        return out
+    (tokens, inputs), outputs = x.shape, ratio.shape[1]
+    out = torch.empty(tokens, outputs, dtype=x.dtype)
+    for part in slices(tokens, inputs, outputs):
+        here = slice(part.start, part.stop)
+        weights = _int8_weights(packed, ratio, zeros, nested, inputs, layout, part)
+        of_part = row, channel_scale[here], None if bias is None else bias[here]
+        if has_operators() and int8_product_is_exact():
+            sums = thread_memory(_sums, tokens * len(part), torch.int32)
+            sums = sums[: tokens * len(part)].view(tokens, len(part))
+            torch._int_mm(quantized, weights, out=sums)
+            torch.ops.flexquant_one_copy.scale_sums(sums, *of_part, out[:, here])
+        else:
+            out[:, here] = _scaled_product(quantized, weights, *of_part)
+    return out
+
+
+def _scaled_product(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    row: torch.Tensor,
+    channel_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return [tokens, outputs], float32, by PyTorch's operators."""
+    if int8_product_is_exact():
+        scaled = torch._int_mm(x, weights).float().mul_(row).mul_(channel_scale)
     else:
-        scaled = torch._int_mm(quantized, weights).float().mul_(row).mul_(channel_scale)
-    return (scaled if bias is None else scaled.add_(bias)).to(x.dtype)
+        scaled = exact_int8_linear(x, row, weights.t(), channel_scale)
+    return scaled if bias is None else scaled.add_(bias)
 
 
 @torch.library.register_fake("flexquant::one_copy_linear", lib=_library)
@@ -291,12 +328,6 @@ def _zeros(zero: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:
     return unpack_quantized_values_into_int32(zero, scalar_types.uint4, packed_dim=1).float().contiguous()
 
 
-def _reserve(weights: int) -> None:
-    """Reserve memory for a layer with so many INT8 weights."""
-    global _most_weights
-    _most_weights = max(_most_weights, weights)
-
-
 def _int8_weights(
     packed: torch.Tensor,
     ratio: torch.Tensor,
@@ -304,16 +335,17 @@ def _int8_weights(
     nested: list[torch.Tensor],
     inputs: int,
     layout: Layout,
+    part: range,
 ) -> torch.Tensor:
-    """Return (value - zero) * ratio in int8 [inputs, outputs], or nested weights, as cpu.cpp describes them.
+    """Return (value - zero) * ratio, or nested weights, as cpu.cpp describes them.
 
-    The thread's next call writes over the result.
+    They are a slice's, int8 [inputs, some outputs]; the thread's next call writes over them.
     """
-    groups, outputs = ratio.shape
-    out = thread_memory(_kept, _most_weights, torch.int8)[: inputs * outputs].view(inputs, outputs)
+    (groups, outputs), some = ratio.shape, len(part)
+    out = thread_memory(_weights, inputs * some, torch.int8)[: inputs * some].view(inputs, some)
     if has_operators():
         torch.ops.flexquant_one_copy.int4_to_int8(
-            packed, ratio, zeros, nested, layout.block, layout.in_halves, out
+            packed, ratio, zeros, nested, layout.block, layout.in_halves, part.start, out
         )
         return out
     values = unpacked(packed, layout, inputs, outputs).view(groups, -1, outputs)

@@ -78,6 +78,11 @@ class GPUProduct:
         self._precision = eight_bit_type(precision)
         self.precision = "FP8" if self._precision == FP8 else "INT8"
 
+    @staticmethod
+    def shared_bytes(inputs: int, outputs: int) -> int:
+        """Return the bytes to which a layer's weights are written."""
+        return inputs * outputs
+
     def prepare(
         self, source: torch.nn.Module, nested: NestedWeights | None = None
     ) -> dict[str, torch.Tensor]:

@@ -84,7 +84,8 @@ class Int4Method(OneCopyMethod):
         layer._buffers = {**layer._buffers, **self._product.prepare(layer)}
 
     def nbytes(self, layer: LinearBase) -> tuple[int, int]:
-        return super().nbytes(layer)[0], FACTOR_BYTES * linear_sizes(layer)[1]
+        inputs, outputs = linear_sizes(layer)
+        return self._product.shared_bytes(inputs, outputs), FACTOR_BYTES * outputs
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return [..., outputs] for ``x`` [..., inputs], in its dtype."""
@@ -133,7 +134,7 @@ class NestedMethod(Int4Method):
         layer.register_parameter("weight", None)  # as of kernels that keep weights under no name
 
     def nbytes(self, layer: LinearBase) -> tuple[int, int]:
-        return OneCopyMethod.nbytes(self, layer)
+        return super().nbytes(layer)[0], 0
 
     def make_ready(self, layer: LinearBase) -> None:
         assert self.source is not None
