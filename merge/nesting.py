@@ -167,19 +167,15 @@ class NestedLayer:
 
         column = fit_column(read, next(iter(self._weights.values())).int4.shape[1])
         rows, scales, missed = {}, {}, {}
+        widths = WIDTHS[:1] if self._nested == "exact" else WIDTHS
         for module, (weight8, scale8, int4) in self._weights.items():
-            found = [
-                fit_block(
-                    *(load_tensor(ref, [part]) for ref in (weight8, scale8)),
-                    *int4.read(part),
-                    column,
-                    WIDTHS[:1] if self._nested == "exact" else WIDTHS,
-                )
-                for part in blocks(int4.shape)
-            ]
-            rows[module] = torch.cat([rows.row for rows in found])
-            scales[module] = torch.cat([rows.scale for rows in found])
-            missed[module] = Misses.total(rows.missed for rows in found)
+            found = []
+            for block in blocks(int4.shape):
+                of_block = load_tensor(weight8, [block]), load_tensor(scale8, [block]), *int4.read(block)
+                found.append(fit_block(*of_block, column, widths))
+            rows[module] = torch.cat([part.row for part in found])
+            scales[module] = torch.cat([part.scale for part in found])
+            missed[module] = Misses.total(part.missed for part in found)
         return Factors(rows, column, scales, missed)
 
 

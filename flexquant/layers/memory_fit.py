@@ -67,7 +67,8 @@ def fit_checkpoint(
     if memory is None:
         assert kv_tokens is not None
         memory = loaded.most_beside(kv_tokens)
-    return Fit(variants, memory, loaded, num_layers, losses, high=high, mixable=merged.mixable_groups)
+    is_nested, mixable = high in merged.nested, merged.mixable_groups
+    return Fit(variants, memory, loaded, num_layers, losses, high=high, is_nested=is_nested, mixable=mixable)
 
 
 class PlanLosses:
@@ -135,7 +136,7 @@ class Choice:
     plans: tuple[Layers, ...]
     """The plan for prompts comes first."""
     twice: int
-    """Number of layers with W8A8 of their own beside INT4 weights."""
+    """Number of layers with W8A8 of their own, nested or not, beside INT4 weights."""
 
     @property
     def names(self) -> list[str]:
@@ -154,14 +155,16 @@ class Fit:
         losses: PlanLosses | None = None,
         *,
         high: str | None,
+        is_nested: bool = False,
         mixable: Sequence[Collection[str]],
     ) -> None:
         """Find the most layers that fit; raise FlexQuantError if not even one copy does.
 
         ``variants`` are those of :func:`flexquant.tuning.candidates.find_variants`, SOURCE and FROM_INT4
         among them, and ``high`` the one that :func:`flexquant.tuning.candidates.eight_bit` finds. ``memory``
-        is bytes a rank for weights, and for what INT8 weights are computed into. ``mixable`` are groups of
-        variants whose layers one plan can mix.
+        is bytes a rank for weights, and for what INT8 weights are computed into. ``is_nested``: whether
+        ``high`` is stored as differences to SOURCE. ``mixable`` are groups of variants whose layers one plan
+        can mix.
         """
         self._memory, self._loaded, self._losses = memory, loaded, losses
         stored = [v for v, policy in variants.items() if not policy.derived and v != SOURCE]
@@ -173,7 +176,7 @@ class Fit:
             order = sorted(order, key=losses.costs.__getitem__, reverse=True)
         can_mix = any({high, SOURCE} <= set(group) for group in mixable)
         numbers = range(1, num_layers + 1) if can_mix else [num_layers]
-        mixed = [] if high is None else [_mixed(high, order, count, one) for count in numbers]
+        mixed = [] if high is None else [_mixed(high, order, count, one, is_nested) for count in numbers]
         most = ([one] + [choice for choice in mixed if self._fits(choice)])[-1]
         shown = {num_layers * step // STEPS for step in range(1, STEPS + 1)} | {most.twice}
         others = [
@@ -241,13 +244,14 @@ class Fit:
         return self._loaded.of(choice.plans) <= self._memory
 
 
-def _mixed(high: str, order: Sequence[int], count: int, one: Choice) -> Choice:
+def _mixed(high: str, order: Sequence[int], count: int, one: Choice, is_nested: bool) -> Choice:
     """Return the choice in which the first ``count`` layers of ``order`` have the variant ``high``."""
     own = set(order[:count])
     plan = tuple(high if layer in own else FROM_INT4 for layer in range(len(order)))
     if count == len(order):
-        return Choice(f"two copies: {high}, {SOURCE}", (plan, one.plans[-1]), count)
-    return Choice(f"one copy, and {high} in some", (plan, *one.plans), count)
+        rung = "nested" if is_nested else "two copies"
+        return Choice(f"{rung}: {high}, {SOURCE}", (plan, one.plans[-1]), count)
+    return Choice(f"one copy, and {'nested ' * is_nested}{high} in some", (plan, *one.plans), count)
 
 
 def _check_one_copy(loaded: LoadedBytes, one: Choice, memory: int) -> None:

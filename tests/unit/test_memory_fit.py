@@ -57,11 +57,11 @@ def fit(
     high: str | None = "w8a8",
     mixable: Any = MIXABLE,
     layers: int = LAYERS,
+    is_nested: bool = False,
 ) -> Fit:
     """Return what fits into so many MiB, by default of W8A8 and W4A16; ``held`` are the bytes of each."""
-    return Fit(
-        variants(*names), int(mib * MIB), held or loaded(layers), layers, losses, high=high, mixable=mixable
-    )
+    held, how = held or loaded(layers), {"high": high, "is_nested": is_nested, "mixable": mixable}
+    return Fit(variants(*names), int(mib * MIB), held, layers, losses, **how)
 
 
 def plan_of(found: Fit, *others: str) -> list[str]:
@@ -236,6 +236,11 @@ def test_the_table_tells_measured_times_from_interpolated_ones() -> None:
     assert head.endswith("  KV tokens  TTFT 64  TPOT 64"), "numbers end below each other, and names begin so"
     assert first.endswith("         42        8        8  does not fit") and first.startswith("two copies: ")
     assert last.endswith("         74       20       20")
+
+
+def test_the_table_calls_a_nested_variant_so() -> None:
+    names = [choice.name for choice in fit(100, is_nested=True).choices]
+    assert names[:2] == ["nested: w8a8, w4a16", "one copy, and nested w8a8 in some"]
 
 
 def test_the_table_has_steps_of_a_quarter_of_the_layers_rounded_down() -> None:

@@ -139,10 +139,8 @@ def build_variants(
     for name in filter(routes.nested.__contains__, variants):
         read_sources(variants[name], name)
     for name in computed:
-        source, precision = routes.source(name), routes.derived[name].weights
-        variants[name] = one_copy_of(
-            variants[source], name, precision, is_in_16_bit=merged.variants[source].is_in_16_bit
-        )
+        of, precision = routes.source(name), routes.derived[name].weights
+        variants[name] = one_copy_of(variants[of], name, precision, merged.variants[of].is_in_16_bit)
         share_states_of_view(variants[name], name, real_context)
     return variants
 

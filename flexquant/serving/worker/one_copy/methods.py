@@ -97,6 +97,7 @@ class Int4Method(OneCopyMethod):
 class NestedMethod(Int4Method):
     """Computes the outputs of a linear that stores what the INT4 weights of ``source`` lack for its own."""
 
+    source: LinearBase
     _relation = "nested in"
 
     def __init__(self, source: LinearBase) -> None:
@@ -137,7 +138,6 @@ class NestedMethod(Int4Method):
         return super().nbytes(layer)[0], 0
 
     def make_ready(self, layer: LinearBase) -> None:
-        assert self.source is not None
         names = ("scale", "row", "column", "difference", "exception_input", "exception")
         scale, row, column, difference, places, exceptions = (
             layer.get_parameter(f"weight_{part}").data for part in names
