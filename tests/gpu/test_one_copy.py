@@ -19,8 +19,10 @@ from vllm.model_executor.layers.quantization.utils.marlin_utils import (
 )
 from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_weight_perm, marlin_weights
 
+from tests.checkpoints import make_checkpoint
 from tests.gpu.conftest import INTERPRETED, ON_GPU, RUNNERS, generate
 from tests.integration.logprobs import distance
+from tests.policies import rules
 
 pytestmark = pytest.mark.skipif(
     not (ON_GPU or INTERPRETED), reason="Triton needs a GPU, or its interpreter to be chosen"
@@ -157,3 +159,19 @@ def test_a_gpu_serves_in_int8_from_one_copy(runner: str, family: str, checkpoint
         for policy in ("w4a16", "w8a8-from-int4")
     )
     assert 0 < distance(in_int8, in_int4) < 0.5
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_gpu_serves_in_8_bit_from_16_bit(runner: str, precision: str, tmp_path: Path) -> None:
+    if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8")
+    folder = make_checkpoint(tmp_path / "model", scheme=None)
+    prompts, mode = ["a prompt", "another one"], "FULL_AND_PIECEWISE"
+    stock, in_16_bit, in_8_bit = (
+        generate(folder, runner, mode, policy, prompts)[0]
+        for policy in (None, rules("- use: bf16"), f"{precision}-from-16-bit")
+    )
+    assert distance(in_16_bit, stock) < 0.03
+    assert 0 < distance(in_8_bit, in_16_bit) < 0.5
