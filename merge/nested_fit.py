@@ -112,6 +112,8 @@ def fit_block(
     for width in widths[1:]:
         # Rounding to wider steps alone adds as much.
         some = (squared > inputs * (width**2 - 1) / ROUNDINGS_A_SQUARE).nonzero().flatten()
+        if not len(some):
+            break
         given = weight8[some], scale8[some], values[some], scale[some]
         found = _at_width(*given, column, width)
         better = found[2] < squared[some]

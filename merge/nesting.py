@@ -227,6 +227,9 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
         for module in sorted(schemes[name] | schemes[source]):
             int4 = Int4Weight.of(sources[source].tensors, module)
             problem = _problem(module, schemes[name].get(module), schemes[source].get(module), int4)
+            scale8 = tensors.get(f"{module}.{SCALE}")
+            if int4 and not problem and (scale8 is None or scale8.shape != (int4.shape[0], 1)):
+                problem = "has scales of another form in W8A8"
             if problem or int4 is None:
                 raise FlexQuantError(
                     f"variant '{name}' cannot be nested in '{source}': '{module}' {problem}; {TWO_COPIES}"

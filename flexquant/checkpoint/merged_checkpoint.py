@@ -107,7 +107,7 @@ class MergedCheckpoint:
     def open(cls, folder: str | Path, *, published: bool = False) -> MergedCheckpoint:
         """Read headers and configs; raise FlexQuantError for an unsound or foreign checkpoint.
 
-        ``published``: take a published INT4 checkpoint too, as one with a single variant.
+        ``published``: take a published checkpoint in INT4 or 16 bit too, as one with a single variant.
         """
         folder = find_model(folder)
         config, merged = read_model_config(folder)

@@ -257,7 +257,8 @@ def as_merged(config: JsonObject, model: str) -> JsonObject:
     architecture = next(iter(config.get("architectures") or []), None)
     if not isinstance(architecture, str):
         raise FlexQuantError(
-            f"{model} names no architecture in its config.json; give a causal language model"
+            f"{model} names no architecture in its config.json; give a causal language model, or what "
+            "'flexquant merge' wrote"
         )
     name, policy = PUBLISHED_INT4 if section else PUBLISHED_16_BIT
     merged = MergedConfig(

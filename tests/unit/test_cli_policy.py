@@ -125,7 +125,7 @@ def test_show_refuses_an_unknown_policy_and_one_that_does_not_fit(
         (None, "has no file 'config.json'"),
         ("{", "is not valid JSON"),
         ("[]", "holds a JSON list"),
-        ('{"text_config": null, "num_hidden_layers": 2}', "not a merged checkpoint"),
+        ('{"text_config": null, "num_hidden_layers": 2}', "names no architecture"),
     ],
 )
 def test_show_refuses_a_folder_that_is_not_merged(

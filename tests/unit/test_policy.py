@@ -113,12 +113,16 @@ def test_partly_shadowed_rule_is_allowed() -> None:
 
 def test_builtin_policies_are_complete() -> None:
     assert builtin_policies() == [
+        "fp8-from-16-bit",
         "fp8-phase-batch",
+        "int8-from-16-bit",
         "one-copy",
         "phase",
         "phase-batch",
         "phase-batch-layer",
         "phase-batch-w4a8",
+        "prefill-8-bit",
+        "prefill-fp8",
         "single-copy",
         "w4a16",
         "w4a8",
@@ -155,7 +159,8 @@ def test_derived_variants_are_read_with_weights_in_int4_unless_int8_is_said_and_
             {"w4a8": ENTRY | {"activations": "fp8", "weights": "int8"}},
             r"derive\.w4a8\.activations is 'fp8'; INT8 weights need int8",
         ),
-        ({"w4a8": ENTRY | {"weights": "fp8"}}, r"weights is \"fp8\"; give one of int4, int8"),
+        ({"w4a8": ENTRY | {"weights": "fp8"}}, r"activations is 'int8'; FP8 weights need fp8"),
+        ({"w4a8": ENTRY | {"weights": "fp4"}}, r"weights is \"fp4\"; give one of int4, int8, fp8"),
         ({"w4a8": ENTRY | {"activations": "int4"}}, r"activations is \"int4\"; give one of int8, fp8"),
         ({"w4a8": {"from": "w4a16"}}, r"derive\.w4a8 lacks the key 'activations'"),
         ({"w4a8": ENTRY | {"from": "w4a8"}}, r"derive\.w4a8\.from is 'w4a8', itself derived"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flexquant.checkpoint.merged_config import is_published_int4, read_merged_config, read_model_config
+from flexquant.checkpoint.merged_config import is_published, read_merged_config, read_model_config
 from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.errors import FlexQuantError
 from flexquant.merge.packed_formats import read_settings
@@ -39,7 +39,7 @@ def test_settings_in_a_file_of_their_own_are_read(w4a16: Path, tmp_path: Path) -
         whole = write_foreign(w4a16, tmp_path / f"{method} whole", method)
         apart = write_foreign(w4a16, tmp_path / method, method)
         move(apart)
-        assert is_published_int4(apart)
+        assert is_published(apart)
         merged = [read_merged_config(folder)[0] for folder in (whole, apart)]
         sections = [config.variants["w4a16"].quantization_config for config in merged]
         groups = [section["config_groups"] for section in sections]
@@ -115,4 +115,4 @@ def test_settings_that_are_not_understood_are_named_once(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(FlexQuantError, match=f"^{tmp_path} has {problem}, in its quantization_config"):
         read_merged_config(tmp_path)
-    assert not is_published_int4(tmp_path)
+    assert not is_published(tmp_path)

@@ -13,7 +13,8 @@ weights predict.
 2. *Load*: then :func:`make_ready` gives each linear of a view one scale a channel, and packs differences as
    the source's kernel packs weights.
 3. *Pass*: the method reads the weights where the source's kernel keeps them, writes 8-bit weights into memory
-   that all layers share, and multiplies in 8 bit. Blackwell has no INT8: one copy is in FP8 there.
+   that all layers share, and multiplies in 8 bit. Blackwell has no INT8: one copy is in FP8 there. From 16
+   bit a CPU computes the weights at the start instead, and keeps them.
 
 Layers in other precisions, and experts, compute as in the source.
 """
