@@ -20,7 +20,7 @@ from benchmarks.speed.rounds import Plan
 from benchmarks.speed.servers import ServerOptions
 from benchmarks.speed.serving import ServingRun
 from benchmarks.speed.settings import CPU, GPU, LAYERS, PARTS, QUICK, Settings
-from benchmarks.speed.subjects import STATIC, Subject, parse_subject
+from benchmarks.speed.subjects import FLEXQUANT, FLEXQUANT_ON, STATIC, Subject, parse_subject
 from benchmarks.speed.workloads import Workload
 from flexquant.cli._arguments import add_effort, parse_names
 from flexquant.errors import FlexQuantError
@@ -49,7 +49,11 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="DIR", help="results (default: benchmarks/results/MODEL)")
     add("--work", type=Path, default=Path(".work/benchmarks"), help="models and logs (default: %(default)s)")
     add("--parts", type=parse_names, default=PARTS, help=f"of {','.join(PARTS)}")
-    add("--subjects", type=parse_names, help=f"of {','.join(STATIC)},flexquant:POLICY")
+    add(
+        "--subjects",
+        type=parse_names,
+        help=f"of {','.join(STATIC)},{FLEXQUANT}POLICY,{FLEXQUANT_ON}NAME:POLICY",
+    )
     add("--serving", nargs="+", metavar="REQUESTSxINPUT+OUTPUT[@RATE|/AT_ONCE][~SPREAD]", help="workloads")
     add_effort(add, "serving")
     add("--schemes", type=parse_names, help=f"kernels: of {','.join(SCHEMES)}, each also @KERNEL")
