@@ -51,13 +51,18 @@ EVERY_DAY = [
 ]
 """Name, size of a group (-1: one for all inputs), whether there are zero points, and the layout."""
 ALL = [
-    pytest.param(name, group, zeros, layout, LINEARS[name][1], marks=pytest.mark.full)
+    pytest.param(name, group, zeros, layout, PART, marks=pytest.mark.full)
     for name in LINEARS
     for group in (32, 64, 128, -1)
     for zeros in (False, True)
     for layout in LAYOUTS
     if LINEARS[name][0] % group == 0
 ]
+WHOLE = [
+    pytest.param(name, 64, False, MARLIN, outputs, marks=pytest.mark.full)
+    for name, (_, outputs) in LINEARS.items()
+]
+"""Triton's interpreter takes as long for these as for all others."""
 
 
 def zeros_packed_by_humming(zeros: torch.Tensor) -> torch.Tensor:
@@ -69,7 +74,8 @@ def zeros_packed_by_humming(zeros: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("precision", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
-    ("name", "group", "has_zeros", "layout", "outputs"), [*((*case, PART) for case in EVERY_DAY), *ALL]
+    ("name", "group", "has_zeros", "layout", "outputs"),
+    [*((*case, PART) for case in EVERY_DAY), *ALL, *WHOLE],
 )
 def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     name: str, group: int, has_zeros: bool, layout: str, outputs: int, precision: torch.dtype
