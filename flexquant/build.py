@@ -10,10 +10,13 @@ inputs; a finished checkpoint is only verified.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from flexquant.checkpoint.built_model import load_tokenizer
 from flexquant.checkpoint.folder import COPIED, find_files
 from flexquant.checkpoint.measured_loss import LossByKind
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
@@ -24,16 +27,16 @@ from flexquant.checkpoint.weight_bytes import CheckpointReport, report_checkpoin
 from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE, plan_shards
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
-from flexquant.merge import merge_checkpoints, verify_checkpoint
+from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.merge.formats import open_source
 from flexquant.merge.merging import policy_to_store
 from flexquant.merge.sidecar_plan import plan_sidecars
 from flexquant.policy.rules import choose_policy
-from flexquant.quantization.nested_loss import measure_nested
-from flexquant.quantization.progress import Stage, no_stage
+from flexquant.quantization.progress import Stage, no_stage, quiet_libraries
 from flexquant.quantization.quantizing import quantize_variants
 from flexquant.quantization.recipe import Recipe
 from flexquant.quantization.report import QuantizedVariant
+from flexquant.quantization.source_model import find_folder, read_source
 
 STAGES_AFTER_QUANTISING = 2
 """Stages of :func:`build_checkpoint` after quantising: merging and verifying."""
@@ -106,11 +109,29 @@ def build_checkpoint(
     losses: dict[str, LossByKind] = {}
     if nested:
         with stage("measuring what is lost as it is stored"):
-            losses = measure_nested(model, output, progress, verbose)
+            losses = _measure_nested(model, output, progress, verbose)
     merged = MergedCheckpoint.open(output)
     missed = merged.provenance.changed_integers, merged.provenance.added_noise
     report = report_checkpoint(merged.merged, count_layers(merged.config), merged.tensors, *missed)
     return BuildResult(variants, report, compared, losses)
+
+
+def _measure_nested(
+    model: str | Path, merged: Path, progress: Callable[[str], None], verbose: bool
+) -> dict[str, LossByKind]:
+    """Return what each nested variant of ``merged`` lost against the 16-bit ``model``, by kind of text."""
+    losses: dict[str, LossByKind] = {}
+    with nullcontext() if verbose else quiet_libraries(progress):
+        from flexquant.quantization.loss import measure_loss, read_reference
+        from flexquant.quantization.oneshot import load_quantized, load_whole
+
+        folder = find_folder(model, progress)
+        reference = read_reference(load_whole(read_source(folder)), load_tokenizer(folder))
+        for name in MergedCheckpoint.open(merged).merged.nested:
+            with TemporaryDirectory(dir=merged.parent) as work:
+                split_checkpoint(merged, name, Path(work) / name)
+                losses[name] = measure_loss(load_quantized(Path(work) / name), reference)
+    return losses
 
 
 def _check_policy(policy: str | None, recipe: Recipe) -> None:

@@ -15,6 +15,8 @@ from flexquant.policy.rules import Policy, builtin_policies, load_policy, parse_
 from flexquant.policy.schema import PHASES
 
 VARIANTS = ("w8a8", "w4a16")
+EVERY = (*VARIANTS, "fp8", "bf16")
+"""Those of all built-in policies."""
 
 
 def policy(*rules: dict[str, Any]) -> Policy:
@@ -291,7 +293,7 @@ def test_the_first_layer_counts_from_the_end_too() -> None:
 
 @pytest.mark.parametrize("name", builtin_policies())
 def test_a_table_survives_the_way_to_a_worker(name: str) -> None:
-    found = table(name, 30, 512, variants=[*VARIANTS, "fp8"], tokens_per_sequence=2)
+    found = table(name, 30, 512, variants=EVERY, tokens_per_sequence=2)
     again = RouteTable.from_json(json.loads(json.dumps(found.to_json())))
     assert (again.plans, again.derived) == (found.plans, found.derived)
     assert all(again.intervals(phase) == found.intervals(phase) for phase in PHASES)
@@ -301,7 +303,7 @@ def test_a_table_survives_the_way_to_a_worker(name: str) -> None:
 @pytest.mark.parametrize("name", builtin_policies())
 def test_a_clipped_table_is_the_one_that_is_built_with_the_limit(name: str) -> None:
     def built(limit: int | None) -> RouteTable:
-        return table(name, 30, 512, variants=[*VARIANTS, "fp8"], max_decode_tokens=limit)
+        return table(name, 30, 512, variants=EVERY, max_decode_tokens=limit)
 
     for limit in (1, 32, 33, 64, 512, 600):
         assert built(None).up_to(limit).to_json() == built(limit).to_json()
@@ -311,9 +313,7 @@ def test_a_clipped_table_is_the_one_that_is_built_with_the_limit(name: str) -> N
 
 @pytest.mark.parametrize(("before", "after"), list(product(builtin_policies(), repeat=2)))
 def test_every_pass_that_changes_is_told_and_no_other(before: str, after: str) -> None:
-    old, new = (
-        table(name, 6, 96, variants=[*VARIANTS, "fp8"], max_decode_tokens=64) for name in (before, after)
-    )
+    old, new = (table(name, 6, 96, variants=EVERY, max_decode_tokens=64) for name in (before, after))
     told = {
         (change.phase, tokens): (change.before, change.after)
         for change in route_changes(old, new)

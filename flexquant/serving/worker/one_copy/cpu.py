@@ -57,7 +57,7 @@ ZERO = 8.0
 """Value of a symmetric INT4 weight that stands for 0."""
 STARTS = "flexquant_starts"
 """Name of a buffer: the first of the exceptions of each input, and their number, int32 [inputs + 1]."""
-WEIGHTS, SUMS = 1 << 20, 1 << 20
+WEIGHTS, SUMS = 1 << 22, 1 << 22
 """Most weights and sums of a slice, but for one of MULTIPLE outputs: bytes, and words of 4 bytes."""
 MULTIPLE = 64
 """Outputs of which slices have multiples; blocks have parts of it."""
@@ -206,7 +206,7 @@ def channel_scales(
     """
     groups, outputs = scale.shape
     ones, zeros = torch.ones(groups, outputs, dtype=torch.float32), _zeros(zero, scale)
-    greatest = torch.empty(outputs)
+    greatest = torch.empty(outputs, dtype=torch.float32)
     for part in slices(1, inputs, outputs):
         weights = _int8_weights(packed, ones, zeros, [], inputs, layout, part)  # value - zero, exactly
         most = weights.view(groups, -1, len(part)).float().abs().amax(1)

@@ -43,20 +43,20 @@ class RoundingMethod(OneCopyMethod):
     """Rounds the weights in each pass, on a GPU."""
 
     def __init__(self, precision: str) -> None:
-        from flexquant.serving.worker.one_copy import gpu
+        from flexquant.serving.worker.one_copy.gpu import FP8, eight_bit_type
 
-        self._type = gpu.eight_bit_type(precision)
-        self.kernel_name = f"{'FP8' if self._type == gpu.FP8 else 'INT8'} from 16 bit"
+        self._type = eight_bit_type(precision)
+        self.kernel_name = f"{'FP8' if self._type == FP8 else 'INT8'} from 16 bit"
 
     def make_ready(self, layer: LinearBase) -> None:
-        from flexquant.serving.worker.one_copy import gpu
+        from flexquant.serving.worker.one_copy.gpu import scratch
 
         weight = layer.get_parameter("weight")
-        gpu.scratch(weight.device, weight.numel(), self._type)
+        scratch(weight.device, weight.numel(), self._type)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return [..., outputs] for ``x`` [..., inputs], in its dtype."""
-        weight, flat = layer.get_parameter("weight"), x.reshape(-1, x.shape[-1])
+        weight, flat = layer._parameters["weight"], x.reshape(-1, x.shape[-1])
         out: torch.Tensor = torch.ops.flexquant.linear_from_16_bit(flat, weight, bias, self._type)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
@@ -107,15 +107,15 @@ def linear_from_16_bit(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, precision: torch.dtype
 ) -> torch.Tensor:
     """Return [tokens, outputs] for ``x`` [tokens, inputs], quantised per token and multiplied in 8 bit."""
-    from flexquant.serving.worker.one_copy import gpu
+    from flexquant.serving.worker.one_copy.gpu import FP8, multiply_in_8_bit, scratch
 
-    out = gpu.scratch(weight.device, weight.numel(), precision).view_as(weight)
-    if precision == gpu.FP8:
+    out = scratch(weight.device, weight.numel(), precision).view_as(weight)
+    if precision == FP8:
         _, scales = ops.scaled_fp8_quant(weight, output=out, use_per_token_if_dynamic=True)
     else:
         scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
         torch.ops._C.dynamic_scaled_int8_quant(out, weight, scales, None)
-    return gpu.multiply_in_8_bit(x, out, scales[:, 0], bias)
+    return multiply_in_8_bit(x, out, scales[:, 0], bias)
 
 
 @torch.library.register_fake("flexquant::linear_from_16_bit", lib=_library)
