@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.generation.results import table as answers_table
@@ -103,6 +104,24 @@ def methods() -> str:
         for name, text in METHODS.items()
     ]
     return markdown(["how", "perplexity", "KL, nats", "bytes/weight"], rows)
+
+
+def nesting() -> str:
+    """Return what W8A8 lost by itself and nested, means over the kinds of text, for each pair."""
+    rows = []
+    for name, pair in read("nested.json")["pairs"].items():
+        if "refused" in pair:
+            rows.append([name, "refused", *[""] * 6])
+            continue
+        nested, cells = pair["nested"], []
+        for what in ("kl", "perplexity"):
+            for losses in pair["losses"].values():
+                mean = fmean(loss[what] for loss in losses.values())
+                cells.append(f"{mean:.4f}" if what == "kl" else f"{mean:+.2%}")
+        bits = f"{nested['bits_with_source']:.2f}"
+        rows.append([name, bits, f"{nested['changed']:.1%}", f"{nested['added_noise']:.2f}", *cells])
+    header = ["pair", "bits a weight", "changed", "added noise", "KL: W8A8", "nested"]
+    return markdown([*header, "perplexity: W8A8", "nested"], rows)
 
 
 def generation() -> str:
@@ -260,7 +279,7 @@ def one_server_or_two() -> str:
 
 
 BLOCKS: tuple[Callable[[], str], ...] = (
-    *(policies, one_copy_policies, methods, generation, own_cost, merging),
+    *(policies, one_copy_policies, nesting, methods, generation, own_cost, merging),
     *(
         gpu_live,
         gpu_live_again,
