@@ -96,8 +96,9 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     channel = one_copy.channel_scales(packed, scale, zero, INPUTS, layout)
     expected_scale = weight.abs().amax(1, keepdim=True) / 127
     torch.testing.assert_close(channel.double()[:, None], expected_scale, rtol=1e-6, atol=0)
-    ratio, zeros = (scale.float() * channel.reciprocal()).contiguous(), one_copy._zeros(zero, scale)
-    found = int8_weights(packed, ratio, zeros, [], INPUTS, layout)
+    scale, row = scale.float().contiguous(), channel.reciprocal()
+    ratio, zeros = scale * row, one_copy._zeros(zero, scale)
+    found = int8_weights(packed, scale, zero, row, [], INPUTS, layout)
     # Ties fall either way, by the last bit of a scale.
     assert (found.t() - weight / expected_scale).abs().max() < 0.5 + 1e-4
     assert found.abs().amax(0).eq(127).all()
@@ -114,7 +115,7 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     stored = NestedWeights(channel, channel, column, torch.empty(0), places, values)
     exceptions = one_copy.exceptions_by_input(stored).values()
     nested = [column, one_copy.packed_alike(difference, layout), *exceptions]
-    assert torch.equal(int8_weights(packed, ratio, zeros, nested, INPUTS, layout), expected)
+    assert torch.equal(int8_weights(packed, scale, zero, row, nested, INPUTS, layout), expected)
 
 
 LOADED = "from flexquant.serving.worker.one_copy.cpu import has_operators; print(has_operators())"

@@ -69,20 +69,24 @@ void correct(const uint8_t* __restrict values, const float* __restrict ratio, co
     }
 }
 
-// Write INT8 weights `out` [inputs, some outputs], those from `from` on: (value - zero) * ratio, to the nearest, ties
-// to even.
-// `packed` holds blocks of `block` outputs one after another, and the last block may be narrower; `ratio` and
-// `zero` are float32 [groups, outputs]. Nested weights have five tensors more: `column`, float32 [inputs], and
-// `difference`, packed alike, make them (value - zero) * ratio * column, to the nearest, and the difference; then
-// `places`, int32, and `values`, int8, are the outputs and weights of exceptions, those of an input k from
-// `starts`[k] to `starts`[k + 1], int32 [inputs + 1].
-void int4_to_int8(const at::Tensor& packed, const at::Tensor& ratio, const at::Tensor& zero, at::TensorList nested,
-                  int64_t block, bool in_halves, int64_t from, at::Tensor out) {
-  const int64_t inputs = out.size(0), some = out.size(1), outputs = ratio.size(1), group = inputs / ratio.size(0);
-  TORCH_CHECK(block <= WIDEST && outputs % 16 == 0 && some % 16 == 0 && inputs % ratio.size(0) == 0);
+// Write INT8 weights `out` [inputs, some outputs], those from `from` on: (value - zero) * (scale * row), to the
+// nearest, ties to even.
+// `packed` holds blocks of `block` outputs one after another, and the last block may be narrower; `scale` is float32
+// [groups, outputs], `row` [outputs]; `zero` int32 [groups, outputs / 8], in nibbles, the first output in the lowest,
+// or 8 without it. Nested weights have five tensors more: `column`, float32 [inputs], and `difference`, packed as the
+// weights, make them (value - zero) * (scale * row) * column, to the nearest, and the difference; then `places`, int32,
+// and `values`, int8, are the outputs and weights of exceptions, those of an input k from `starts`[k] to
+// `starts`[k + 1], int32 [inputs + 1].
+void int4_to_int8(const at::Tensor& packed, const at::Tensor& scale, const std::optional<at::Tensor>& zero,
+                  const at::Tensor& row, at::TensorList nested, int64_t block, bool in_halves, int64_t from,
+                  at::Tensor out) {
+  const int64_t inputs = out.size(0), some = out.size(1), outputs = scale.size(1), groups = scale.size(0);
+  const int64_t group = inputs / groups;
+  TORCH_CHECK(block <= WIDEST && outputs % 16 == 0 && some % 16 == 0 && inputs % groups == 0);
   TORCH_CHECK(from % block == 0 && (some % block == 0 || from + some == outputs) && from + some <= outputs);
-  TORCH_CHECK(packed.nbytes() * 2 == static_cast<size_t>(inputs * outputs) && ratio.is_contiguous());
-  TORCH_CHECK(packed.is_contiguous() && zero.is_contiguous() && out.is_contiguous());
+  TORCH_CHECK(packed.nbytes() * 2 == static_cast<size_t>(inputs * outputs) && row.numel() == outputs);
+  TORCH_CHECK(packed.is_contiguous() && scale.is_contiguous() && row.is_contiguous() && out.is_contiguous());
+  TORCH_CHECK(!zero || (zero->is_contiguous() && zero->numel() * 8 == scale.numel()));
   const bool is_nested = !nested.empty();
   TORCH_CHECK(!is_nested || (nested.size() == 5 && nested[0].numel() == inputs && nested[1].nbytes() == packed.nbytes()));
   TORCH_CHECK(!is_nested || (nested[2].numel() == inputs + 1 && nested[3].numel() == nested[4].numel()));
@@ -93,16 +97,20 @@ void int4_to_int8(const at::Tensor& packed, const at::Tensor& ratio, const at::T
   const int32_t* starts = is_nested ? nested[2].data_ptr<int32_t>() : nullptr;
   const int32_t* places = is_nested ? nested[3].data_ptr<int32_t>() : nullptr;
   const int8_t* exceptions = is_nested ? nested[4].data_ptr<int8_t>() : nullptr;
-  const float *ratios = ratio.data_ptr<float>(), *zeros = zero.data_ptr<float>();
+  const float *scales = scale.data_ptr<float>(), *rows = row.data_ptr<float>();
+  const int32_t* zeros = zero ? zero->data_ptr<int32_t>() : nullptr;
   int8_t* weights = out.data_ptr<int8_t>();
   for_rows(out, INPUTS_AT_ONCE, [&](int64_t first, int64_t count) {
     uint8_t values[INPUTS_AT_ONCE * WIDEST], beside[INPUTS_AT_ONCE * WIDEST];
+    float ratio[WIDEST], middle[WIDEST];
     for (int64_t k = first, next; k < first + count; k = next) {
       next = std::min({k + INPUTS_AT_ONCE, first + count, (k / group + 1) * group});
       for (int64_t n = from; n < from + some; n += block) {
-        const int64_t width = std::min(block, outputs - n), scales = k / group * outputs + n;
+        const int64_t width = std::min(block, outputs - n), of_group = k / group * outputs + n;
         const int64_t place = (n * inputs + k * width) / 2;
         const bool halves = in_halves && width == block;
+        for (int64_t b = 0; b < width; b++) ratio[b] = scales[of_group + b] * rows[n + b];
+        for (int64_t b = 0; b < width; b++) middle[b] = zeros ? zeros[(of_group + b) / 8] >> 4 * (b % 8) & 15 : 8;
         unpack(bytes + place, values, next - k, width, halves);
         if (is_nested) {
           unpack(difference + place, beside, next - k, width, halves);
@@ -110,15 +118,14 @@ void int4_to_int8(const at::Tensor& packed, const at::Tensor& ratio, const at::T
                                      : width == 48 ? correct<48>
                                      : width == 32 ? correct<32>
                                                    : correct<16>;
-          correct_block(values, ratios + scales, zeros + scales, column + k, beside, weights + k * some + n - from,
-                        some, next - k);
+          correct_block(values, ratio, middle, column + k, beside, weights + k * some + n - from, some, next - k);
           continue;
         }
         const auto rescale_block = width == 64   ? rescale<64>
                                    : width == 48 ? rescale<48>
                                    : width == 32 ? rescale<32>
                                                  : rescale<16>;
-        rescale_block(values, ratios + scales, zeros + scales, weights + k * some + n - from, some, next - k);
+        rescale_block(values, ratio, middle, weights + k * some + n - from, some, next - k);
       }
       for (int64_t input = k; is_nested && input < next; input++)
         for (int32_t e = starts[input]; e < starts[input + 1]; e++)
@@ -159,8 +166,8 @@ void scale_sums(const at::Tensor& sums, const at::Tensor& row, const at::Tensor&
 
 TORCH_LIBRARY(flexquant_one_copy, m) {
   m.def(
-      "int4_to_int8(Tensor packed, Tensor ratio, Tensor zero, Tensor[] nested, int block, bool in_halves, "
-      "int first_output, Tensor(a!) out) -> ()");
+      "int4_to_int8(Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, int block, "
+      "bool in_halves, int first_output, Tensor(a!) out) -> ()");
   m.def("scale_sums(Tensor sums, Tensor row, Tensor column, Tensor? bias, Tensor(a!) out) -> ()");
 }
 

@@ -205,11 +205,11 @@ def channel_scales(
     The arguments are a layer's, as its INT4 kernel keeps them.
     """
     groups, outputs = scale.shape
-    ones, zeros = torch.ones(groups, outputs, dtype=torch.float32), _zeros(zero, scale)
+    ones = torch.ones(groups, outputs, dtype=torch.float32)
     greatest = torch.empty(outputs, dtype=torch.float32)
     for part in slices(1, inputs, outputs):
-        weights = _int8_weights(packed, ones, zeros, [], inputs, layout, part)  # value - zero, exactly
-        most = weights.view(groups, -1, len(part)).float().abs().amax(1)
+        exact = _int8_weights(packed, ones, zero, ones[0], [], inputs, layout, part)  # value - zero
+        most = exact.view(groups, -1, len(part)).float().abs().amax(1)
         here = slice(part.start, part.stop)
         greatest[here] = (most * scale[:, here].float().abs()).amax(0)
     return torch.where(greatest > 0, greatest / 127, 1.0)
@@ -242,15 +242,15 @@ def one_copy_linear(
     ``x`` is quantised per token. The INT4 weights become INT8 weights, which have the scales
     ``channel_scale``, by ``row`` and ``nested``, the tensors of NESTED if they are nested.
     """
-    ratio, layout = (scale.float() * row).contiguous(), Layout(block, in_halves)
-    zeros, bias = _zeros(zero, scale), None if bias is None else bias.float()
-    quantized, row, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
-    (tokens, inputs), outputs = x.shape, ratio.shape[1]
+    layout, bias = Layout(block, in_halves), None if bias is None else bias.float()
+    scale, zero = scale.float().contiguous(), None if zero is None else zero.contiguous()
+    quantized, of_token, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
+    (tokens, inputs), outputs = x.shape, scale.shape[1]
     out = torch.empty(tokens, outputs, dtype=x.dtype)
     for part in slices(tokens, inputs, outputs):
         here = slice(part.start, part.stop)
-        weights = _int8_weights(packed, ratio, zeros, nested, inputs, layout, part)
-        of_part = row, channel_scale[here], None if bias is None else bias[here]
+        weights = _int8_weights(packed, scale, zero, row, nested, inputs, layout, part)
+        of_part = of_token, channel_scale[here], None if bias is None else bias[here]
         if has_operators() and int8_product_is_exact():
             sums = thread_memory(_sums, tokens * len(part), torch.int32)
             sums = sums[: tokens * len(part)].view(tokens, len(part))
@@ -330,24 +330,26 @@ def _zeros(zero: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:
 
 def _int8_weights(
     packed: torch.Tensor,
-    ratio: torch.Tensor,
-    zeros: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    row: torch.Tensor,
     nested: list[torch.Tensor],
     inputs: int,
     layout: Layout,
     part: range,
 ) -> torch.Tensor:
-    """Return (value - zero) * ratio, or nested weights, as cpu.cpp describes them.
+    """Return (value - zero) * (scale * row), or nested weights, as cpu.cpp describes them.
 
     They are a slice's, int8 [inputs, some outputs]; the thread's next call writes over them.
     """
-    (groups, outputs), some = ratio.shape, len(part)
+    (groups, outputs), some = scale.shape, len(part)
     out = thread_memory(_weights, inputs * some, torch.int8)[: inputs * some].view(inputs, some)
     if has_operators():
         torch.ops.flexquant_one_copy.int4_to_int8(
-            packed, ratio, zeros, nested, layout.block, layout.in_halves, part.start, out
+            packed, scale, zero, row, nested, layout.block, layout.in_halves, part.start, out
         )
         return out
+    ratio, zeros = scale * row, _zeros(zero, scale)
     values = unpacked(packed, layout, inputs, outputs).view(groups, -1, outputs)
     scaled = values.float().sub_(zeros[:, None]).mul_(ratio[:, None]).view(inputs, outputs)
     if not nested:
