@@ -118,6 +118,42 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     assert torch.equal(int8_weights(packed, scale, zero, row, nested, INPUTS, layout), expected)
 
 
+@pytest.mark.skipif(not one_copy.has_amx_product(), reason="this CPU has no AMX, or vLLM no product for it")
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zero points"])
+@pytest.mark.parametrize("kind", kinds())
+def test_weights_for_amx_are_those_that_vllm_would_pack(kind: Any, zeros: bool, is_nested: bool) -> None:
+    kernel, linear, _ = made(kind, outputs=128, group=64, zeros=zeros)
+    layout = one_copy.layout_of(kind)
+    packed, scale, zero = one_copy.CPUInt8Product(kernel, layout)._weights(linear)
+    scale, row = scale.float().contiguous(), torch.rand(128) * 100
+    nested, for_amx = [], []
+    if is_nested:
+        places = torch.rand(128, INPUTS).argsort(1)[:, :3].int().contiguous()
+        places[::5, 0] = -1
+        values = torch.randint(-128, 128, places.shape, dtype=torch.int8)
+        difference = torch.randint(0, 16, (INPUTS, 128), dtype=torch.uint8)
+        stored = NestedWeights(row, row, torch.rand(INPUTS), torch.empty(0), places, values)
+        common = [stored.column, one_copy.packed_alike(difference, layout)]
+        nested = [*common, *one_copy.exceptions_by_input(stored).values()]
+        for_amx = [*common, places, values]
+    expected = int8_weights(packed, scale, zero, row, nested, INPUTS, layout).t().contiguous()
+    found = torch.empty(128, INPUTS + 4, dtype=torch.int8)
+    for first in (0, 64):
+        torch.ops.flexquant_one_copy.int4_to_amx(
+            packed,
+            scale,
+            zero,
+            row,
+            for_amx,
+            layout.block,
+            layout.in_halves,
+            first,
+            found[first : first + 64],
+        )
+    assert torch.equal(found, torch.ops._C.convert_weight_packed(expected))
+
+
 LOADED = "from flexquant.serving.worker.one_copy.cpu import has_operators; print(has_operators())"
 
 

@@ -134,6 +134,80 @@ void int4_to_int8(const at::Tensor& packed, const at::Tensor& scale, const std::
   });
 }
 
+// Write the same weights as vLLM's INT8 product for AMX keeps them: `out` [some outputs, inputs + 4], int8, holds blocks
+// of 32 outputs one after another. A block has, for every 4 inputs, 4 weights of each output, and in the end 128 times the
+// sum of each output's weights, int32. `from` and the number of outputs are multiples of 64, `inputs` of 32. Of nested
+// weights, `places` and `values` are [outputs, exceptions]: inputs, -1 for none, and weights.
+void int4_to_amx(const at::Tensor& packed, const at::Tensor& scale, const std::optional<at::Tensor>& zero,
+                 const at::Tensor& row, at::TensorList nested, int64_t block, bool in_halves, int64_t from,
+                 at::Tensor out) {
+  const int64_t inputs = out.size(1) - 4, some = out.size(0), outputs = scale.size(1), group = inputs / scale.size(0);
+  TORCH_CHECK(WIDEST % block == 0 && from % WIDEST == 0 && some % WIDEST == 0 && from + some <= outputs);
+  TORCH_CHECK(inputs % INPUTS_AT_ONCE == 0 && group % INPUTS_AT_ONCE == 0 && row.numel() == outputs);
+  TORCH_CHECK(packed.nbytes() * 2 == static_cast<size_t>(inputs * outputs) && packed.is_contiguous());
+  TORCH_CHECK(scale.is_contiguous() && row.is_contiguous() && out.is_contiguous());
+  TORCH_CHECK(!zero || (zero->is_contiguous() && zero->numel() * 8 == scale.numel()));
+  const bool is_nested = !nested.empty();
+  TORCH_CHECK(!is_nested || (nested.size() == 4 && nested[0].numel() == inputs && nested[1].nbytes() == packed.nbytes()));
+  TORCH_CHECK(!is_nested || (nested[2].size(0) == outputs && nested[2].sizes() == nested[3].sizes()));
+  for (const at::Tensor& part : nested) TORCH_CHECK(part.is_contiguous());
+  const auto* bytes = static_cast<const uint8_t*>(packed.data_ptr());
+  const float* column = is_nested ? nested[0].data_ptr<float>() : nullptr;
+  const auto* difference = is_nested ? static_cast<const uint8_t*>(nested[1].data_ptr()) : nullptr;
+  const int32_t* places = is_nested ? nested[2].data_ptr<int32_t>() : nullptr;
+  const int8_t* exceptions = is_nested ? nested[3].data_ptr<int8_t>() : nullptr;
+  const int64_t of_output = is_nested ? nested[2].size(1) : 0;
+  const float *scales = scale.data_ptr<float>(), *rows = row.data_ptr<float>();
+  const int32_t* zeros = zero ? zero->data_ptr<int32_t>() : nullptr;
+  int8_t* weights = out.data_ptr<int8_t>();
+  const auto rescale_block = block == 64 ? rescale<64> : block == 32 ? rescale<32> : rescale<16>;
+  const auto correct_block = block == 64 ? correct<64> : block == 32 ? correct<32> : correct<16>;
+  for_rows(out.view({some / WIDEST, -1}), 1, [&](int64_t first, int64_t count) {
+    uint8_t values[INPUTS_AT_ONCE * WIDEST], beside[INPUTS_AT_ONCE * WIDEST];
+    int8_t tile[INPUTS_AT_ONCE * WIDEST];
+    float ratio[WIDEST], middle[WIDEST];
+    for (int64_t part = first; part < first + count; part++) {
+      const int64_t n = from + part * WIDEST;
+      int8_t* blocks[2] = {weights + part * WIDEST * (inputs + 4), weights + (part * WIDEST + 32) * (inputs + 4)};
+      int32_t sums[WIDEST] = {};
+      for (int64_t k = 0; k < inputs; k += INPUTS_AT_ONCE) {
+        const int64_t of_group = k / group * outputs + n;
+        for (int64_t b = 0; b < WIDEST; b++) ratio[b] = scales[of_group + b] * rows[n + b];
+        for (int64_t b = 0; b < WIDEST; b++) middle[b] = zeros ? zeros[(of_group + b) / 8] >> 4 * (b % 8) & 15 : 8;
+        for (int64_t b = 0; b < WIDEST; b += block) {
+          const int64_t place = ((n + b) * inputs + k * block) / 2;
+          unpack(bytes + place, values, INPUTS_AT_ONCE, block, in_halves);
+          if (is_nested) {
+            unpack(difference + place, beside, INPUTS_AT_ONCE, block, in_halves);
+            correct_block(values, ratio + b, middle + b, column + k, beside, tile + b, WIDEST, INPUTS_AT_ONCE);
+          } else {
+            rescale_block(values, ratio + b, middle + b, tile + b, WIDEST, INPUTS_AT_ONCE);
+          }
+        }
+        for (int64_t i = 0; i < INPUTS_AT_ONCE; i++)
+          for (int64_t b = 0; b < WIDEST; b++) sums[b] += tile[i * WIDEST + b];
+        for (int64_t i = 0; i < INPUTS_AT_ONCE; i += 4)
+          for (int64_t half = 0; half < 2; half++) {
+            const int8_t* __restrict four = tile + i * WIDEST + half * 32;
+            int8_t* __restrict to = blocks[half] + (k + i) * 32;
+            for (int64_t b = 0; b < 32; b++)
+              for (int64_t j = 0; j < 4; j++) to[4 * b + j] = four[j * WIDEST + b];
+          }
+      }
+      for (int64_t b = 0; b < WIDEST; b++) {
+        int8_t* whole = blocks[b / 32];
+        for (int64_t e = (n + b) * of_output; e < (n + b + 1) * of_output; e++) {
+          if (places[e] < 0) continue;
+          int8_t& weight = whole[places[e] / 4 * 128 + b % 32 * 4 + places[e] % 4];
+          sums[b] += exceptions[e] - weight;
+          weight = exceptions[e];
+        }
+        reinterpret_cast<int32_t*>(whole + 32 * inputs)[b % 32] = 128 * sums[b];
+      }
+    }
+  });
+}
+
 // Write `out` [tokens, outputs] = sums * row scale * column scale + bias. `sums` are int32; scales and bias float32.
 // Rows of `out` may lie apart.
 void scale_sums(const at::Tensor& sums, const at::Tensor& row, const at::Tensor& column,
@@ -168,10 +242,14 @@ TORCH_LIBRARY(flexquant_one_copy, m) {
   m.def(
       "int4_to_int8(Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, int block, "
       "bool in_halves, int first_output, Tensor(a!) out) -> ()");
+  m.def(
+      "int4_to_amx(Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, int block, bool in_halves, "
+      "int first_output, Tensor(a!) out) -> ()");
   m.def("scale_sums(Tensor sums, Tensor row, Tensor column, Tensor? bias, Tensor(a!) out) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(flexquant_one_copy, CPU, m) {
   m.impl("int4_to_int8", int4_to_int8);
+  m.impl("int4_to_amx", int4_to_amx);
   m.impl("scale_sums", scale_sums);
 }

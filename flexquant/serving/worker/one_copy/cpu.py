@@ -2,10 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Multiply in INT8 on a CPU by weights that are computed from INT4 weights, in the layout of the INT4 kernel.
 
-Each call goes over a layer's outputs in slices. It writes a slice's INT8 weights into memory that all layers
-of a thread share, has oneDNN multiply (``torch._int_mm``), and scales the sums, while both lie in the caches.
-The two loops around that product are cpu.cpp, which PyTorch compiles once for a machine; without a compiler,
-PyTorch's operators do the same for all outputs at once, but far more slowly.
+Each call goes over a layer's outputs in slices, whose INT8 weights it writes into memory that all layers of a
+thread share. With AMX it writes them as vLLM's product for W8A8 keeps them, and calls that. Elsewhere it has
+oneDNN multiply (``torch._int_mm``), and scales the sums. The loops around the products are cpu.cpp, which
+PyTorch compiles once for a machine; without a compiler, PyTorch's operators do the same for all outputs at
+once, but far more slowly.
 """
 
 from __future__ import annotations
@@ -59,17 +60,20 @@ STARTS = "flexquant_starts"
 """Name of a buffer: the first of the exceptions of each input, and their number, int32 [inputs + 1]."""
 WEIGHTS, SUMS = 1 << 22, 1 << 22
 """Most weights and sums of a slice, but for one of MULTIPLE outputs: bytes, and words of 4 bytes."""
+AMX_WEIGHTS = 1 << 25
+"""Most weights of a slice for AMX, whose outputs are copied if there are several slices."""
+AMX_TYPES = (torch.bfloat16, torch.float16)
 MULTIPLE = 64
 """Outputs of which slices have multiples; blocks have parts of it."""
 NESTED = (COLUMN, DIFFERENCE, STARTS, PLACES, EXCEPTIONS)
-"""The buffers of nested weights, in the order in which cpu.cpp takes them."""
+"""The buffers of nested weights, in the order in which cpu.cpp takes them; AMX needs no STARTS."""
 
 logger = init_logger("vllm.flexquant.cpu")
 _weights, _sums = threading.local(), threading.local()
 _library = torch.library.Library("flexquant", "FRAGMENT")
 _library.define(
     "one_copy_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, "
-    "Tensor channel_scale, Tensor? bias, int block, bool in_halves) -> Tensor"
+    "Tensor channel_scale, Tensor? bias, int block, bool in_halves, bool for_amx) -> Tensor"
 )
 
 
@@ -146,10 +150,17 @@ class CPUInt8Product:
 
     precision = "INT8"
 
-    @staticmethod
-    def shared_bytes(inputs: int, outputs: int) -> int:
+    def shared_bytes(self, inputs: int, outputs: int) -> int:
         """Return the bytes to which a layer's weights are written."""
-        return min(inputs * outputs, max(WEIGHTS, inputs * MULTIPLE))
+        most = AMX_WEIGHTS if self._has_amx_layout() else WEIGHTS
+        return min(inputs * outputs, max(most, inputs * MULTIPLE))
+
+    def _has_amx_layout(self) -> bool:
+        """Whether the layer's INT8 weights are written for AMX."""
+        inputs, outputs = self._kernel.config.partition_weight_shape
+        group = self._kernel.config.group_size
+        is_whole = not (outputs % MULTIPLE or inputs % 32 or (group > 0 and group % 32))
+        return is_whole and self._kernel.config.act_type in AMX_TYPES and has_amx_product()
 
     def __init__(self, kernel: MPLinearKernel, layout: Layout) -> None:
         self._kernel = kernel
@@ -167,7 +178,10 @@ class CPUInt8Product:
             scales = channel_scales(*self._weights(source), inputs, self._layout)
             return {CHANNEL_SCALE: scales, ROW: scales.reciprocal()}
         difference = packed_alike(unpack_nibbles(nested.difference).t(), self._layout)
-        return {**nested.factors(), DIFFERENCE: difference, **exceptions_by_input(nested)}
+        exceptions = {PLACES: nested.exception_input, EXCEPTIONS: nested.exception}
+        if not self._has_amx_layout():
+            exceptions = exceptions_by_input(nested)
+        return {**nested.factors(), DIFFERENCE: difference, **exceptions}
 
     def multiply(
         self,
@@ -187,6 +201,7 @@ class CPUInt8Product:
             bias,
             layout.block,
             layout.in_halves,
+            self._has_amx_layout(),
         )
         return out
 
@@ -236,6 +251,7 @@ def one_copy_linear(
     bias: torch.Tensor | None,
     block: int,
     in_halves: bool,
+    for_amx: bool,
 ) -> torch.Tensor:
     """Return [tokens, outputs] for ``x`` [tokens, inputs] in its dtype, multiplied in INT8.
 
@@ -244,6 +260,9 @@ def one_copy_linear(
     """
     layout, bias = Layout(block, in_halves), None if bias is None else bias.float()
     scale, zero = scale.float().contiguous(), None if zero is None else zero.contiguous()
+    if for_amx:
+        of_source = packed, scale, zero, row, nested, block, in_halves
+        return _multiply_by_amx(x.contiguous(), of_source, channel_scale, bias)
     quantized, of_token, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
     (tokens, inputs), outputs = x.shape, scale.shape[1]
     out = torch.empty(tokens, outputs, dtype=x.dtype)
@@ -259,6 +278,23 @@ def one_copy_linear(
         else:
             out[:, here] = _scaled_product(quantized, weights, *of_part)
     return out
+
+
+def _multiply_by_amx(
+    x: torch.Tensor, of_source: tuple[object, ...], channel_scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the same by vLLM's product for AMX; ``of_source`` are the first arguments of ``int4_to_amx``."""
+    inputs, outputs = x.shape[1], len(channel_scale)
+    step = max(MULTIPLE, AMX_WEIGHTS // inputs // MULTIPLE * MULTIPLE)
+    parts = []
+    for first in range(0, outputs, step):
+        here = slice(first, min(first + step, outputs))
+        numbers = (here.stop - first) * (inputs + 4)
+        weights = thread_memory(_weights, numbers, torch.int8)[:numbers].view(-1, inputs + 4)
+        torch.ops.flexquant_one_copy.int4_to_amx(*of_source, first, weights)
+        of_part = channel_scale[here, None], None if bias is None else bias[here]
+        parts.append(torch.ops._C.int8_scaled_mm_with_quant(x, weights, *of_part, x.dtype, True))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _scaled_product(
@@ -312,6 +348,19 @@ def has_operators() -> bool:
     finally:
         os.environ["PATH"] = path
     return True
+
+
+@functools.cache
+def has_amx_product() -> bool:
+    """Whether vLLM has its INT8 product for AMX here, with weights as ``int4_to_amx`` writes them."""
+    if not (hasattr(torch.ops._C, "int8_scaled_mm_with_quant") and torch.cpu._is_amx_tile_supported()):
+        return False
+    with torch.device("cpu"):  # a model may be under construction without memory
+        weight = torch.arange(64 * 32).remainder(251).sub(125).to(torch.int8).view(64, 32)
+        in_fours = weight.view(2, 32, 8, 4).transpose(1, 2).reshape(2, -1)
+        sums = (128 * weight.sum(1, dtype=torch.int32)).view(torch.int8).view(2, -1)
+        expected = torch.cat([in_fours, sums], 1).view(64, 36)
+        return has_operators() and torch.equal(torch.ops._C.convert_weight_packed(weight), expected)
 
 
 @functools.cache

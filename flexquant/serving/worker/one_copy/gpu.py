@@ -78,8 +78,7 @@ class GPUProduct:
         self._precision = eight_bit_type(precision)
         self.precision = "FP8" if self._precision == FP8 else "INT8"
 
-    @staticmethod
-    def shared_bytes(inputs: int, outputs: int) -> int:
+    def shared_bytes(self, inputs: int, outputs: int) -> int:
         """Return the bytes to which a layer's weights are written."""
         return inputs * outputs
 
