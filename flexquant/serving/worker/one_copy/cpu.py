@@ -150,21 +150,16 @@ class CPUInt8Product:
 
     precision = "INT8"
 
-    def shared_bytes(self, inputs: int, outputs: int) -> int:
-        """Return the bytes to which a layer's weights are written."""
-        most = AMX_WEIGHTS if self._has_amx_layout() else WEIGHTS
-        return min(inputs * outputs, max(most, inputs * MULTIPLE))
-
-    def _has_amx_layout(self) -> bool:
-        """Whether the layer's INT8 weights are written for AMX."""
-        inputs, outputs = self._kernel.config.partition_weight_shape
-        group = self._kernel.config.group_size
-        is_whole = not (outputs % MULTIPLE or inputs % 32 or (group > 0 and group % 32))
-        return is_whole and self._kernel.config.act_type in AMX_TYPES and has_amx_product()
-
     def __init__(self, kernel: MPLinearKernel, layout: Layout) -> None:
         self._kernel = kernel
         self._layout = layout
+        (inputs, outputs), group = kernel.config.partition_weight_shape, kernel.config.group_size
+        is_whole = not (outputs % MULTIPLE or inputs % 32 or (group > 0 and group % 32))
+        self._for_amx = is_whole and kernel.config.act_type in AMX_TYPES and has_amx_product()
+
+    def shared_bytes(self, inputs: int, outputs: int) -> int:
+        """Return the bytes to which a layer's weights are written."""
+        return min(inputs * outputs, max(AMX_WEIGHTS if self._for_amx else WEIGHTS, inputs * MULTIPLE))
 
     def prepare(
         self, source: torch.nn.Module, nested: NestedWeights | None = None
@@ -179,7 +174,7 @@ class CPUInt8Product:
             return {CHANNEL_SCALE: scales, ROW: scales.reciprocal()}
         difference = packed_alike(unpack_nibbles(nested.difference).t(), self._layout)
         exceptions = {PLACES: nested.exception_input, EXCEPTIONS: nested.exception}
-        if not self._has_amx_layout():
+        if not self._for_amx:
             exceptions = exceptions_by_input(nested)
         return {**nested.factors(), DIFFERENCE: difference, **exceptions}
 
@@ -201,7 +196,7 @@ class CPUInt8Product:
             bias,
             layout.block,
             layout.in_halves,
-            self._has_amx_layout(),
+            self._for_amx,
         )
         return out
 
