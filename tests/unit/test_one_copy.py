@@ -21,6 +21,7 @@ from flexquant.serving.kernels.choice import possible_kernels
 from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import kernel_of_layer
 from flexquant.serving.worker.one_copy import cpu as one_copy
+from flexquant.serving.worker.one_copy import cpu_layouts
 from flexquant.serving.worker.one_copy.operands import NestedWeights
 from tests import programs
 
@@ -57,7 +58,7 @@ def made(
 
 def kinds() -> list[Any]:
     kernel, *_ = made(TorchCPUInt4LinearKernel, outputs=64, group=64)
-    return [kind for kind in possible_kernels(kernel) if one_copy.layout_of(kind) is not None]
+    return [kind for kind in possible_kernels(kernel) if cpu_layouts.layout_of(kind) is not None]
 
 
 @pytest.mark.parametrize("tokens", [1, 70])
@@ -91,7 +92,7 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     else:
         monkeypatch.setattr(one_copy, "has_operators", lambda: False)
     kernel, linear, weight = made(kind, outputs, group, None, zeros)
-    layout = one_copy.layout_of(kind)
+    layout = cpu_layouts.layout_of(kind)
     packed, scale, zero = one_copy.CPUInt8Product(kernel, layout)._weights(linear)
     channel = one_copy.channel_scales(packed, scale, zero, INPUTS, layout)
     expected_scale = weight.abs().amax(1, keepdim=True) / 127
@@ -104,7 +105,7 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     assert found.abs().amax(0).eq(127).all()
 
     column = torch.rand(INPUTS) / 2 + 0.4
-    codes = one_copy.unpacked(packed, layout, INPUTS, outputs).view(len(ratio), -1, outputs)
+    codes = cpu_layouts.unpacked(packed, layout, INPUTS, outputs).view(len(ratio), -1, outputs)
     near = ((codes - zeros[:, None]) * ratio[:, None]).view(INPUTS, outputs) * column[:, None]
     difference = torch.randint(0, 16, (INPUTS, outputs), dtype=torch.uint8)
     expected = (near.round() + difference - 8).to(torch.int8)
@@ -114,7 +115,7 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     places[:, 0] = -1
     stored = NestedWeights(channel, channel, column, torch.empty(0), places, values)
     exceptions = one_copy.exceptions_by_input(stored).values()
-    nested = [column, one_copy.packed_alike(difference, layout), *exceptions]
+    nested = [column, cpu_layouts.packed_alike(difference, layout), *exceptions]
     assert torch.equal(int8_weights(packed, scale, zero, row, nested, INPUTS, layout), expected)
 
 
@@ -124,7 +125,7 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
 @pytest.mark.parametrize("kind", kinds())
 def test_weights_for_amx_are_those_that_vllm_would_pack(kind: Any, zeros: bool, is_nested: bool) -> None:
     kernel, linear, _ = made(kind, outputs=128, group=64, zeros=zeros)
-    layout = one_copy.layout_of(kind)
+    layout = cpu_layouts.layout_of(kind)
     packed, scale, zero = one_copy.CPUInt8Product(kernel, layout)._weights(linear)
     scale, row = scale.float().contiguous(), torch.rand(128) * 100
     nested, for_amx = [], []
@@ -134,7 +135,7 @@ def test_weights_for_amx_are_those_that_vllm_would_pack(kind: Any, zeros: bool, 
         values = torch.randint(-128, 128, places.shape, dtype=torch.int8)
         difference = torch.randint(0, 16, (INPUTS, 128), dtype=torch.uint8)
         stored = NestedWeights(row, row, torch.rand(INPUTS), torch.empty(0), places, values)
-        common = [stored.column, one_copy.packed_alike(difference, layout)]
+        common = [stored.column, cpu_layouts.packed_alike(difference, layout)]
         nested = [*common, *one_copy.exceptions_by_input(stored).values()]
         for_amx = [*common, places, values]
     expected = int8_weights(packed, scale, zero, row, nested, INPUTS, layout).t().contiguous()

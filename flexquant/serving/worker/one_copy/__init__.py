@@ -6,10 +6,11 @@ A *derived* variant has the 8-bit weights nearest to those of its source, a vari
 copy. A *nested* variant stores, for each of its own INT8 weights, a difference of 4 bits from what the INT4
 weights predict.
 
-1. *Build*: a source in INT4 gets kernels whose layout of weights is known: those that ``cpu.layout_of`` and
-   ``gpu_layouts.layout_of`` know. A derived variant is a view of the source, with a view of each linear in
-   the source's precision that has another method (``methods``, ``from_16_bit``). A nested one is a model of
-   its own, whose linears have parameters for what is stored (:class:`NestedMethod`).
+1. *Build*: a source in INT4 gets kernels whose layout of weights is known: those that
+   ``cpu_layouts.layout_of`` and ``gpu_layouts.layout_of`` know. A derived variant is a view of the source,
+   with a view of each linear in the source's precision that has another method (``methods``,
+   ``from_16_bit``). A nested one is a model of its own, whose linears have parameters for what is stored
+   (:class:`NestedMethod`).
 2. *Load*: then :func:`make_ready` gives each linear of a view one scale a channel, and packs differences as
    the source's kernel packs weights.
 3. *Pass*: the method reads the weights where the source's kernel keeps them, writes 8-bit weights into memory

@@ -159,7 +159,8 @@ def product_of(kernel: MPLinearKernel, kind: type[Any], precision: str = "int8")
     None if that kind's layout is not known. ``precision``: int8 or fp8.
     """
     if current_platform.is_cpu():
-        from flexquant.serving.worker.one_copy.cpu import CPUInt8Product, layout_of
+        from flexquant.serving.worker.one_copy.cpu import CPUInt8Product
+        from flexquant.serving.worker.one_copy.cpu_layouts import layout_of
 
         of_cpu = layout_of(kind)
         return None if of_cpu is None else CPUInt8Product(kernel, of_cpu)
