@@ -305,6 +305,17 @@ def test_exceptions_alone_are_exact(tmp_path):
         layer_that_misses(tmp_path, [0, 1, 3], "exact").factors()
 
 
+def test_steps_that_no_merge_takes_are_told(tmp_path, monkeypatch):
+    layer = layer_that_misses(tmp_path, [2], "near")
+    with monkeypatch.context() as patch:
+        patch.setattr(nesting, "WIDTHS", (1.2,))
+        layer.factors()
+    weight8, scale8, _ = layer._weights["x"]
+    stored = {f"x.{ref.name.rpartition('.')[2]}": ref for ref in layer.stored().values()}
+    found = nested_weights(stored, read_header(tmp_path / "x.safetensors"))["x.weight"]
+    assert not is_nearest(found, stored["x.weight_scale"], weight8, scale8)
+
+
 def test_every_difference_is_read_as_it_was_packed():
     every = torch.cartesian_prod(torch.arange(-8, 8), torch.arange(-8, 8))
     stored = pack_differences(every)
