@@ -10,8 +10,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <optional>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -134,6 +139,43 @@ void int4_to_int8(const at::Tensor& packed, const at::Tensor& scale, const std::
   });
 }
 
+#ifdef __AVX512F__
+// The 4-bit values of 16 outputs in a row of a block. `shift` is 4 where they are the high halves of 16 bytes.
+template <bool in_halves>
+__m512i sixteen(const uint8_t* packed, int shift) {
+  const auto* bytes = reinterpret_cast<const __m128i*>(packed);
+  __m512i values;
+  if constexpr (in_halves) {
+    values = _mm512_srl_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(bytes)), _mm_cvtsi32_si128(shift));
+  } else {
+    const __m512i pairs = _mm512_cvtepu8_epi64(_mm_loadl_epi64(bytes));
+    values = _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));
+  }
+  return _mm512_and_si512(values, _mm512_set1_epi32(15));
+}
+
+// Write 16 outputs' weights of INPUTS_AT_ONCE inputs, 4 inputs of an output beside one another; return their sums.
+template <bool in_halves, bool is_nested>
+__m512i write_fours(const uint8_t* packed, const uint8_t* difference, int64_t row_bytes, int shift, const float* ratios,
+                    const float* zeros, const float* column, int8_t* out) {
+  const __m512 ratio = _mm512_loadu_ps(ratios), zero = _mm512_loadu_ps(zeros);
+  __m512i sums = _mm512_setzero_si512();
+  for (int64_t k = 0; k < INPUTS_AT_ONCE; k += 4, out += 128) {
+    __m512i four = _mm512_setzero_si512();
+    for (int j = 0; j < 4; j++, packed += row_bytes, difference += row_bytes) {
+      __m512 exact = _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(sixteen<in_halves>(packed, shift)), zero), ratio);
+      if constexpr (is_nested) exact = _mm512_mul_ps(exact, _mm512_set1_ps(column[k + j]));
+      __m512i weight = _mm512_cvtps_epi32(exact);
+      if constexpr (is_nested)
+        weight = _mm512_add_epi32(weight, _mm512_sub_epi32(sixteen<in_halves>(difference, shift), _mm512_set1_epi32(8)));
+      sums = _mm512_add_epi32(sums, weight);
+      four = _mm512_or_si512(four, _mm512_slli_epi32(_mm512_and_si512(weight, _mm512_set1_epi32(255)), 8 * j));
+    }
+    _mm512_storeu_si512(out, four);
+  }
+  return sums;
+}
+
 // Write the same weights as vLLM's INT8 product for AMX keeps them: `out` [some outputs, inputs + 4], int8, holds blocks
 // of 32 outputs one after another. A block has, for every 4 inputs, 4 weights of each output, and in the end 128 times the
 // sum of each output's weights, int32. `from` and the number of outputs are multiples of 64, `inputs` of 32. Of nested
@@ -153,18 +195,16 @@ void int4_to_amx(const at::Tensor& packed, const at::Tensor& scale, const std::o
   for (const at::Tensor& part : nested) TORCH_CHECK(part.is_contiguous());
   const auto* bytes = static_cast<const uint8_t*>(packed.data_ptr());
   const float* column = is_nested ? nested[0].data_ptr<float>() : nullptr;
-  const auto* difference = is_nested ? static_cast<const uint8_t*>(nested[1].data_ptr()) : nullptr;
+  const auto* difference = is_nested ? static_cast<const uint8_t*>(nested[1].data_ptr()) : bytes;  // or read by none
   const int32_t* places = is_nested ? nested[2].data_ptr<int32_t>() : nullptr;
   const int8_t* exceptions = is_nested ? nested[3].data_ptr<int8_t>() : nullptr;
   const int64_t of_output = is_nested ? nested[2].size(1) : 0;
   const float *scales = scale.data_ptr<float>(), *rows = row.data_ptr<float>();
   const int32_t* zeros = zero ? zero->data_ptr<int32_t>() : nullptr;
   int8_t* weights = out.data_ptr<int8_t>();
-  const auto rescale_block = block == 64 ? rescale<64> : block == 32 ? rescale<32> : rescale<16>;
-  const auto correct_block = block == 64 ? correct<64> : block == 32 ? correct<32> : correct<16>;
+  const auto into_fours = in_halves ? (is_nested ? write_fours<true, true> : write_fours<true, false>)
+                                    : (is_nested ? write_fours<false, true> : write_fours<false, false>);
   for_rows(out.view({some / WIDEST, -1}), 1, [&](int64_t first, int64_t count) {
-    uint8_t values[INPUTS_AT_ONCE * WIDEST], beside[INPUTS_AT_ONCE * WIDEST];
-    int8_t tile[INPUTS_AT_ONCE * WIDEST];
     float ratio[WIDEST], middle[WIDEST];
     for (int64_t part = first; part < first + count; part++) {
       const int64_t n = from + part * WIDEST;
@@ -174,25 +214,14 @@ void int4_to_amx(const at::Tensor& packed, const at::Tensor& scale, const std::o
         const int64_t of_group = k / group * outputs + n;
         for (int64_t b = 0; b < WIDEST; b++) ratio[b] = scales[of_group + b] * rows[n + b];
         for (int64_t b = 0; b < WIDEST; b++) middle[b] = zeros ? zeros[(of_group + b) / 8] >> 4 * (b % 8) & 15 : 8;
-        for (int64_t b = 0; b < WIDEST; b += block) {
-          const int64_t place = ((n + b) * inputs + k * block) / 2;
-          unpack(bytes + place, values, INPUTS_AT_ONCE, block, in_halves);
-          if (is_nested) {
-            unpack(difference + place, beside, INPUTS_AT_ONCE, block, in_halves);
-            correct_block(values, ratio + b, middle + b, column + k, beside, tile + b, WIDEST, INPUTS_AT_ONCE);
-          } else {
-            rescale_block(values, ratio + b, middle + b, tile + b, WIDEST, INPUTS_AT_ONCE);
-          }
+        for (int64_t b = 0; b < WIDEST; b += 16) {
+          const int64_t in_block = b % block, first_byte = ((n + b - in_block) * inputs + k * block) / 2;
+          const bool is_high = in_halves && in_block >= block / 2;
+          const int64_t byte = first_byte + (in_halves ? in_block % (block / 2) : in_block / 2);
+          const __m512i sum = into_fours(bytes + byte, difference + byte, block / 2, is_high ? 4 : 0, ratio + b,
+                                         middle + b, column + k, blocks[b / 32] + k * 32 + b % 32 * 4);
+          _mm512_storeu_si512(sums + b, _mm512_add_epi32(_mm512_loadu_si512(sums + b), sum));
         }
-        for (int64_t i = 0; i < INPUTS_AT_ONCE; i++)
-          for (int64_t b = 0; b < WIDEST; b++) sums[b] += tile[i * WIDEST + b];
-        for (int64_t i = 0; i < INPUTS_AT_ONCE; i += 4)
-          for (int64_t half = 0; half < 2; half++) {
-            const int8_t* __restrict four = tile + i * WIDEST + half * 32;
-            int8_t* __restrict to = blocks[half] + (k + i) * 32;
-            for (int64_t b = 0; b < 32; b++)
-              for (int64_t j = 0; j < 4; j++) to[4 * b + j] = four[j * WIDEST + b];
-          }
       }
       for (int64_t b = 0; b < WIDEST; b++) {
         int8_t* whole = blocks[b / 32];
@@ -207,6 +236,7 @@ void int4_to_amx(const at::Tensor& packed, const at::Tensor& scale, const std::o
     }
   });
 }
+#endif
 
 // Write `out` [tokens, outputs] = sums * row scale * column scale + bias. `sums` are int32; scales and bias float32.
 // Rows of `out` may lie apart.
@@ -239,17 +269,16 @@ void scale_sums(const at::Tensor& sums, const at::Tensor& row, const at::Tensor&
 }  // namespace
 
 TORCH_LIBRARY(flexquant_one_copy, m) {
+  const auto on_cpu = [](auto loop) { return torch::dispatch(c10::DispatchKey::CPU, loop); };
   m.def(
       "int4_to_int8(Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, int block, "
-      "bool in_halves, int first_output, Tensor(a!) out) -> ()");
+      "bool in_halves, int first_output, Tensor(a!) out) -> ()",
+      on_cpu(int4_to_int8));
+#ifdef __AVX512F__
   m.def(
       "int4_to_amx(Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, int block, bool in_halves, "
-      "int first_output, Tensor(a!) out) -> ()");
-  m.def("scale_sums(Tensor sums, Tensor row, Tensor column, Tensor? bias, Tensor(a!) out) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(flexquant_one_copy, CPU, m) {
-  m.impl("int4_to_int8", int4_to_int8);
-  m.impl("int4_to_amx", int4_to_amx);
-  m.impl("scale_sums", scale_sums);
+      "int first_output, Tensor(a!) out) -> ()",
+      on_cpu(int4_to_amx));
+#endif
+  m.def("scale_sums(Tensor sums, Tensor row, Tensor column, Tensor? bias, Tensor(a!) out) -> ()", on_cpu(scale_sums));
 }

@@ -196,11 +196,12 @@ def one_copy_linear(
     ``x`` is quantised per token. The INT4 weights become INT8 weights, which have the scales
     ``channel_scale``, by ``row`` and ``nested``, the tensors of NESTED if they are nested.
     """
-    layout, bias = Layout(block, in_halves), None if bias is None else bias.float()
+    bias = None if bias is None else bias.float()
     scale, zero = scale.float().contiguous(), None if zero is None else zero.contiguous()
     if for_amx:
         of_source = packed, scale, zero, row, nested, block, in_halves
         return _multiply_by_amx(x.contiguous(), of_source, channel_scale, bias)
+    layout = Layout(block, in_halves)
     quantized, of_token, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
     (tokens, inputs), outputs = x.shape, scale.shape[1]
     out = torch.empty(tokens, outputs, dtype=x.dtype)
@@ -298,7 +299,8 @@ def has_amx_product() -> bool:
         in_fours = weight.view(2, 32, 8, 4).transpose(1, 2).reshape(2, -1)
         sums = (128 * weight.sum(1, dtype=torch.int32)).view(torch.int8).view(2, -1)
         expected = torch.cat([in_fours, sums], 1).view(64, 36)
-        return has_operators() and torch.equal(torch.ops._C.convert_weight_packed(weight), expected)
+        is_as_expected = torch.equal(torch.ops._C.convert_weight_packed(weight), expected)
+    return is_as_expected and has_operators() and hasattr(torch.ops.flexquant_one_copy, "int4_to_amx")
 
 
 @functools.cache
