@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,6 +25,7 @@ from benchmarks.result import markdown
 from benchmarks.speed.comparing import compare_beside, paired_ratios, pairs, second_server
 from benchmarks.speed.live_policies import ratios
 from benchmarks.speed.results import read_cells
+from benchmarks.speed.serving import START
 from benchmarks.speed.subjects import STATIC
 from benchmarks.speed.tables import METRICS, RATIOS, by_workload, kernel_results
 from flexquant.evaluation.comparison import compare
@@ -40,6 +42,7 @@ RUNS_ON_CPUS = (
     *("tuned-smollm2-135m-cpu", "tuned-0.5b-cpu"),
 )
 LATENCIES = ("TTFT ms", "TPOT ms")
+NESTED = "nested.json", "nested-published.json", "nested-qwen3.json"
 ONE_COPY = {"SmolLM2-135M": "smollm2", "0.5 B": "0.5b", "1.5 B": "1.5b"}
 """Models -> the end of the name of their result of one server that took the policies in turns."""
 METHODS = {
@@ -109,7 +112,7 @@ def methods() -> str:
 def nesting() -> str:
     """Return what W8A8 lost by itself and nested, means over the kinds of text, for each pair."""
     rows = []
-    for name, pair in read("nested.json")["pairs"].items():
+    for name, pair in chain.from_iterable(read(file)["pairs"].items() for file in NESTED):
         if "refused" in pair:
             rows.append([name, "refused", *[""] * 6])
             continue
@@ -133,7 +136,13 @@ def own_cost() -> str:
     rows = []
     for model, found in read("own-cost.json").items():
         percents = (f"{100 * (found[end] - 1):+.2f} %" for end in ("ratio", "low", "high"))
-        rows.append([model.rpartition("/")[2], f"{found['pass_ms']:.1f}", *percents])
+        rows.append(
+            [
+                model.removesuffix("/merged-w8a8-w4a16").rpartition("/")[2],
+                f"{found['pass_ms']:.1f}",
+                *percents,
+            ]
+        )
     return markdown(["model", "ms a pass", "time", "at least", "at most"], rows)
 
 
@@ -264,6 +273,35 @@ def one_copy_live() -> str:
     return markdown(["model", "requests", *header], rows)
 
 
+def beside(folder: Path, reference: str) -> str:
+    """Return servers over the one of ``reference`` beside them, and what each took in memory."""
+    cells = read_cells(folder)
+    gib = {c["parameters"]["subject"]: c["result"]["process_gib"] for c in cells if c["part"] == START}
+    rows = [
+        [
+            f"`{workload.name}`",
+            f"`{subject}`",
+            f"{gib[subject]:.2f}",
+            *(interval(of_rounds) for of_rounds in ratios),
+        ]
+        for workload, subjects in by_workload(cells, "serving").items()
+        for subject, rounds in subjects.items()
+        if subject != reference
+        for ratios in [[paired_ratios(rounds, subjects[reference], METRICS[m][0]) for m in LATENCIES]]
+    ]
+    return markdown(
+        ["requests", f"over `{reference}` ({gib[reference]:.2f} GiB)", "GiB", "TTFT", "TPOT"], rows
+    )
+
+
+def nested_live() -> str:
+    return beside(RESULTS / "nested-smollm2", "w8a8")
+
+
+def from_16_bit_live() -> str:
+    return beside(RESULTS / "from-16-bit-smollm2", "bf16")
+
+
 def one_server_or_two() -> str:
     """Return W8A8 over W4A16 at the 1.5 B shape, on a server each and on one that takes both in turns."""
     apart = by_workload(read_cells(RESULTS / "1.5b-two-servers"), "serving")
@@ -288,6 +326,8 @@ BLOCKS: tuple[Callable[[], str], ...] = (
         cpu_ratios,
         cpu_kernels,
         one_copy_live,
+        nested_live,
+        from_16_bit_live,
         one_server_or_two,
     ),
 )

@@ -187,6 +187,13 @@ def cast_tensors(tensors: Mapping[str, TensorRef], dtype: str) -> dict[str, Tens
     return found
 
 
+def stated_dtype(config: JsonObject) -> str | None:
+    """Return the dtype that a config, or its nested language model's, states; None if it states none."""
+    nested = config.get("text_config")
+    stated = (of.get(key) for of in (config, nested) if isinstance(of, dict) for key in DTYPE_KEYS)
+    return next((dtype for dtype in stated if isinstance(dtype, str)), None)
+
+
 def with_dtype(config: JsonObject, dtype: str) -> JsonObject:
     """Return a config, nested language model included, that states ``dtype`` wherever it states one."""
     keys = [key for key in DTYPE_KEYS if key in config] or DTYPE_KEYS[:1]

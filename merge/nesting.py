@@ -30,10 +30,10 @@ from flexquant.checkpoint.nested import (
     predict,
     with_weights,
 )
-from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, load_tensor
+from flexquant.checkpoint.safetensors_io import CASTS, ComputedTensor, TensorRef, load_tensor
 from flexquant.checkpoint.schemes import COLUMN, FLOAT_DTYPES, ROW, LinearSchemes
 from flexquant.errors import FlexQuantError
-from flexquant.merge.formats import Source
+from flexquant.merge.formats import Source, stated_dtype
 from flexquant.merge.merge_plan import MergePlan
 from flexquant.merge.nested_fit import (
     WIDTHS,
@@ -220,18 +220,24 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
     sources, groups = {s.name: s for s in plan.sources}, dict(plan.groups)
     schemes = {name: _schemes(source) for name, source in sources.items()}
     eights, source = _find_pair(schemes)
+    dtype = stated_dtype(plan.sources[0].config)
     variants = {}
     for name in eights:
         tensors, by_layer = sources[name].tensors, dict[str, dict[str, Pair]]()
         for module in sorted(schemes[name] | schemes[source]):
             int4 = Int4Weight.of(sources[source].tensors, module)
             problem = _problem(module, schemes[name].get(module), schemes[source].get(module), int4)
+            if int4 and not problem and int4.scale.dtype != CASTS.get(dtype or ""):
+                problem = (
+                    f"has INT4 scales in {int4.scale.dtype}, and is served in {dtype}, to which vLLM rounds "
+                    f"them; merge with --dtype {' or '.join(CASTS)}, which casts scales in 16 bit, or"
+                )
             scale8 = tensors.get(f"{module}.{SCALE}")
             if int4 and not problem and (scale8 is None or scale8.shape != (int4.shape[0], 1)):
-                problem = "has scales of another form in W8A8"
+                problem = "has scales of another form in W8A8;"
             if problem or int4 is None:
                 raise FlexQuantError(
-                    f"variant '{name}' cannot be nested in '{source}': '{module}' {problem}; {TWO_COPIES}"
+                    f"variant '{name}' cannot be nested in '{source}': '{module}' {problem} {TWO_COPIES}"
                 )
             pair = Pair(tensors[f"{module}.weight"], tensors[f"{module}.{SCALE}"], int4)
             by_layer.setdefault(fused_name(module), {})[module] = pair
@@ -293,12 +299,12 @@ def _is_w4a16(scheme: QuantizationScheme, form: str) -> bool:
 def _problem(module: str, eight: Scheme | None, four: Scheme | None, int4: Int4Weight | None) -> str:
     """Return why a linear cannot be nested; empty if it can."""
     if EXPERTS.match(module):
-        return "is one of a mixture's experts"
+        return "is one of a mixture's experts;"
     if eight is None or four is None or not _is_w8a8(*eight) or not _is_w4a16(*four):
         said = ["16 bit" if scheme is None else describe_linear(*scheme) for scheme in (eight, four)]
-        return f"has to be in W8A8 and in W4A16, but is {' in the one, and in the other '.join(said)}"
+        return f"has to be in W8A8 and in W4A16, but is {' in the one, and in the other '.join(said)};"
     if int4 is None:
-        return "has an INT4 weight of another form"
+        return "has an INT4 weight of another form;"
     if (inputs := int4.shape[1]) > MAX_INPUTS:
-        return f"has {inputs} inputs, and at most {MAX_INPUTS} can be nested"
-    return "has an odd number of inputs" if inputs % 2 else ""
+        return f"has {inputs} inputs, and at most {MAX_INPUTS} can be nested;"
+    return "has an odd number of inputs;" if inputs % 2 else ""

@@ -33,6 +33,8 @@ FUSED = {
     "v_proj": "qkv_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
+    "w1": "w13",
+    "w3": "w13",
     "in_proj_qkv": "in_proj_qkvz",
     "in_proj_z": "in_proj_qkvz",
     "in_proj_b": "in_proj_ba",

@@ -83,9 +83,10 @@ class Int4Weight:
         float32 [rows, groups, inputs of a group] and [rows, groups, 1].
         """
         if getattr(_last, "weight", None) != self:
-            _last.weight, _last.scale = self, load_tensor(self.scale).float()
             stored, outputs = self.zero_point, self.shape[0]
-            _last.zero = None if stored is None else load_zero_points(stored, 4, outputs)
+            zero = None if stored is None else load_zero_points(stored, 4, outputs)
+            _last.scale, _last.zero = load_tensor(self.scale).float(), zero
+            _last.weight = self
         scale, zero = _last.scale[rows.start : rows.stop, :, None], _last.zero
         values = unpack(load_tensor(self.packed, [rows]), 4, self.shape[1]).float()
         values = values.view(len(rows), scale.shape[1], -1)

@@ -17,15 +17,16 @@ from flexquant.planning.planned_model import INT4, ModelShape, PlannedModel
 from flexquant.planning.roofline import Batch, Batches, Limits, Load, pass_seconds, scheme_on, serve
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import Policy, find_policies, load_policy, parse_policy
-from flexquant.policy.schema import Phase
+from flexquant.policy.schema import SCHEMA, Phase
 
 MARGIN = 0.08
 """Share of a request's time that a prediction cannot tell from none.
 
 What two copies save was predicted within so much of what they saved in the committed runs.
 """
-SCHEMES = ("fp8", "w8a8", "w4a16")
-ONE_COPY, INT4_TWICE, NESTED, TWO_COPIES = "one copy", "INT4 twice", "nested", "two copies"
+SCHEMES = ("bf16", "fp8", "w8a8", "w4a16")
+FROM_16_BIT, ONE_COPY, INT4_TWICE = "from 16 bit", "one copy", "INT4 twice"
+NESTED, TWO_COPIES = "nested", "two copies"
 WIDTH = 110
 
 
@@ -67,7 +68,7 @@ def ways(device: Device) -> list[Way]:
     Two copies have W8A8 beside W4A16, or FP8 on a device without an INT8 kernel. INT4 twice has W4A8 beside
     W4A16, from the same weights, with FP8 activations or, without a kernel for these, INT8. A device file
     without kernels for W4A8 leaves it out. Nested has W8A8's differences from W4A16; a device without an INT8
-    kernel cannot serve it.
+    kernel cannot serve it. From 16 bit, prompts compute in 8 bit; a CPU holds a copy in INT8 for them.
     """
     eight, policy = ("w8a8", "phase-batch") if "w8a8" in device.kernels else ("fp8", "fp8-phase-batch")
     schemes = [*SCHEMES, *([W4A8] if W4A8 in device.kernels else [])]
@@ -76,8 +77,14 @@ def ways(device: Device) -> list[Way]:
     twice = load_policy("single-copy")
     if W4A8 in device.kernels:
         twice = parse_policy({**twice.document, "derive": by_fp8}, INT4_TWICE)
+    of_16_bit = Way(FROM_16_BIT, ("bf16",), load_policy("prefill-8-bit"), True)
+    if not device.is_gpu:
+        rules = [*of_16_bit.policy.document["rules"][:-1], {"use": "w8a8"}]
+        with_copy = parse_policy({"schema": SCHEMA, "rules": rules}, FROM_16_BIT)
+        of_16_bit = Way(FROM_16_BIT, ("bf16", "w8a8"), with_copy, True)
     return [
         *(Way(f"stock {scheme.upper()}", (scheme,), policy, False) for scheme, policy in static),
+        of_16_bit,
         Way(ONE_COPY, ("w4a16",), load_policy("one-copy"), True),
         *([Way(INT4_TWICE, ("w4a16",), twice, True)] if {W4A8, W4A8_INT8} & device.kernels.keys() else []),
         *([Way(NESTED, (eight, "w4a16"), load_policy(policy), True)] if eight == "w8a8" else []),
@@ -139,7 +146,7 @@ def _problem(shape: ModelShape, device: Device, group_size: int) -> str:
             return "W4A8 is priced without experts, in groups of 128"
         if linear.scheme in INT4 and linear.inputs % group_size:
             return f"groups of {group_size} do not divide the {linear.inputs} inputs of a device"
-        if linear.source_bytes and device.is_gpu and not linear.fills_marlin:
+        if linear.is_from_int4 and device.is_gpu and not linear.fills_marlin:
             return f"{linear.inputs} inputs and {linear.outputs} outputs do not fill Marlin's tiles"
     return ""
 
@@ -236,6 +243,10 @@ def _reason(choice: Outcome, two: Outcome) -> str:
         return f"{eight} and answers read INT4 weights, both of which are in memory."
     if choice.way.name == NESTED:
         return "INT8 and answers read INT4 weights, which are in memory with INT8's differences from them."
+    if choice.way.name == FROM_16_BIT:
+        return (
+            "8 bit, with weights rounded from the 16-bit ones that answers read; nothing is quantised before."
+        )
     if choice.way.name == INT4_TWICE:
         return "W4A8 and answers in W4A16, of whose INT4 weights memory holds a copy for each."
     reason = "INT8 and answers read INT4 weights, which are in memory once."
@@ -282,7 +293,10 @@ def _notes(
         which = "FP8 activations, by CUTLASS" if W4A8 in device.kernels else "INT8 activations, by Humming"
         yield f"W4A8 has {which}; {INT4_TWICE} holds a second copy of W4A16's INT4 weights for it"
     if one.loads and device.is_gpu:
-        yield "one copy has been measured on one GPU alone, an H200: its times are the least certain"
+        yield (
+            "one copy has been measured on one GPU alone, an H200, nested and from 16 bit on none: their "
+            "times are the least certain"
+        )
     if one.loads and model.has_experts:
         yield "one copy leaves experts in INT4 for prompts too"
     if device.is_gpu and "w8a8" not in device.kernels:

@@ -67,7 +67,7 @@ class Linear:
     active_experts: int = 1
     """Experts that each token goes through."""
     source_bytes: float = 0
-    """Stored bytes of the INT4 weight from which each pass computes this one; 0 for one that is stored."""
+    """Stored bytes of the weight from which each pass computes this one; 0 for one that is stored."""
     difference_bytes: float = 0
     """Stored bytes of the differences, factors and exceptions by which a computed weight is corrected."""
     choice: tuple[str, ...] = ()
@@ -79,6 +79,11 @@ class Linear:
         if self.scheme != "w4a16":
             return (self.scheme,)
         return (MARLIN,) if self.experts > 1 else self.choice or INT4_KERNELS
+
+    @property
+    def is_from_int4(self) -> bool:
+        """Whether each pass computes the weight from a smaller one."""
+        return 0 < self.source_bytes < self.weight_bytes
 
     @property
     def fills_marlin(self) -> bool:
@@ -109,9 +114,11 @@ class Linear:
     def derived(self, derivation: Derivation) -> Linear:
         """Return the linear of a variant that is derived from this one's, or this one if none is.
 
-        Experts, and what is not in INT4, stay as they are. One copy computes an INT8 weight in each pass.
+        Experts stay as they are, and what is in 16 bits in a variant in INT4. One copy, and a variant from
+        16 bit, compute an INT8 weight in each pass.
         """
-        if self.scheme != "w4a16" or self.experts > 1:
+        source = "bf16" if derivation.source == "bf16" else "w4a16"
+        if self.scheme != source or self.experts > 1:
             return self
         if not derivation.is_one_copy:
             return replace(self, scheme=W4A8 if derivation.activations == "fp8" else W4A8_INT8)
@@ -173,10 +180,10 @@ class ModelShape:
         )
 
     def with_derived(self, name: str, derivation: Derivation) -> ModelShape:
-        """Return the model with a variant ``name`` derived from an INT4 one.
+        """Return the model with a variant ``name`` derived from one in INT4 or in 16 bits.
 
         W4A8 has a second copy of the INT4 weights in another kernel's layout. One copy takes memory for its
-        largest INT8 weight, and its source's passes run on a kernel whose layout it reads.
+        largest INT8 weight, and its source's passes in INT4 run on a kernel whose layout it reads.
         """
         stored = self.linears[derivation.source]
         linears: Counter[Linear] = Counter()
@@ -288,7 +295,7 @@ class PlannedModel:
     def _in_scheme(self, name: str, scheme: str) -> Linear:
         linear = self.linears[name]
         weights = linear.outputs * linear.inputs
-        if name in self.kept:
+        if name in self.kept or scheme == "bf16":
             return replace(linear, weight_bytes=2 * weights)
         if scheme in INT4:
             nbytes = weights / 2 + 2 * weights / self.group_size

@@ -96,12 +96,13 @@ def preparation_seconds(linear: Linear, tokens: int, device: Device) -> float:
     """Return the time before the product, of quantising 16-bit activations [tokens, inputs] to 8 bit.
 
     For one copy it includes computing the INT8 weight from the stored INT4 one, by default in the time of
-    reading the one and writing the other; for a nested weight, longer as it reads more.
+    reading the one and writing the other; for a nested weight, longer as it reads more. From a weight in 16
+    bits it always takes that time.
     """
     memory, seconds, moved = device.kernel("bf16"), 0.0, linear.source_bytes + linear.weight_bytes
     if linear.scheme in QUANTISED_ACTIVATIONS:
         seconds += 3 * tokens * linear.inputs / memory.bytes_per_s
-    if linear.source_bytes and device.int8_from_int4_seconds is not None:
+    if linear.is_from_int4 and device.int8_from_int4_seconds is not None:
         more = 1 + linear.difference_bytes / moved
         seconds += linear.outputs * linear.inputs / 1e6 * device.int8_from_int4_seconds * more
     elif linear.source_bytes:

@@ -90,6 +90,13 @@ def _of_nesting(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTabl
             f"'{ours[0]}', which is nested in '{routes.nested[ours[0]]}' and multiplies in INT8, on a device "
             "that is neither a CPU nor an NVIDIA GPU from Ampere to Hopper (choose a policy without it)"
         )
+    model = vllm_config.model_config
+    served, stated = (str(of.dtype).removeprefix("torch.") for of in (model, model.hf_config))
+    if ours and served != stated:
+        yield (
+            f"'{ours[0]}', whose weights are computed from INT4 scales in {stated}, in {served} (drop "
+            f"--dtype, or merge with --dtype {served})"
+        )
 
 
 def _of_vision(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:

@@ -25,7 +25,12 @@ pytestmark = pytest.mark.engine
 SHORT = ["The capital of France is a city of more than two million people,", "def merge(a, b):"]
 LONG = ["word " * 30 + SHORT[0], "all " * 40 + SHORT[1]]
 SAMPLING = {"max_tokens": 8}
-IN_INT8 = rules("- use: int8") + "derive: {int8: {from: bf16, activations: int8, weights: int8}}\n"
+DERIVED = "{from: bf16, activations: int8, weights: int8}"
+IN_INT8 = rules("- use: int8") + f"derive: {{int8: {DERIVED}}}\n"
+IN_INT8_TWICE = (
+    rules("- {when: {phase: decode}, use: again}", "- use: int8")
+    + f"derive: {{int8: {DERIVED}, again: {DERIVED}}}\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +61,10 @@ def test_short_prompts_and_answers_are_those_of_the_model(model: Path) -> None:
 
 
 def test_in_int8_it_answers_as_the_checkpoint_of_the_rounded_weights(model: Path, tmp_path: Path) -> None:
-    (ours,) = generate(model, [IN_INT8], SHORT, LONG, sampling=SAMPLING)
     (stock,) = generate(write_int8(model, tmp_path / "w8a8"), None, SHORT, LONG, sampling=SAMPLING)
-    assert ours.answers == stock.answers
+    for policy in (IN_INT8, IN_INT8_TWICE):
+        (ours,) = generate(model, [policy], SHORT, LONG, sampling=SAMPLING)
+        assert ours.answers == stock.answers
 
 
 @pytest.mark.full

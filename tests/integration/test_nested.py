@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from flexquant.errors import FlexQuantError
 from flexquant.evaluation.engine import take_policy
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from flexquant.policy.rules import load_policy
@@ -16,6 +19,7 @@ from flexquant.serving.worker.one_copy.methods import NestedMethod
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import answers, engine, generate
 from tests.integration.logprobs import distance
+from tests.integration.test_serving_errors import refusal
 from tests.policies import rules
 
 pytestmark = pytest.mark.engine
@@ -74,6 +78,23 @@ def test_it_takes_the_memory_of_half_of_its_weights(nested: Path) -> None:
     in_int4, in_int8 = answered
     (split,) = generate(nested / "split", None, PROMPTS, sampling=SAMPLING)
     assert distance(in_int8, split.answers[0]) < 0.03 < distance(in_int4, split.answers[0])
+
+
+def test_another_dtype_is_refused(nested: Path) -> None:
+    """The scales of INT4 would be rounded, and INT8 weights computed from them be others."""
+    problem = refusal(nested / "merged", dtype="float16")
+    assert "from INT4 scales in bfloat16, in float16 (drop --dtype, or merge with --dtype float16)" in problem
+
+
+def test_factors_that_differ_among_fused_linears_are_not_served(nested: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(nested / "merged", tmp_path / "merged")
+    key = "w8a8.model.layers.1.self_attn.k_proj.weight_column"
+    file = next(file for file in folder.glob("*.safetensors") if key in load_file(file))
+    tensors = load_file(file)
+    save_file(tensors | {key: 2 * tensors[key]}, file, metadata={"format": "pt"})
+    differs = pytest.raises(FlexQuantError, match=r"layers\.1\.self_attn\.qkv_proj .* weight_column differs")
+    with differs, engine(folder, "w8a8"):
+        pass
 
 
 @pytest.mark.full

@@ -24,7 +24,7 @@ refused, with advice that is left out here. Stock vLLM 0.32 loads both checkpoin
 
 {reasons}
 
-Of the other {not_served} it does not load one of the two either.
+In each of the other {not_served} there is a checkpoint that stock vLLM does not load either.
 
 | pair | outcome |
 |---|---|

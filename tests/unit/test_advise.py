@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.planning.advising import (
+    FROM_16_BIT,
     INT4_TWICE,
     MARGIN,
     NESTED,
@@ -178,6 +180,21 @@ def test_w4a8_is_a_way_where_the_device_file_has_its_kernels(tmp_path: Path) -> 
         assert problem == "W4A8 is priced without experts, in groups of 128"
 
 
+@pytest.mark.parametrize("device", ["h200", "l20", "cpu-2-core"])
+def test_from_16_bit_decodes_as_stock_16_bit_and_has_its_prompts_in_8_bit(
+    device: str, tmp_path: Path
+) -> None:
+    """A GPU rounds each linear's weights in each pass; a CPU has a copy of all of them in INT8."""
+    on_cpu = device == "cpu-2-core"
+    found = tried(tmp_path, SMOLLM2 if on_cpu else LLAMA_8B, device)
+    stock, ours, eight = (found[name] for name in ("stock BF16", FROM_16_BIT, "stock W8A8"))
+    assert ours.loads[1].tpot == pytest.approx(stock.loads[1].tpot)
+    more = 30 * (576 * (576 + 960 + 3072) + 1536 * 576) if on_cpu else 4096 * 28672
+    assert ours.weights_gib == pytest.approx(stock.weights_gib + more / 2**30, rel=1e-2)
+    ttft = ours.loads[8].ttft
+    assert eight.loads[8].ttft * (1 if on_cpu else 1.01) <= ttft < 0.9 * stock.loads[8].ttft
+
+
 def test_the_limits_of_int4_are_those_of_a_ranks_shapes(tmp_path: Path) -> None:
     """8 ranks share the 11008 = 8 x 1376 inputs of Llama-2-7B's down_proj: no whole groups of 128."""
     llama2 = {"model_type": "llama"}
@@ -260,10 +277,14 @@ def test_a_full_kv_cache_makes_requests_wait(tmp_path: Path) -> None:
 # the choice
 
 
-def made(*seconds: float | None, device: str = "l20", nested: float | None = None) -> list[Outcome]:
+FIVE = "stock FP8", "stock W8A8", "stock W4A16", ONE_COPY, TWO_COPIES
+
+
+def made(seconds: Mapping[str, float | None], device: str = "l20") -> list[Outcome]:
     """Return outcomes of the ways on a device with these times of a request; None is not possible."""
     outcomes = []
-    for way, time in zip(ways(load_device(device)), [*seconds[:-1], nested, seconds[-1]], strict=True):
+    for way in ways(load_device(device)):
+        time = seconds.get(way.name)
         loads = {} if time is None else {1: Load(time / 2, time / 512, time)}
         gib = 12.0 if way.name == TWO_COPIES else 5.0
         tokens = None if time is None else 5000
@@ -273,7 +294,7 @@ def made(*seconds: float | None, device: str = "l20", nested: float | None = Non
 
 @pytest.mark.parametrize(
     ("seconds", "choice", "text"),
-    [  # FP8, W8A8, W4A16, one copy, two copies
+    [  # of FIVE
         ((2, 2, 1.5, 1.0, 0.98), ONE_COPY, "copy: a request takes 33% less time .* than with stock W4A16"),
         ((2, 2, 1.5, 1.0, 0.98), ONE_COPY, r"Two copies would save 2\.0% more, for 7\.0 GiB more of weights"),
         ((2, 2, 1.5, 1.0, None), ONE_COPY, "in memory once.$"),
@@ -293,24 +314,28 @@ def made(*seconds: float | None, device: str = "l20", nested: float | None = Non
     ],
 )
 def test_the_choice_and_why(seconds: tuple[float | None, ...], choice: str | None, text: str) -> None:
-    outcomes = made(*seconds)
+    outcomes = made(dict(zip(FIVE, seconds, strict=True)))
     found = choose(outcomes)
     assert (found and found.way.name) == choice
     assert re.search(text, explain(outcomes)), explain(outcomes)
 
 
-def test_int4_twice_may_be_the_choice() -> None:
-    outcomes = made(2, 2, 2, 2, None, 1, None, device="h200")
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (INT4_TWICE, "prompts compute in W4A8 and answers in W4A16, of whose INT4 weights"),
+        (NESTED, "in memory with INT8's differences from them"),
+        (
+            FROM_16_BIT,
+            "prompts compute in 8 bit, with weights rounded from the 16-bit ones that answers read",
+        ),
+    ],
+)
+def test_each_way_may_be_the_choice(name: str, text: str) -> None:
+    outcomes = made(dict.fromkeys(FIVE, 2) | {name: 1}, "h200")
     found = choose(outcomes)
-    assert found is not None and found.way.name == INT4_TWICE
-    assert "prompts compute in W4A8 and answers in W4A16, of whose INT4 weights" in explain(outcomes)
-
-
-def test_nested_may_be_the_choice() -> None:
-    outcomes = made(2, 2, 2, 2, 0.99, nested=1)
-    found = choose(outcomes)
-    assert found is not None and found.way.name == NESTED
-    assert "in memory with INT8's differences from them" in explain(outcomes)
+    assert found is not None and found.way.name == name
+    assert text in explain(outcomes)
 
 
 def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
@@ -346,7 +371,8 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tmp_path} on 2 x NVIDIA L20, 48 GB (l20)"
     assert lines[2].startswith("requests of 512 + 256 tokens")
-    assert [line[:12].rstrip() for line in lines[5:11]] == [way.name for way in ways(load_device("l20"))]
+    names = [way.name for way in ways(load_device("l20"))]
+    assert [line[:12].rstrip() for line in lines[5 : 5 + len(names)]] == names
     found = json.loads(last)
     one = tried(tmp_path, LLAMA_8B, "l20", 2, Batches(512, 256, (1, 4)))[ONE_COPY]
     assert found["ways"][ONE_COPY]["kv_cache_tokens"] == one.kv_cache_tokens

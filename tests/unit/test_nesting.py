@@ -38,6 +38,7 @@ from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
 from tests.checkpoints import StateDict, quantise_int8
 from tests.foreign import assert_equal, config_of, tensors_of, write_foreign
+from tests.states import make_variants
 from tests.unit.nested import make_w4a16
 
 FUSED = [
@@ -153,6 +154,19 @@ def test_what_is_stored_gives_the_integers_as_the_format_says(tmp_path, nested_p
     expected = config_of(sources["w8a8"])
     expected.pop("_name_or_path", None)
     assert config_of(tmp_path / "split") == expected
+
+
+def test_linears_that_vllm_fuses_have_one_column_whatever_their_names(tmp_path):
+    make_variants(tmp_path, "lfm2")
+    sources = {name: tmp_path / name for name in ("w8a8", "w4a16")}
+    merge_checkpoints(sources, tmp_path / "merged", nested="near")
+    stored = tensors_of(tmp_path / "merged")
+    for names in (("w1", "w3"), ("q_proj", "k_proj", "v_proj")):
+        layers = {key.rpartition(f".{names[0]}.")[0] for key in stored if f".{names[0]}.weight_column" in key}
+        assert layers
+        for layer in layers:
+            first, *others = (stored[f"{layer}.{name}.weight_column"] for name in names)
+            assert all(torch.equal(first, other) for other in others)
 
 
 def test_factors_of_rows_and_columns_are_found_again():

@@ -44,6 +44,14 @@ def with_indices(folder: Path) -> Path:
     return folder
 
 
+def with_scales_in_32_bit(folder: Path) -> Path:
+    make_checkpoint(folder, scheme="w4a16")
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: x.float() for name, x in tensors.items() if name.endswith(".weight_scale")}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def with_static_activations(folder: Path) -> Path:
     make_checkpoint(folder, scheme="w8a8")
     groups = config_of(folder)["quantization_config"]["config_groups"]
@@ -101,6 +109,10 @@ TWICE = "which stores the weights of both"
         ),
         ({"w8a8": W8A8, "w4a16": with_indices}, "inputs in another order"),
         (
+            {"w8a8": W8A8, "w4a16": with_scales_in_32_bit},
+            f"has INT4 scales in F32, and is served in bfloat16, .*--dtype bfloat16 or float16, .*{TWICE}",
+        ),
+        (
             {"w4a16": W4A16, "w8a8": of_llama(scheme="w8a8", transform=in_float32(rotate_residual))},
             r"99 % of the integers of .* misses add \d+\.\d+ times INT8's own rounding noise, allowed is "
             rf"{MAX_ADDED_NOISE:g}: quantise both .*{TWICE}",
@@ -117,6 +129,7 @@ TWICE = "which stores the weights of both"
         "odd inputs",
         "too many inputs",
         "another order",
+        "scales in 32 bit",
         "rotated",
     ],
 )

@@ -22,7 +22,6 @@ from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import kernel_of_layer
 from flexquant.serving.worker.one_copy import cpu as one_copy
 from flexquant.serving.worker.one_copy import cpu_layouts
-from flexquant.serving.worker.one_copy.operands import NestedWeights
 from tests import programs
 
 pytest.importorskip("vllm")
@@ -113,32 +112,30 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     values = torch.randint(-128, 128, places.shape, dtype=torch.int8)
     expected.t().scatter_(1, places[:, 1:].long(), values[:, 1:])
     places[:, 0] = -1
-    stored = NestedWeights(channel, channel, column, torch.empty(0), places, values)
-    exceptions = one_copy.exceptions_by_input(stored).values()
-    nested = [column, cpu_layouts.packed_alike(difference, layout), *exceptions]
+    nested = [column, cpu_layouts.packed_alike(difference, layout), places, values]
     assert torch.equal(int8_weights(packed, scale, zero, row, nested, INPUTS, layout), expected)
 
 
 @pytest.mark.skipif(not one_copy.has_amx_product(), reason="this CPU has no AMX, or vLLM no product for it")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("kind", kinds())
-def test_weights_for_amx_are_those_that_vllm_would_pack(kind: Any, zeros: bool, is_nested: bool) -> None:
+def test_weights_for_amx_are_those_that_vllm_would_pack(
+    kind: Any, zeros: bool, is_nested: bool, dtype: torch.dtype
+) -> None:
     kernel, linear, _ = made(kind, outputs=128, group=64, zeros=zeros)
     layout = cpu_layouts.layout_of(kind)
     packed, scale, zero = one_copy.CPUInt8Product(kernel, layout)._weights(linear)
-    scale, row = scale.float().contiguous(), torch.rand(128) * 100
-    nested, for_amx = [], []
+    scale, row = scale.to(dtype).contiguous(), torch.rand(128) * 100
+    nested: list[torch.Tensor] = []
     if is_nested:
         places = torch.rand(128, INPUTS).argsort(1)[:, :3].int().contiguous()
         places[::5, 0] = -1
         values = torch.randint(-128, 128, places.shape, dtype=torch.int8)
         difference = torch.randint(0, 16, (INPUTS, 128), dtype=torch.uint8)
-        stored = NestedWeights(row, row, torch.rand(INPUTS), torch.empty(0), places, values)
-        common = [stored.column, cpu_layouts.packed_alike(difference, layout)]
-        nested = [*common, *one_copy.exceptions_by_input(stored).values()]
-        for_amx = [*common, places, values]
-    expected = int8_weights(packed, scale, zero, row, nested, INPUTS, layout).t().contiguous()
+        nested = [torch.rand(INPUTS), cpu_layouts.packed_alike(difference, layout), places, values]
+    expected = int8_weights(packed, scale.float(), zero, row, nested, INPUTS, layout).t().contiguous()
     found = torch.empty(128, INPUTS + 4, dtype=torch.int8)
     for first in (0, 64):
         torch.ops.flexquant_one_copy.int4_to_amx(
@@ -146,7 +143,7 @@ def test_weights_for_amx_are_those_that_vllm_would_pack(kind: Any, zeros: bool, 
             scale,
             zero,
             row,
-            for_amx,
+            nested,
             layout.block,
             layout.in_halves,
             first,
@@ -156,6 +153,13 @@ def test_weights_for_amx_are_those_that_vllm_would_pack(kind: Any, zeros: bool, 
 
 
 LOADED = "from flexquant.serving.worker.one_copy.cpu import has_operators; print(has_operators())"
+
+
+@pytest.mark.parametrize("compiler", ["false", "no such compiler"])
+def test_a_compiler_that_fails_leaves_the_operators_of_pytorch(compiler: str, tmp_path: Path) -> None:
+    own = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "CXX": compiler}
+    done = programs.run([sys.executable, "-c", LOADED], timeout=90, environment={**os.environ, **own})
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.full

@@ -21,9 +21,17 @@ STAND_INS = {
 
 def cpu_model() -> str:
     """Return the CPU's name in /proc/cpuinfo, or its architecture."""
+    return _of_cpu("model name") or platform.processor() or platform.machine()
+
+
+def cpu_flags() -> str:
+    """Return the names of the CPU's instruction sets in /proc/cpuinfo; empty if it names none."""
+    return _of_cpu("flags")
+
+
+def _of_cpu(key: str) -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), "")

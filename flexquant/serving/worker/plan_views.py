@@ -118,7 +118,7 @@ def plan_digest(plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivati
     """Return the SHA-256, in hexadecimal, of what a plan's compiled code depends on beside vLLM's own key.
 
     These are the variant of every layer, and for each variant the quantisation config of the checkpoint's
-    variant and the precision of a derived variant's activations.
+    variant, in which variant it is nested, and the precision of a derived variant's activations.
     """
     schemes = {}
     for name in plan.variants:
@@ -126,6 +126,7 @@ def plan_digest(plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivati
         source = merged.variants[source_of(name, derived)]
         schemes[name] = {
             "quantization_config": source.quantization_config,
+            "nested_in": merged.nested.get(name),
             "activations": derivation.activations if derivation else None,
             **({"weights": derivation.weights} if derivation and derivation.is_one_copy else {}),
         }

@@ -14,7 +14,7 @@
 #include <functional>
 #include <optional>
 
-#ifdef __AVX512F__
+#ifdef __AMX_INT8__
 #include <immintrin.h>
 #endif
 
@@ -78,10 +78,9 @@ void correct(const uint8_t* __restrict values, const float* __restrict ratio, co
 // nearest, ties to even.
 // `packed` holds blocks of `block` outputs one after another, and the last block may be narrower; `scale` is float32
 // [groups, outputs], `row` [outputs]; `zero` int32 [groups, outputs / 8], in nibbles, the first output in the lowest,
-// or 8 without it. Nested weights have five tensors more: `column`, float32 [inputs], and `difference`, packed as the
+// or 8 without it. Nested weights have four tensors more: `column`, float32 [inputs], and `difference`, packed as the
 // weights, make them (value - zero) * (scale * row) * column, to the nearest, and the difference; then `places`, int32,
-// and `values`, int8, are the outputs and weights of exceptions, those of an input k from `starts`[k] to
-// `starts`[k + 1], int32 [inputs + 1].
+// and `values`, int8, both [outputs, exceptions], are the inputs (-1 for none) and the weights of exceptions.
 void int4_to_int8(const at::Tensor& packed, const at::Tensor& scale, const std::optional<at::Tensor>& zero,
                   const at::Tensor& row, at::TensorList nested, int64_t block, bool in_halves, int64_t from,
                   at::Tensor out) {
@@ -93,15 +92,15 @@ void int4_to_int8(const at::Tensor& packed, const at::Tensor& scale, const std::
   TORCH_CHECK(packed.is_contiguous() && scale.is_contiguous() && row.is_contiguous() && out.is_contiguous());
   TORCH_CHECK(!zero || (zero->is_contiguous() && zero->numel() * 8 == scale.numel()));
   const bool is_nested = !nested.empty();
-  TORCH_CHECK(!is_nested || (nested.size() == 5 && nested[0].numel() == inputs && nested[1].nbytes() == packed.nbytes()));
-  TORCH_CHECK(!is_nested || (nested[2].numel() == inputs + 1 && nested[3].numel() == nested[4].numel()));
+  TORCH_CHECK(!is_nested || (nested.size() == 4 && nested[0].numel() == inputs && nested[1].nbytes() == packed.nbytes()));
+  TORCH_CHECK(!is_nested || (nested[2].size(0) == outputs && nested[2].sizes() == nested[3].sizes()));
   for (const at::Tensor& part : nested) TORCH_CHECK(part.is_contiguous());
   const auto* bytes = static_cast<const uint8_t*>(packed.data_ptr());
   const float* column = is_nested ? nested[0].data_ptr<float>() : nullptr;
   const auto* difference = is_nested ? static_cast<const uint8_t*>(nested[1].data_ptr()) : nullptr;
-  const int32_t* starts = is_nested ? nested[2].data_ptr<int32_t>() : nullptr;
-  const int32_t* places = is_nested ? nested[3].data_ptr<int32_t>() : nullptr;
-  const int8_t* exceptions = is_nested ? nested[4].data_ptr<int8_t>() : nullptr;
+  const int32_t* places = is_nested ? nested[2].data_ptr<int32_t>() : nullptr;
+  const int8_t* exceptions = is_nested ? nested[3].data_ptr<int8_t>() : nullptr;
+  const int64_t of_output = is_nested ? nested[2].size(1) : 0;
   const float *scales = scale.data_ptr<float>(), *rows = row.data_ptr<float>();
   const int32_t* zeros = zero ? zero->data_ptr<int32_t>() : nullptr;
   int8_t* weights = out.data_ptr<int8_t>();
@@ -132,45 +131,58 @@ void int4_to_int8(const at::Tensor& packed, const at::Tensor& scale, const std::
                                                  : rescale<16>;
         rescale_block(values, ratio, middle, weights + k * some + n - from, some, next - k);
       }
-      for (int64_t input = k; is_nested && input < next; input++)
-        for (int32_t e = starts[input]; e < starts[input + 1]; e++)
-          if (places[e] >= from && places[e] < from + some) weights[input * some + places[e] - from] = exceptions[e];
     }
+    for (int64_t n = 0; n < some; n++)
+      for (int64_t e = (from + n) * of_output; e < (from + n + 1) * of_output; e++)
+        if (places[e] >= first && places[e] < first + count) weights[places[e] * some + n] = exceptions[e];
   });
 }
 
-#ifdef __AVX512F__
-// The 4-bit values of 16 outputs in a row of a block. `shift` is 4 where they are the high halves of 16 bytes.
-template <bool in_halves>
-__m512i sixteen(const uint8_t* packed, int shift) {
+#ifdef __AMX_INT8__
+enum Place { LOW, HIGH, PAIRS };
+
+// Sixteen 4-bit values in the lowest bits of 16 words: the low or the high halves of 16 bytes, or both of 8 bytes.
+template <Place place>
+__m512i sixteen(const uint8_t* packed) {
   const auto* bytes = reinterpret_cast<const __m128i*>(packed);
-  __m512i values;
-  if constexpr (in_halves) {
-    values = _mm512_srl_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(bytes)), _mm_cvtsi32_si128(shift));
-  } else {
-    const __m512i pairs = _mm512_cvtepu8_epi64(_mm_loadl_epi64(bytes));
-    values = _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));
-  }
-  return _mm512_and_si512(values, _mm512_set1_epi32(15));
+  if constexpr (place == LOW) return _mm512_cvtepu8_epi32(_mm_loadu_si128(bytes));
+  if constexpr (place == HIGH) return _mm512_srli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(bytes)), 4);
+  const __m512i pairs = _mm512_cvtepu8_epi64(_mm_loadl_epi64(bytes));
+  return _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));
+}
+
+// Sixteen numbers from number `first` on, of a tensor in float32, float16 or bfloat16.
+__m512 sixteen_floats(const at::Tensor& tensor, int64_t first) {
+  if (tensor.scalar_type() == at::kFloat) return _mm512_loadu_ps(static_cast<const float*>(tensor.data_ptr()) + first);
+  const auto* halves = static_cast<const uint16_t*>(tensor.data_ptr()) + first;
+  const __m256i loaded = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves));
+  if (tensor.scalar_type() == at::kHalf) return _mm512_cvtph_ps(loaded);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(loaded), 16));
 }
 
 // Write 16 outputs' weights of INPUTS_AT_ONCE inputs, 4 inputs of an output beside one another; return their sums.
-template <bool in_halves, bool is_nested>
-__m512i write_fours(const uint8_t* packed, const uint8_t* difference, int64_t row_bytes, int shift, const float* ratios,
-                    const float* zeros, const float* column, int8_t* out) {
-  const __m512 ratio = _mm512_loadu_ps(ratios), zero = _mm512_loadu_ps(zeros);
+template <Place place, bool is_nested>
+__m512i write_fours(const uint8_t* packed, const uint8_t* difference, int64_t row_bytes, __m512 ratio, __m512 zero,
+                    const float* column, int8_t* out) {
+  const __m512i numbers = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i differences = _mm512_sub_epi32(numbers, _mm512_set1_epi32(8)), byte = _mm512_set1_epi32(0xff);
+  const __m512 values = _mm512_cvtepi32_ps(numbers);
+  const auto either = [](__m512i where, __m512i a, __m512i b) { return _mm512_ternarylogic_epi32(where, a, b, 0xca); };
   __m512i sums = _mm512_setzero_si512();
   for (int64_t k = 0; k < INPUTS_AT_ONCE; k += 4, out += 128) {
-    __m512i four = _mm512_setzero_si512();
-    for (int j = 0; j < 4; j++, packed += row_bytes, difference += row_bytes) {
-      __m512 exact = _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(sixteen<in_halves>(packed, shift)), zero), ratio);
+    __m512i weights[4];
+    for (int64_t j = 0; j < 4; j++, packed += row_bytes, difference += row_bytes) {
+      __m512 exact = _mm512_permutexvar_ps(sixteen<place>(packed), values);
+      exact = _mm512_mul_ps(_mm512_sub_ps(exact, zero), ratio);
       if constexpr (is_nested) exact = _mm512_mul_ps(exact, _mm512_set1_ps(column[k + j]));
-      __m512i weight = _mm512_cvtps_epi32(exact);
+      weights[j] = _mm512_cvtps_epi32(exact);
       if constexpr (is_nested)
-        weight = _mm512_add_epi32(weight, _mm512_sub_epi32(sixteen<in_halves>(difference, shift), _mm512_set1_epi32(8)));
-      sums = _mm512_add_epi32(sums, weight);
-      four = _mm512_or_si512(four, _mm512_slli_epi32(_mm512_and_si512(weight, _mm512_set1_epi32(255)), 8 * j));
+        weights[j] = _mm512_add_epi32(weights[j], _mm512_permutexvar_epi32(sixteen<place>(difference), differences));
     }
+    const __m512i first = either(byte, weights[0], _mm512_slli_epi32(weights[1], 8));
+    const __m512i last = either(byte, weights[2], _mm512_slli_epi32(weights[3], 8));
+    const __m512i four = either(_mm512_set1_epi32(0xffff), first, _mm512_slli_epi32(last, 16));
+    sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), four);
     _mm512_storeu_si512(out, four);
   }
   return sums;
@@ -178,8 +190,8 @@ __m512i write_fours(const uint8_t* packed, const uint8_t* difference, int64_t ro
 
 // Write the same weights as vLLM's INT8 product for AMX keeps them: `out` [some outputs, inputs + 4], int8, holds blocks
 // of 32 outputs one after another. A block has, for every 4 inputs, 4 weights of each output, and in the end 128 times the
-// sum of each output's weights, int32. `from` and the number of outputs are multiples of 64, `inputs` of 32. Of nested
-// weights, `places` and `values` are [outputs, exceptions]: inputs, -1 for none, and weights.
+// sum of each output's weights, int32. `from` and the number of outputs are multiples of 64, `inputs` of 32. `scale` may
+// also be float16 or bfloat16.
 void int4_to_amx(const at::Tensor& packed, const at::Tensor& scale, const std::optional<at::Tensor>& zero,
                  const at::Tensor& row, at::TensorList nested, int64_t block, bool in_halves, int64_t from,
                  at::Tensor out) {
@@ -188,6 +200,7 @@ void int4_to_amx(const at::Tensor& packed, const at::Tensor& scale, const std::o
   TORCH_CHECK(inputs % INPUTS_AT_ONCE == 0 && group % INPUTS_AT_ONCE == 0 && row.numel() == outputs);
   TORCH_CHECK(packed.nbytes() * 2 == static_cast<size_t>(inputs * outputs) && packed.is_contiguous());
   TORCH_CHECK(scale.is_contiguous() && row.is_contiguous() && out.is_contiguous());
+  TORCH_CHECK(scale.element_size() == (scale.scalar_type() == at::kFloat ? 4 : 2) && scale.is_floating_point());
   TORCH_CHECK(!zero || (zero->is_contiguous() && zero->numel() * 8 == scale.numel()));
   const bool is_nested = !nested.empty();
   TORCH_CHECK(!is_nested || (nested.size() == 4 && nested[0].numel() == inputs && nested[1].nbytes() == packed.nbytes()));
@@ -199,27 +212,28 @@ void int4_to_amx(const at::Tensor& packed, const at::Tensor& scale, const std::o
   const int32_t* places = is_nested ? nested[2].data_ptr<int32_t>() : nullptr;
   const int8_t* exceptions = is_nested ? nested[3].data_ptr<int8_t>() : nullptr;
   const int64_t of_output = is_nested ? nested[2].size(1) : 0;
-  const float *scales = scale.data_ptr<float>(), *rows = row.data_ptr<float>();
-  const int32_t* zeros = zero ? zero->data_ptr<int32_t>() : nullptr;
+  const auto* zeros = zero ? static_cast<const uint8_t*>(zero->data_ptr()) : nullptr;
   int8_t* weights = out.data_ptr<int8_t>();
-  const auto into_fours = in_halves ? (is_nested ? write_fours<true, true> : write_fours<true, false>)
-                                    : (is_nested ? write_fours<false, true> : write_fours<false, false>);
+  const auto in_pairs = is_nested ? write_fours<PAIRS, true> : write_fours<PAIRS, false>;
+  const auto in_low = is_nested ? write_fours<LOW, true> : write_fours<LOW, false>;
+  const auto in_high = is_nested ? write_fours<HIGH, true> : write_fours<HIGH, false>;
   for_rows(out.view({some / WIDEST, -1}), 1, [&](int64_t first, int64_t count) {
-    float ratio[WIDEST], middle[WIDEST];
     for (int64_t part = first; part < first + count; part++) {
       const int64_t n = from + part * WIDEST;
       int8_t* blocks[2] = {weights + part * WIDEST * (inputs + 4), weights + (part * WIDEST + 32) * (inputs + 4)};
       int32_t sums[WIDEST] = {};
       for (int64_t k = 0; k < inputs; k += INPUTS_AT_ONCE) {
         const int64_t of_group = k / group * outputs + n;
-        for (int64_t b = 0; b < WIDEST; b++) ratio[b] = scales[of_group + b] * rows[n + b];
-        for (int64_t b = 0; b < WIDEST; b++) middle[b] = zeros ? zeros[(of_group + b) / 8] >> 4 * (b % 8) & 15 : 8;
         for (int64_t b = 0; b < WIDEST; b += 16) {
-          const int64_t in_block = b % block, first_byte = ((n + b - in_block) * inputs + k * block) / 2;
-          const bool is_high = in_halves && in_block >= block / 2;
-          const int64_t byte = first_byte + (in_halves ? in_block % (block / 2) : in_block / 2);
-          const __m512i sum = into_fours(bytes + byte, difference + byte, block / 2, is_high ? 4 : 0, ratio + b,
-                                         middle + b, column + k, blocks[b / 32] + k * 32 + b % 32 * 4);
+          const int64_t in_block = b % block, is_high = in_halves && in_block >= block / 2;
+          const int64_t in_row = in_halves ? in_block - is_high * block / 2 : in_block / 2;
+          const int64_t byte = ((n + b - in_block) * inputs + k * block) / 2 + in_row;
+          const __m512 ratio = _mm512_mul_ps(sixteen_floats(scale, of_group + b), sixteen_floats(row, n + b));
+          __m512 middle = _mm512_set1_ps(8);
+          if (zeros) middle = _mm512_cvtepi32_ps(_mm512_and_si512(sixteen<PAIRS>(zeros + (of_group + b) / 2), _mm512_set1_epi32(15)));
+          const auto into_fours = !in_halves ? in_pairs : is_high ? in_high : in_low;
+          const __m512i sum = into_fours(bytes + byte, difference + byte, block / 2, ratio, middle, column + k,
+                                         blocks[b / 32] + k * 32 + b % 32 * 4);
           _mm512_storeu_si512(sums + b, _mm512_add_epi32(_mm512_loadu_si512(sums + b), sum));
         }
       }
@@ -274,7 +288,7 @@ TORCH_LIBRARY(flexquant_one_copy, m) {
       "int4_to_int8(Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, int block, "
       "bool in_halves, int first_output, Tensor(a!) out) -> ()",
       on_cpu(int4_to_int8));
-#ifdef __AVX512F__
+#ifdef __AMX_INT8__
   m.def(
       "int4_to_amx(Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, int block, bool in_halves, "
       "int first_output, Tensor(a!) out) -> ()",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -24,7 +25,7 @@ from vllm.logger import init_logger
 
 from flexquant.checkpoint.nested import unpack_nibbles
 from flexquant.documents.results import digest_of
-from flexquant.serving.kernels import cpu_model
+from flexquant.serving.kernels import cpu_flags, cpu_model
 from flexquant.serving.kernels.cpu_kernels import (
     TorchCPUInt4LinearKernel,
     exact_int8_linear,
@@ -53,17 +54,16 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 ZERO = 8.0
 """Value of a symmetric INT4 weight that stands for 0."""
-STARTS = "flexquant_starts"
-"""Name of a buffer: the first of the exceptions of each input, and their number, int32 [inputs + 1]."""
 WEIGHTS, SUMS = 1 << 22, 1 << 22
 """Most weights and sums of a slice, but for one of MULTIPLE outputs: bytes, and words of 4 bytes."""
 AMX_WEIGHTS = 1 << 25
 """Most weights of a slice for AMX, whose outputs are copied if there are several slices."""
 AMX_TYPES = (torch.bfloat16, torch.float16)
+"""Types of activations that vLLM's product for AMX takes."""
 MULTIPLE = 64
 """Outputs of which slices have multiples; blocks have parts of it."""
-NESTED = (COLUMN, DIFFERENCE, STARTS, PLACES, EXCEPTIONS)
-"""The buffers of nested weights, in the order in which cpu.cpp takes them; AMX needs no STARTS."""
+NESTED = (COLUMN, DIFFERENCE, PLACES, EXCEPTIONS)
+"""The buffers of nested weights, in the order in which cpu.cpp takes them."""
 
 logger = init_logger("vllm.flexquant.cpu")
 _weights, _sums = threading.local(), threading.local()
@@ -72,20 +72,6 @@ _library.define(
     "one_copy_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, "
     "Tensor channel_scale, Tensor? bias, int block, bool in_halves, bool for_amx) -> Tensor"
 )
-
-
-def exceptions_by_input(nested: NestedWeights) -> dict[str, torch.Tensor]:
-    """Return the exceptions of nested weights in the order of their inputs, as cpu.cpp takes them."""
-    inputs, of_output = nested.exception_input, torch.arange(len(nested.row), dtype=torch.int32)
-    is_here = inputs >= 0
-    order = inputs[is_here].argsort(stable=True)
-    counts = torch.bincount(inputs[is_here], minlength=len(nested.column))
-    places = of_output[:, None].expand_as(inputs)[is_here]
-    return {
-        STARTS: torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)]),
-        PLACES: places[order],
-        EXCEPTIONS: nested.exception[is_here][order],
-    }
 
 
 class CPUInt8Product:
@@ -98,7 +84,7 @@ class CPUInt8Product:
         self._layout = layout
         (inputs, outputs), group = kernel.config.partition_weight_shape, kernel.config.group_size
         is_whole = not (outputs % MULTIPLE or inputs % 32 or (group > 0 and group % 32))
-        self._for_amx = is_whole and kernel.config.act_type in AMX_TYPES and has_amx_product()
+        self._for_amx = is_whole and has_amx_product()
 
     def shared_bytes(self, inputs: int, outputs: int) -> int:
         """Return the bytes to which a layer's weights are written."""
@@ -117,8 +103,6 @@ class CPUInt8Product:
             return {CHANNEL_SCALE: scales, ROW: scales.reciprocal()}
         difference = packed_alike(unpack_nibbles(nested.difference).t(), self._layout)
         exceptions = {PLACES: nested.exception_input, EXCEPTIONS: nested.exception}
-        if not self._for_amx:
-            exceptions = exceptions_by_input(nested)
         return {**nested.factors(), DIFFERENCE: difference, **exceptions}
 
     def multiply(
@@ -172,7 +156,7 @@ def slices(tokens: int, inputs: int, outputs: int) -> list[range]:
     """Return the parts of a layer's outputs that are computed one after another."""
     if not has_operators():
         return [range(outputs)]
-    most = min(WEIGHTS // inputs, SUMS // tokens)
+    most = min(WEIGHTS // inputs, SUMS // max(1, tokens))
     step = max(MULTIPLE, most // MULTIPLE * MULTIPLE)
     return [range(first, min(first + step, outputs)) for first in range(0, outputs, step)]
 
@@ -197,11 +181,11 @@ def one_copy_linear(
     ``channel_scale``, by ``row`` and ``nested``, the tensors of NESTED if they are nested.
     """
     bias = None if bias is None else bias.float()
-    scale, zero = scale.float().contiguous(), None if zero is None else zero.contiguous()
-    if for_amx:
+    scale, zero = scale.contiguous(), None if zero is None else zero.contiguous()
+    if for_amx and x.dtype in AMX_TYPES:
         of_source = packed, scale, zero, row, nested, block, in_halves
         return _multiply_by_amx(x.contiguous(), of_source, channel_scale, bias)
-    layout = Layout(block, in_halves)
+    layout, scale = Layout(block, in_halves), scale.float()
     quantized, of_token, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
     (tokens, inputs), outputs = x.shape, scale.shape[1]
     out = torch.empty(tokens, outputs, dtype=x.dtype)
@@ -259,9 +243,7 @@ def _output_shape(x: torch.Tensor, packed: object, scale: torch.Tensor, *_: obje
 @functools.cache
 def has_operators() -> bool:
     """Whether cpu.cpp is compiled, which is done now if it was not done before on such a machine."""
-    from torch.utils.cpp_extension import load
-
-    here = torch.__version__, cpu_model(), torch.backends.cpu.get_cpu_capability()
+    here = torch.__version__, cpu_model(), cpu_flags()
     name = f"{digest_of([SOURCE.read_text(), FLAGS, *here])[:16]}.so"
     library = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "one_copy" / name
     path = os.environ.get("PATH", "")
@@ -271,12 +253,14 @@ def has_operators() -> bool:
         if library.exists():
             torch.ops.load_library(library)
             return True
+        from torch.utils.cpp_extension import load
+
         library.parent.mkdir(parents=True, exist_ok=True)
         # A folder of this process's own: PyTorch's lock in it would outlive a process that is killed.
         with tempfile.TemporaryDirectory(dir=library.parent) as build:
             load("one_copy", [str(SOURCE)], extra_cflags=FLAGS, build_directory=build, is_python_module=False)
             os.replace(next(Path(build).glob("*.so")), library)
-    except (OSError, RuntimeError) as e:
+    except (OSError, RuntimeError, ImportError, subprocess.SubprocessError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         logger.warning(
             "FlexQuant computes INT8 weights slowly, as its loops could not be compiled (%s); install g++ "
@@ -343,8 +327,8 @@ def _int8_weights(
     scaled = values.float().sub_(zeros[:, None]).mul_(ratio[:, None]).view(inputs, outputs)
     if not nested:
         return out.copy_(scaled.round_())
-    column, difference, starts, places, exceptions = nested
+    column, difference, places, exceptions = nested
     near = scaled.mul_(column[:, None]).round_()
     out.copy_(near.add_(unpacked(difference, layout, inputs, outputs)).sub_(ZERO))
-    of_inputs = torch.arange(inputs).repeat_interleave(starts.diff())
-    return out.index_put_((of_inputs, places.long()), exceptions)
+    of_output, which = (places >= 0).nonzero(as_tuple=True)
+    return out.index_put_((places[of_output, which].long(), of_output), exceptions[of_output, which])

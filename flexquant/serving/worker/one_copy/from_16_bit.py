@@ -35,7 +35,8 @@ def method_for(source: LinearBase, precision: str) -> OneCopyMethod:
     """Return the method of a view of ``source``, whose weights are not loaded; ``precision``: int8 or fp8."""
     if not current_platform.is_cpu():
         return RoundingMethod(precision)
-    source.quant_method = WithInt8Copy()
+    if not isinstance(source.quant_method, WithInt8Copy):
+        source.quant_method = WithInt8Copy()
     return Int8CopyMethod(source.quant_method)
 
 

@@ -125,12 +125,24 @@ class NestedMethod(Int4Method):
             "scale": (torch.empty(outputs, 1, dtype=torch.float32), {"output_dim": 0}),
             "exception": (torch.empty(outputs, number, dtype=torch.int8), {"output_dim": 0}),
             "exception_input": (torch.empty(outputs, number, dtype=torch.uint16), {"output_dim": 0}),
-            # Those of linears that vLLM fuses are equal.
             "column": (torch.empty(inputs, dtype=torch.float32), {"input_dim": 0, "ignore_warning": True}),
         }
+
+        def load_column(parameter: nn.Parameter, loaded: torch.Tensor, *shard: object) -> None:
+            """Load the factors of one of the linears that vLLM fuses; raise FlexQuantError if they differ."""
+            before = parameter.clone() if vars(parameter).get("is_loaded") else None
+            weight_loader(parameter, loaded, *shard)
+            vars(parameter)["is_loaded"] = True
+            if before is not None and not torch.equal(before, parameter):
+                raise FlexQuantError(
+                    f"{getattr(layer, 'prefix', 'a linear')} is made of linears whose weight_column differs, "
+                    "and vLLM multiplies them at once; merge the checkpoint again"
+                )
+
         for name, (data, dimensions) in parts.items():
             parameter = nn.Parameter(data, requires_grad=False)
-            vars(parameter).update(dimensions, weight_loader=weight_loader)
+            loader = load_column if name == "column" else weight_loader
+            vars(parameter).update(dimensions, weight_loader=loader)
             layer.register_parameter(f"weight_{name}", parameter)
         layer.register_parameter("weight", None)  # as of kernels that keep weights under no name
 

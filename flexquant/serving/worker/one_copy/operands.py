@@ -19,7 +19,7 @@ ROW, COLUMN = "flexquant_row", "flexquant_column"
 DIFFERENCE = "flexquant_difference"
 """Name of a buffer: what is added, in 4 bits, packed as the INT4 kernel packs its weights."""
 PLACES, EXCEPTIONS = "flexquant_places", "flexquant_exceptions"
-"""Names of buffers: where exceptions go, int32, and the exceptions, int8; each device has its order."""
+"""Names of buffers: the inputs of exceptions, int32 (-1: none), and the exceptions, int8."""
 
 
 class NestedWeights(NamedTuple):
