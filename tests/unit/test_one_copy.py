@@ -152,6 +152,24 @@ def test_weights_for_amx_are_those_that_vllm_would_pack(
     assert torch.equal(found, torch.ops._C.convert_weight_packed(expected))
 
 
+@pytest.mark.skipif(not one_copy.has_amx_product(), reason="this CPU has no AMX, or vLLM no product for it")
+@pytest.mark.parametrize("kind", kinds())
+def test_slices_for_amx_and_other_types_give_the_same_outputs(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, linear, _ = made(kind, outputs=192, group=64)
+    layout = cpu_layouts.layout_of(kind)
+    assert layout is not None
+    product = one_copy.CPUInt8Product(kernel, layout)
+    operands = linear, product.prepare(linear)
+    x, bias = torch.randn(5, INPUTS).bfloat16(), torch.randn(192).bfloat16()
+    whole = product.multiply(*operands, x, bias)
+    in_float32 = product.multiply(*operands, x.float(), bias.float())  # which AMX does not take
+    monkeypatch.setattr(one_copy, "AMX_WEIGHTS", 64 * INPUTS)
+    assert torch.equal(product.multiply(*operands, x, bias), whole)
+    assert (in_float32 - whole).norm() < 0.01 * whole.norm()
+
+
 LOADED = "from flexquant.serving.worker.one_copy.cpu import has_operators; print(has_operators())"
 
 

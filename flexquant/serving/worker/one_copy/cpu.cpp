@@ -5,6 +5,9 @@
 // weights, and INT32 sums to an output. Loops run on PyTorch's own threads.
 #include <ATen/Dispatch.h>
 #include <ATen/TensorIterator.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -13,6 +16,7 @@
 #include <cstring>
 #include <functional>
 #include <optional>
+#include <vector>
 
 #ifdef __AMX_INT8__
 #include <immintrin.h>
@@ -151,13 +155,15 @@ __m512i sixteen(const uint8_t* packed) {
   return _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));
 }
 
-// Sixteen numbers from number `first` on, of a tensor in float32, float16 or bfloat16.
-__m512 sixteen_floats(const at::Tensor& tensor, int64_t first) {
-  if (tensor.scalar_type() == at::kFloat) return _mm512_loadu_ps(static_cast<const float*>(tensor.data_ptr()) + first);
-  const auto* halves = static_cast<const uint16_t*>(tensor.data_ptr()) + first;
-  const __m256i loaded = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves));
-  if (tensor.scalar_type() == at::kHalf) return _mm512_cvtph_ps(loaded);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(loaded), 16));
+// Sixteen scales of group `g` from output `n` on; those in 16 bit may lie 2 apart, as PyTorch keeps zero points between.
+__m512 sixteen_scales(const at::Tensor& scale, int64_t g, int64_t n) {
+  const int64_t step = scale.stride(1), first = g * scale.stride(0) + n * step;
+  if (scale.scalar_type() == at::kFloat) return _mm512_loadu_ps(static_cast<const float*>(scale.data_ptr()) + first);
+  const auto* halves = static_cast<const uint16_t*>(scale.data_ptr()) + first;
+  const __m512i words = step == 2 ? _mm512_loadu_si512(halves)
+                                  : _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
+  if (scale.scalar_type() == at::kHalf) return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
 }
 
 // Write 16 outputs' weights of INPUTS_AT_ONCE inputs, 4 inputs of an output beside one another; return their sums.
@@ -199,8 +205,9 @@ void int4_to_amx(const at::Tensor& packed, const at::Tensor& scale, const std::o
   TORCH_CHECK(WIDEST % block == 0 && from % WIDEST == 0 && some % WIDEST == 0 && from + some <= outputs);
   TORCH_CHECK(inputs % INPUTS_AT_ONCE == 0 && group % INPUTS_AT_ONCE == 0 && row.numel() == outputs);
   TORCH_CHECK(packed.nbytes() * 2 == static_cast<size_t>(inputs * outputs) && packed.is_contiguous());
-  TORCH_CHECK(scale.is_contiguous() && row.is_contiguous() && out.is_contiguous());
-  TORCH_CHECK(scale.element_size() == (scale.scalar_type() == at::kFloat ? 4 : 2) && scale.is_floating_point());
+  TORCH_CHECK(row.is_contiguous() && out.is_contiguous());
+  TORCH_CHECK(scale.is_floating_point() && scale.element_size() == (scale.scalar_type() == at::kFloat ? 4 : 2));
+  TORCH_CHECK(scale.stride(1) == 1 || (scale.stride(1) == 2 && scale.element_size() == 2));
   TORCH_CHECK(!zero || (zero->is_contiguous() && zero->numel() * 8 == scale.numel()));
   const bool is_nested = !nested.empty();
   TORCH_CHECK(!is_nested || (nested.size() == 4 && nested[0].numel() == inputs && nested[1].nbytes() == packed.nbytes()));
@@ -212,6 +219,7 @@ void int4_to_amx(const at::Tensor& packed, const at::Tensor& scale, const std::o
   const int32_t* places = is_nested ? nested[2].data_ptr<int32_t>() : nullptr;
   const int8_t* exceptions = is_nested ? nested[3].data_ptr<int8_t>() : nullptr;
   const int64_t of_output = is_nested ? nested[2].size(1) : 0;
+  const float* rows = row.data_ptr<float>();
   const auto* zeros = zero ? static_cast<const uint8_t*>(zero->data_ptr()) : nullptr;
   int8_t* weights = out.data_ptr<int8_t>();
   const auto in_pairs = is_nested ? write_fours<PAIRS, true> : write_fours<PAIRS, false>;
@@ -228,7 +236,7 @@ void int4_to_amx(const at::Tensor& packed, const at::Tensor& scale, const std::o
           const int64_t in_block = b % block, is_high = in_halves && in_block >= block / 2;
           const int64_t in_row = in_halves ? in_block - is_high * block / 2 : in_block / 2;
           const int64_t byte = ((n + b - in_block) * inputs + k * block) / 2 + in_row;
-          const __m512 ratio = _mm512_mul_ps(sixteen_floats(scale, of_group + b), sixteen_floats(row, n + b));
+          const __m512 ratio = _mm512_mul_ps(sixteen_scales(scale, k / group, n + b), _mm512_loadu_ps(rows + n + b));
           __m512 middle = _mm512_set1_ps(8);
           if (zeros) middle = _mm512_cvtepi32_ps(_mm512_and_si512(sixteen<PAIRS>(zeros + (of_group + b) / 2), _mm512_set1_epi32(15)));
           const auto into_fours = !in_halves ? in_pairs : is_high ? in_high : in_low;
@@ -249,6 +257,34 @@ void int4_to_amx(const at::Tensor& packed, const at::Tensor& scale, const std::o
       }
     }
   });
+}
+
+// Return [tokens, outputs] for `x` [tokens, inputs] in its type, by vLLM's INT8 product for AMX, which quantises `x` per
+// token. `channel_scale` [outputs] are the scales of the INT8 weights. Weights of at most `most` numbers are written at
+// once, to memory of the thread.
+at::Tensor linear_by_amx(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
+                         const std::optional<at::Tensor>& zero, const at::Tensor& row, at::TensorList nested,
+                         const at::Tensor& channel_scale, const std::optional<at::Tensor>& bias, int64_t block,
+                         bool in_halves, int64_t most) {
+  static const auto multiply = c10::Dispatcher::singleton().findSchemaOrThrow("_C::int8_scaled_mm_with_quant", "");
+  thread_local at::Tensor memory;
+  const int64_t inputs = x.size(1), outputs = row.numel(), step = std::max(WIDEST, most / inputs / WIDEST * WIDEST);
+  const auto zeros = zero ? std::optional(zero->contiguous()) : std::nullopt;
+  const at::Tensor tokens = x.contiguous();
+  std::vector<at::Tensor> parts;
+  for (int64_t from = 0; from < outputs; from += step) {
+    const int64_t some = std::min(step, outputs - from), numbers = some * (inputs + 4);
+    if (!memory.defined() || memory.numel() < numbers) memory = at::empty({numbers}, at::kChar);
+    const at::Tensor weights = memory.narrow(0, 0, numbers).view({some, inputs + 4});
+    int4_to_amx(packed, scale, zeros, row, nested, block, in_halves, from, weights);
+    c10::Stack stack{tokens, weights, channel_scale.narrow(0, from, some).unsqueeze(1)};
+    stack.emplace_back(bias ? c10::IValue(bias->narrow(0, from, some).to(at::kFloat)) : c10::IValue());
+    stack.emplace_back(static_cast<int64_t>(x.scalar_type()));
+    stack.emplace_back(true);
+    multiply.callBoxed(&stack);
+    parts.push_back(stack.back().toTensor());
+  }
+  return parts.size() == 1 ? parts[0] : at::cat(parts, 1);
 }
 #endif
 
@@ -293,6 +329,10 @@ TORCH_LIBRARY(flexquant_one_copy, m) {
       "int4_to_amx(Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, int block, bool in_halves, "
       "int first_output, Tensor(a!) out) -> ()",
       on_cpu(int4_to_amx));
+  m.def(
+      "linear_by_amx(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, "
+      "Tensor channel_scale, Tensor? bias, int block, bool in_halves, int most) -> Tensor",
+      on_cpu(linear_by_amx));
 #endif
   m.def("scale_sums(Tensor sums, Tensor row, Tensor column, Tensor? bias, Tensor(a!) out) -> ()", on_cpu(scale_sums));
 }

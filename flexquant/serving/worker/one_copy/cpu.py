@@ -70,7 +70,7 @@ _weights, _sums = threading.local(), threading.local()
 _library = torch.library.Library("flexquant", "FRAGMENT")
 _library.define(
     "one_copy_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, "
-    "Tensor channel_scale, Tensor? bias, int block, bool in_halves, bool for_amx) -> Tensor"
+    "Tensor channel_scale, Tensor? bias, int block, bool in_halves) -> Tensor"
 )
 
 
@@ -113,17 +113,20 @@ class CPUInt8Product:
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype."""
-        layout = self._layout
-        out: torch.Tensor = torch.ops.flexquant.one_copy_linear(
+        operands = (
             x,
             *self._weights(source),
             buffers[ROW],
             [buffers[name] for name in NESTED if name in buffers],
             buffers[CHANNEL_SCALE],
             bias,
-            layout.block,
-            layout.in_halves,
-            self._for_amx,
+            self._layout.block,
+            self._layout.in_halves,
+        )
+        out: torch.Tensor = (
+            torch.ops.flexquant_one_copy.linear_by_amx(*operands, AMX_WEIGHTS)
+            if self._for_amx and x.dtype in AMX_TYPES
+            else torch.ops.flexquant.one_copy_linear(*operands)
         )
         return out
 
@@ -173,19 +176,14 @@ def one_copy_linear(
     bias: torch.Tensor | None,
     block: int,
     in_halves: bool,
-    for_amx: bool,
 ) -> torch.Tensor:
     """Return [tokens, outputs] for ``x`` [tokens, inputs] in its dtype, multiplied in INT8.
 
     ``x`` is quantised per token. The INT4 weights become INT8 weights, which have the scales
     ``channel_scale``, by ``row`` and ``nested``, the tensors of NESTED if they are nested.
     """
-    bias = None if bias is None else bias.float()
-    scale, zero = scale.contiguous(), None if zero is None else zero.contiguous()
-    if for_amx and x.dtype in AMX_TYPES:
-        of_source = packed, scale, zero, row, nested, block, in_halves
-        return _multiply_by_amx(x.contiguous(), of_source, channel_scale, bias)
-    layout, scale = Layout(block, in_halves), scale.float()
+    layout, bias = Layout(block, in_halves), None if bias is None else bias.float()
+    scale, zero = scale.float().contiguous(), None if zero is None else zero.contiguous()
     quantized, of_token, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
     (tokens, inputs), outputs = x.shape, scale.shape[1]
     out = torch.empty(tokens, outputs, dtype=x.dtype)
@@ -201,23 +199,6 @@ def one_copy_linear(
         else:
             out[:, here] = _scaled_product(quantized, weights, *of_part)
     return out
-
-
-def _multiply_by_amx(
-    x: torch.Tensor, of_source: tuple[object, ...], channel_scale: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Return the same by vLLM's product for AMX; ``of_source`` are the first arguments of ``int4_to_amx``."""
-    inputs, outputs = x.shape[1], len(channel_scale)
-    step = max(MULTIPLE, AMX_WEIGHTS // inputs // MULTIPLE * MULTIPLE)
-    parts = []
-    for first in range(0, outputs, step):
-        here = slice(first, min(first + step, outputs))
-        numbers = (here.stop - first) * (inputs + 4)
-        weights = thread_memory(_weights, numbers, torch.int8)[:numbers].view(-1, inputs + 4)
-        torch.ops.flexquant_one_copy.int4_to_amx(*of_source, first, weights)
-        of_part = channel_scale[here, None], None if bias is None else bias[here]
-        parts.append(torch.ops._C.int8_scaled_mm_with_quant(x, weights, *of_part, x.dtype, True))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _scaled_product(
@@ -284,7 +265,15 @@ def has_amx_product() -> bool:
         sums = (128 * weight.sum(1, dtype=torch.int32)).view(torch.int8).view(2, -1)
         expected = torch.cat([in_fours, sums], 1).view(64, 36)
         is_as_expected = torch.equal(torch.ops._C.convert_weight_packed(weight), expected)
-    return is_as_expected and has_operators() and hasattr(torch.ops.flexquant_one_copy, "int4_to_amx")
+    return is_as_expected and has_operators() and _has_loops_for_amx()
+
+
+def _has_loops_for_amx() -> bool:
+    """Whether the compiler knew AMX; the operator's shape is told to torch.compile."""
+    if not hasattr(torch.ops.flexquant_one_copy, "linear_by_amx"):
+        return False
+    torch.library.register_fake("flexquant_one_copy::linear_by_amx", _output_shape)
+    return True
 
 
 @functools.cache
