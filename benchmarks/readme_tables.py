@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Write the tables of the pages from the committed results: each stands between two comments.
 
+The first comment names a function of this file, and the results that it takes.
+
 python -m benchmarks.readme_tables           # write them
 python -m benchmarks.readme_tables --check   # fail if they are not what the results say
 
@@ -33,16 +35,14 @@ from flexquant.evaluation.comparison import compare
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGES = sorted((ROOT / "benchmarks").glob("*.md"))
-BLOCK = re.compile(r"(<!-- from results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- from results: (\w+)((?: \S+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 H100 = RESULTS / "llama-3.1-8b-h100"
-H200_32B = RESULTS / "qwen2.5-32b-h200"
 RUNS_ON_CPUS = (
     *("smollm2-135m-avx512", "smollm2-135m-avx512-stock", "1.5b-avx512", "1.5b-avx512-stock", "0.5b-avx512"),
     *("0.5b-avx512-stock", "1.5b-zen4", "1.5b-zen4-w4a8", "1.5b-zen4-again", "0.5b-zen4", "smollm2-135m-cpu"),
     *("tuned-smollm2-135m-cpu", "tuned-0.5b-cpu"),
 )
 LATENCIES = ("TTFT ms", "TPOT ms")
-NESTED = "nested.json", "nested-published.json", "nested-qwen3.json"
 ONE_COPY = {"SmolLM2-135M": "smollm2", "0.5 B": "0.5b", "1.5 B": "1.5b"}
 """Models -> the end of the name of their result of one server that took the policies in turns."""
 METHODS = {
@@ -72,15 +72,7 @@ def quality_cells(result: dict[str, Any], reference: dict[str, Any]) -> list[str
     return [f"{change:+.1%}", f"{quality['mean_kl']:.4f} ± {quality['mean_kl_error']:.4f}"]
 
 
-def policies() -> str:
-    return policies_of("quality/quality.json")
-
-
-def one_copy_policies() -> str:
-    return policies_of("quality-one-copy/quality.json")
-
-
-def policies_of(file: str) -> str:
+def policies(file: str) -> str:
     """Return a row for each policy and batch size, but for those that only repeat the same passes."""
     reference, *results = read(file)["results"]
     rows = [
@@ -109,10 +101,10 @@ def methods() -> str:
     return markdown(["how", "perplexity", "KL, nats", "bytes/weight"], rows)
 
 
-def nesting() -> str:
+def nesting(*files: str) -> str:
     """Return what W8A8 lost by itself and nested, means over the kinds of text, for each pair."""
     rows = []
-    for name, pair in chain.from_iterable(read(file)["pairs"].items() for file in NESTED):
+    for name, pair in chain.from_iterable(read(file)["pairs"].items() for file in files):
         if "refused" in pair:
             rows.append([name, "refused", *[""] * 6])
             continue
@@ -173,10 +165,12 @@ def interval(of_rounds: Sequence[float]) -> str:
     return f"{found.ratio:.2f} ({found.low:.2f}–{found.high:.2f})"
 
 
-def gpu_live(folder: Path = H200_32B) -> str:
+def gpu_live(folder: str) -> str:
     """Return policies over static W8A8 on a live server of the 32 B shape, and on a second one if any."""
     servers = {"": LIVE_POLICIES, " by vLLM's choice": RIVAL_POLICIES}
-    cells = {kernel: read_document(folder / file).get("cells", {}) for kernel, file in servers.items()}
+    cells = {
+        kernel: read_document(RESULTS / folder / file).get("cells", {}) for kernel, file in servers.items()
+    }
     rows = [
         [f"`{w}`", f"`{policy}`{kernel}", *(interval(ratios(found, policy, m)) for m in LATENCIES)]
         for w in cells[""]
@@ -185,11 +179,6 @@ def gpu_live(folder: Path = H200_32B) -> str:
         for policy in list(found)[1:]
     ]
     return markdown(["requests", "policy", "TTFT", "TPOT"], rows)
-
-
-def gpu_live_again() -> str:
-    """Return the same of a second run, with one copy's kernel rewritten and W4A8."""
-    return gpu_live(H200_32B.with_name(f"{H200_32B.name}-again"))
 
 
 def gpu_ratios() -> str:
@@ -234,17 +223,9 @@ def over(measured: Any, static: str, metric: str) -> list[float]:
     ]
 
 
-def cpu_kernels() -> str:
-    return kernels(RESULTS / "cpu-kernels-zen4")
-
-
-def gpu_kernels() -> str:
-    return kernels(H100)
-
-
-def kernels(folder: Path) -> str:
+def kernels(folder: str) -> str:
     """Return medians in microseconds of one linear layer."""
-    ((layer, outputs, inputs), by_tokens), *_ = kernel_results(read_cells(folder)).items()
+    ((layer, outputs, inputs), by_tokens), *_ = kernel_results(read_cells(RESULTS / folder)).items()
     schemes = list(next(iter(by_tokens.values())))
     rows = [
         [str(tokens), *(f"{found[scheme]['microseconds']:.0f}" for scheme in schemes)]
@@ -273,9 +254,9 @@ def one_copy_live() -> str:
     return markdown(["model", "requests", *header], rows)
 
 
-def beside(folder: Path, reference: str) -> str:
+def beside(folder: str, reference: str) -> str:
     """Return servers over the one of ``reference`` beside them, and what each took in memory."""
-    cells = read_cells(folder)
+    cells = read_cells(RESULTS / folder)
     gib = {c["parameters"]["subject"]: c["result"]["process_gib"] for c in cells if c["part"] == START}
     rows = [
         [
@@ -294,14 +275,6 @@ def beside(folder: Path, reference: str) -> str:
     )
 
 
-def nested_live() -> str:
-    return beside(RESULTS / "nested-smollm2", "w8a8")
-
-
-def from_16_bit_live() -> str:
-    return beside(RESULTS / "from-16-bit-smollm2", "bf16")
-
-
 def one_server_or_two() -> str:
     """Return W8A8 over W4A16 at the 1.5 B shape, on a server each and on one that takes both in turns."""
     apart = by_workload(read_cells(RESULTS / "1.5b-two-servers"), "serving")
@@ -316,29 +289,18 @@ def one_server_or_two() -> str:
     return markdown(["W8A8 over W4A16", "two servers", "one server"], rows)
 
 
-BLOCKS: tuple[Callable[[], str], ...] = (
-    *(policies, one_copy_policies, nesting, methods, generation, own_cost, merging),
-    *(
-        gpu_live,
-        gpu_live_again,
-        gpu_ratios,
-        gpu_kernels,
-        cpu_ratios,
-        cpu_kernels,
-        one_copy_live,
-        nested_live,
-        from_16_bit_live,
-        one_server_or_two,
-    ),
+TABLES = (
+    *(policies, methods, nesting, generation, own_cost, merging, gpu_live),
+    *(gpu_ratios, cpu_ratios, kernels, one_copy_live, beside, one_server_or_two),
 )
 
 
 def main() -> int:
-    blocks = {block.__name__: block for block in BLOCKS}
+    tables: dict[str, Callable[..., str]] = {table.__name__: table for table in TABLES}
     wrong = False
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        written = BLOCK.sub(lambda match: f"{match[1]}{blocks[match[2]]()}\n{match[3]}", text)
+        written = BLOCK.sub(lambda m: f"{m[1]}{tables[m[2]](*m[3].split())}\n{m[4]}", text)
         wrong |= written != text
         if "--check" not in sys.argv[1:]:
             page.write_text(written, encoding="utf-8")

@@ -327,7 +327,7 @@ def test_a_second_server_counts_if_it_had_the_same_shape(tmp_path: Path) -> None
     assert len(read_found(folder).large) == 1
     text = write_proof(folder, {}).read_text()
     assert text.count("| `w4a8-fp8` | 1: ") == 2
-    in_page = [row.split(" | ")[1] for row in gpu_live(folder).splitlines()[2:]]
+    in_page = [row.split(" | ")[1] for row in gpu_live(str(folder)).splitlines()[2:]]
     first = ["`w4a16`", "`w4a8-fp8`", "`phase-batch`"]
     assert in_page == [*first, *(f"{name} by vLLM's choice" for name in first)]
 
