@@ -119,6 +119,19 @@ def nesting(*files: str) -> str:
     return markdown([*header, "perplexity: W8A8", "nested"], rows)
 
 
+def policies_by_text(folder: str) -> str:
+    """Return a row for each text on which the same policies were evaluated."""
+    found: dict[str, list[list[str]]] = {}
+    for file in sorted((RESULTS / folder).glob("*.json")):
+        reference, *results = read(f"{folder}/{file.name}")["results"]
+        found[file.stem] = [
+            [f"`{result['policy']}`", *quality_cells(result, reference)] for result in results
+        ]
+    rows = [[text, *chain.from_iterable(cells[1:] for cells in of_text)] for text, of_text in found.items()]
+    header = [f"{cells[0]}: {what}" for cells in next(iter(found.values())) for what in ("perplexity", "KL")]
+    return markdown(["text", *header], rows)
+
+
 def generation() -> str:
     return answers_table(read("generation-one-copy.json"))
 
@@ -290,7 +303,7 @@ def one_server_or_two() -> str:
 
 
 TABLES = (
-    *(policies, methods, nesting, generation, own_cost, merging, gpu_live),
+    *(policies, policies_by_text, methods, nesting, generation, own_cost, merging, gpu_live),
     *(gpu_ratios, cpu_ratios, kernels, one_copy_live, beside, one_server_or_two),
 )
 

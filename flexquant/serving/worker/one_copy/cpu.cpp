@@ -237,11 +237,11 @@ void int4_to_amx(const at::Tensor& packed, const at::Tensor& scale, const std::o
           const int64_t in_row = in_halves ? in_block - is_high * block / 2 : in_block / 2;
           const int64_t byte = ((n + b - in_block) * inputs + k * block) / 2 + in_row;
           const __m512 ratio = _mm512_mul_ps(sixteen_scales(scale, k / group, n + b), _mm512_loadu_ps(rows + n + b));
-          __m512 middle = _mm512_set1_ps(8);
-          if (zeros) middle = _mm512_cvtepi32_ps(_mm512_and_si512(sixteen<PAIRS>(zeros + (of_group + b) / 2), _mm512_set1_epi32(15)));
+          __m512i middle = _mm512_set1_epi32(8);
+          if (zeros) middle = _mm512_and_si512(sixteen<PAIRS>(zeros + (of_group + b) / 2), _mm512_set1_epi32(15));
           const auto into_fours = !in_halves ? in_pairs : is_high ? in_high : in_low;
-          const __m512i sum = into_fours(bytes + byte, difference + byte, block / 2, ratio, middle, column + k,
-                                         blocks[b / 32] + k * 32 + b % 32 * 4);
+          const __m512i sum = into_fours(bytes + byte, difference + byte, block / 2, ratio, _mm512_cvtepi32_ps(middle),
+                                         column + k, blocks[b / 32] + k * 32 + b % 32 * 4);
           _mm512_storeu_si512(sums + b, _mm512_add_epi32(_mm512_loadu_si512(sums + b), sum));
         }
       }
