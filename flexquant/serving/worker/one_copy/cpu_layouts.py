@@ -9,7 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from flexquant.serving.kernels.cpu_kernels import INNER_K_TILES, TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.cpu_kernels import (
+    INNER_K_TILES,
+    AMXW4A8LinearKernel,
+    TorchCPUInt4LinearKernel,
+)
 from flexquant.serving.vllm_api import CPUWNA16LinearKernel, ZentorchWNA16LinearKernel
 
 
@@ -27,7 +31,8 @@ def layout_of(kind: type) -> Layout | None:
     """Return the layout in which a kind of kernel keeps weights; None if it is not known, as zentorch's."""
     if issubclass(kind, TorchCPUInt4LinearKernel):
         return pytorch_layout()
-    is_vllms = issubclass(kind, CPUWNA16LinearKernel) and not issubclass(kind, ZentorchWNA16LinearKernel)
+    others = AMXW4A8LinearKernel, ZentorchWNA16LinearKernel
+    is_vllms = issubclass(kind, CPUWNA16LinearKernel) and not issubclass(kind, others)
     return Layout(16, in_halves=False) if is_vllms else None
 
 
