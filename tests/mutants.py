@@ -21,7 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
-    "flexquant/policy": "cli_policy machine memory_fit policy policy_refusals routes yaml_document",
+    "flexquant/policy": (
+        "cli_policy machine memory_fit pass_times policy policy_refusals routes yaml_document"
+    ),
     "flexquant/checkpoint": (
         "absent foreign_errors format heads hub layer_ranges merge merge_ends_early merging_kinds origins "
         "output same_model same_processor same_tokenizer served_config source_errors split_verify "

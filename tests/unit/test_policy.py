@@ -17,8 +17,10 @@ import flexquant.policies
 from flexquant import cli
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
+from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import (
     DEFAULT_POLICY,
+    add_derivations,
     builtin_policies,
     choose_policy,
     default_name,
@@ -33,6 +35,7 @@ from tests import readme
 from tests.policies import rules
 from tests.unit.test_policy_refusals import BAD
 
+VARIANTS = ["w8a8", "w4a16"]
 FULL = """\
 schema: flexquant.policy/v1
 description: every key once
@@ -255,3 +258,45 @@ def test_built_in_policies_name_the_schema_for_editors() -> None:
         first = path.read_text(encoding="utf-8").splitlines()[0]
         assert first == "# yaml-language-server: $schema=policy.schema.json", path.name
         assert yaml.safe_load(path.read_bytes())["schema"] == "flexquant.policy/v1"
+
+
+def test_policies_go_by_their_names_in_results(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(rules("- use: w8a8"))
+    found = find_policies(["w8a8", "phase", str(mine), "stored"], VARIANTS, tmp_path, yaml.safe_load(FULL))
+    assert list(found) == ["w8a8", "phase", "mine.yaml", "stored"]
+    assert found["w8a8"].rules == found["mine.yaml"].rules != found["phase"].rules
+    places = [found[name].place(()).partition(":")[0] for name in ("w8a8", "stored")]
+    assert places == ["w8a8", "the checkpoint's policy"]
+    with pytest.raises(FlexQuantError, match="'none'.*; or a variant of the checkpoint: w8a8, w4a16$"):
+        find_policies(["none"], VARIANTS)
+    with pytest.raises(FlexQuantError, match=f"{tmp_path} stores no policy; its .* built-in 'phase-batch'"):
+        find_policies(["stored"], VARIANTS, tmp_path)
+
+
+def test_derivations_of_several_policies_are_added() -> None:
+    derived = {name: {"from": "w4a16", "activations": "int8"} for name in ("one", "other", "third")}
+    policies = {
+        name: parse_policy(
+            {"schema": SCHEMA, "rules": [{"use": name}], "derive": {name: derived[name]}}, name
+        )
+        for name in ("one", "other")
+    } | {"w8a8": parse_policy({"schema": SCHEMA, "rules": [{"use": "w8a8"}]}, "w8a8")}
+    document = {"rules": [], "derive": {"third": derived["third"]}}
+    assert add_derivations(document, ["one", "w8a8", "other"], policies) == {"rules": [], "derive": derived}
+    assert add_derivations({"rules": []}, ["w8a8"], policies) == {"rules": []}
+
+
+@pytest.mark.parametrize(
+    ("mixable", "advice"),
+    [
+        ([("w8a8", "fp8"), ("bf16", "int8"), ("w4a16",)], "mix w8a8 with fp8 or bf16 with int8 only, or use"),
+        ([("w8a8",), ("w4a16",)], "use"),
+    ],
+)
+def test_layers_of_variants_that_cannot_be_mixed_are_refused(mixable: Any, advice: str) -> None:
+    use = {"default": "w8a8", "layers": {"0": "w4a16"}}
+    policy = parse_policy({"schema": SCHEMA, "rules": [{"use": use}]}, "mine")
+    problem = rf"begins a plan with layers of w4a16 and w8a8 \(.*\), but .* differ; {advice} a policy without"
+    with pytest.raises(FlexQuantError, match=problem):
+        build_route_table(policy, VARIANTS, 2, max_tokens=8, mixable=mixable)

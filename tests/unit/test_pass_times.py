@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Measured times of passes: read, interpolated, shown."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from flexquant.policy.pass_times import PassTimes, format_times
+
+DOCUMENT: dict[str, Any] = {
+    "origin": {"machine": "one"},
+    "context": 512,
+    "decode_ms": {
+        "w8a8": {"4": [40, 39, 42], "1": [20, 20, 20]},
+        "w4a16": {"1": [10.0, 9.5, 11], "4": [30, 30, 30]},
+    },
+    "prefill_ms": {"w8a8": {"512": [100, 99, 101]}, "w4a16": {"512": [300, 299, 301]}},
+}
+TIMES = PassTimes.model_validate(DOCUMENT)
+
+
+def test_times_are_in_seconds_and_go_back_as_they_were() -> None:
+    assert TIMES.decode["w8a8"] == {1: (0.02, 0.02, 0.02), 4: (0.04, 0.039, 0.042)}
+    assert list(TIMES.decode["w8a8"]) == [1, 4]
+    assert TIMES.to_data() == DOCUMENT
+
+
+def test_a_pass_between_and_beyond_the_sizes() -> None:
+    """By the logarithms; a curve of one size is proportional; layers share a pass evenly."""
+    in_int8, mixed = ("w8a8", "w8a8"), ("w8a8", "w4a16")
+    for size, expected in ((1, 0.02), (2, 0.02 * sqrt(2)), (4, 0.04), (16, 0.08)):
+        assert TIMES.seconds(in_int8, "decode", size) == pytest.approx(expected)
+    assert TIMES.seconds(mixed, "decode", 4) == pytest.approx(0.035)
+    assert TIMES.seconds(in_int8, "prefill", 256) == pytest.approx(0.05)
+    assert TIMES.seconds(mixed, "mixed", 512) == pytest.approx(0.2)
+
+
+def test_some_variants_alone() -> None:
+    alone = TIMES.only(["w4a16"])
+    assert alone.variants == ("w4a16",)
+    assert (alone.decode, alone.prefill) == (
+        {"w4a16": TIMES.decode["w4a16"]},
+        {"w4a16": TIMES.prefill["w4a16"]},
+    )
+
+
+def test_the_table() -> None:
+    lines = format_times(TIMES, lambda phase, size: f"{phase[0]}{size}")
+    assert [line.split() for line in lines] == [
+        ["decode,", "ms", "w8a8", "w4a16", "plan"],
+        ["1", "sequence", "20", "10", "(9.5-11)", "d1"],
+        ["4", "sequences", "40", "(39-42)", "30", "d4"],
+        [],
+        ["prefill,", "ms", "w8a8", "w4a16", "plan"],
+        ["512", "tokens", "100", "(99-101)", "300", "(299-301)", "p512"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("times", "problem"),
+    [
+        ({"0": [1, 1, 1]}, "is not a size; give whole numbers of at least 1 as keys"),
+        ({"many": [1, 1, 1]}, "is not a size; give whole numbers of at least 1 as keys"),
+        ({"1": [1, 0, 2]}, r"is \[1.0, 0.0, 2.0\]; give times above 0 with low <= median <= high"),
+        ({"1": [3, 1, 2]}, "give times above 0 with low <= median <= high"),
+    ],
+)
+def test_what_is_no_time_is_refused(times: dict[str, list[float]], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        PassTimes.model_validate(DOCUMENT | {"decode_ms": {"w8a8": times, "w4a16": times}})
