@@ -78,6 +78,24 @@ void correct(const uint8_t* __restrict values, const float* __restrict ratio, co
     }
 }
 
+// The tensors of nested weights; without these, a difference that is read by none, and no exceptions.
+struct Nested {
+  const float* column;
+  const uint8_t* difference;
+  const int32_t* places;
+  const int8_t* exceptions;
+  int64_t of_output;
+};
+
+Nested read_nested(at::TensorList nested, const at::Tensor& packed, int64_t inputs, int64_t outputs) {
+  if (nested.empty()) return {nullptr, static_cast<const uint8_t*>(packed.data_ptr()), nullptr, nullptr, 0};
+  TORCH_CHECK(nested.size() == 4 && nested[0].numel() == inputs && nested[1].nbytes() == packed.nbytes());
+  TORCH_CHECK(nested[2].size(0) == outputs && nested[2].sizes() == nested[3].sizes());
+  for (const at::Tensor& part : nested) TORCH_CHECK(part.is_contiguous());
+  return {nested[0].data_ptr<float>(), static_cast<const uint8_t*>(nested[1].data_ptr()), nested[2].data_ptr<int32_t>(),
+          nested[3].data_ptr<int8_t>(), nested[2].size(1)};
+}
+
 // Write INT8 weights `out` [inputs, some outputs], those from `from` on: (value - zero) * (scale * row), to the
 // nearest, ties to even.
 // `packed` holds blocks of `block` outputs one after another, and the last block may be narrower; `scale` is float32
@@ -95,16 +113,9 @@ void int4_to_int8(const at::Tensor& packed, const at::Tensor& scale, const std::
   TORCH_CHECK(packed.nbytes() * 2 == static_cast<size_t>(inputs * outputs) && row.numel() == outputs);
   TORCH_CHECK(packed.is_contiguous() && scale.is_contiguous() && row.is_contiguous() && out.is_contiguous());
   TORCH_CHECK(!zero || (zero->is_contiguous() && zero->numel() * 8 == scale.numel()));
+  const Nested own = read_nested(nested, packed, inputs, outputs);
   const bool is_nested = !nested.empty();
-  TORCH_CHECK(!is_nested || (nested.size() == 4 && nested[0].numel() == inputs && nested[1].nbytes() == packed.nbytes()));
-  TORCH_CHECK(!is_nested || (nested[2].size(0) == outputs && nested[2].sizes() == nested[3].sizes()));
-  for (const at::Tensor& part : nested) TORCH_CHECK(part.is_contiguous());
   const auto* bytes = static_cast<const uint8_t*>(packed.data_ptr());
-  const float* column = is_nested ? nested[0].data_ptr<float>() : nullptr;
-  const auto* difference = is_nested ? static_cast<const uint8_t*>(nested[1].data_ptr()) : nullptr;
-  const int32_t* places = is_nested ? nested[2].data_ptr<int32_t>() : nullptr;
-  const int8_t* exceptions = is_nested ? nested[3].data_ptr<int8_t>() : nullptr;
-  const int64_t of_output = is_nested ? nested[2].size(1) : 0;
   const float *scales = scale.data_ptr<float>(), *rows = row.data_ptr<float>();
   const int32_t* zeros = zero ? zero->data_ptr<int32_t>() : nullptr;
   int8_t* weights = out.data_ptr<int8_t>();
@@ -121,12 +132,12 @@ void int4_to_int8(const at::Tensor& packed, const at::Tensor& scale, const std::
         for (int64_t b = 0; b < width; b++) middle[b] = zeros ? zeros[(of_group + b) / 8] >> 4 * (b % 8) & 15 : 8;
         unpack(bytes + place, values, next - k, width, halves);
         if (is_nested) {
-          unpack(difference + place, beside, next - k, width, halves);
+          unpack(own.difference + place, beside, next - k, width, halves);
           const auto correct_block = width == 64   ? correct<64>
                                      : width == 48 ? correct<48>
                                      : width == 32 ? correct<32>
                                                    : correct<16>;
-          correct_block(values, ratio, middle, column + k, beside, weights + k * some + n - from, some, next - k);
+          correct_block(values, ratio, middle, own.column + k, beside, weights + k * some + n - from, some, next - k);
           continue;
         }
         const auto rescale_block = width == 64   ? rescale<64>
@@ -137,8 +148,8 @@ void int4_to_int8(const at::Tensor& packed, const at::Tensor& scale, const std::
       }
     }
     for (int64_t n = 0; n < some; n++)
-      for (int64_t e = (from + n) * of_output; e < (from + n + 1) * of_output; e++)
-        if (places[e] >= first && places[e] < first + count) weights[places[e] * some + n] = exceptions[e];
+      for (int64_t e = (from + n) * own.of_output; e < (from + n + 1) * own.of_output; e++)
+        if (own.places[e] >= first && own.places[e] < first + count) weights[own.places[e] * some + n] = own.exceptions[e];
   });
 }
 
@@ -209,16 +220,9 @@ void int4_to_amx(const at::Tensor& packed, const at::Tensor& scale, const std::o
   TORCH_CHECK(scale.is_floating_point() && scale.element_size() == (scale.scalar_type() == at::kFloat ? 4 : 2));
   TORCH_CHECK(scale.stride(1) == 1 || (scale.stride(1) == 2 && scale.element_size() == 2));
   TORCH_CHECK(!zero || (zero->is_contiguous() && zero->numel() * 8 == scale.numel()));
+  const Nested own = read_nested(nested, packed, inputs, outputs);
   const bool is_nested = !nested.empty();
-  TORCH_CHECK(!is_nested || (nested.size() == 4 && nested[0].numel() == inputs && nested[1].nbytes() == packed.nbytes()));
-  TORCH_CHECK(!is_nested || (nested[2].size(0) == outputs && nested[2].sizes() == nested[3].sizes()));
-  for (const at::Tensor& part : nested) TORCH_CHECK(part.is_contiguous());
   const auto* bytes = static_cast<const uint8_t*>(packed.data_ptr());
-  const float* column = is_nested ? nested[0].data_ptr<float>() : nullptr;
-  const auto* difference = is_nested ? static_cast<const uint8_t*>(nested[1].data_ptr()) : bytes;  // or read by none
-  const int32_t* places = is_nested ? nested[2].data_ptr<int32_t>() : nullptr;
-  const int8_t* exceptions = is_nested ? nested[3].data_ptr<int8_t>() : nullptr;
-  const int64_t of_output = is_nested ? nested[2].size(1) : 0;
   const float* rows = row.data_ptr<float>();
   const auto* zeros = zero ? static_cast<const uint8_t*>(zero->data_ptr()) : nullptr;
   int8_t* weights = out.data_ptr<int8_t>();
@@ -240,18 +244,18 @@ void int4_to_amx(const at::Tensor& packed, const at::Tensor& scale, const std::o
           __m512i middle = _mm512_set1_epi32(8);
           if (zeros) middle = _mm512_and_si512(sixteen<PAIRS>(zeros + (of_group + b) / 2), _mm512_set1_epi32(15));
           const auto into_fours = !in_halves ? in_pairs : is_high ? in_high : in_low;
-          const __m512i sum = into_fours(bytes + byte, difference + byte, block / 2, ratio, _mm512_cvtepi32_ps(middle),
-                                         column + k, blocks[b / 32] + k * 32 + b % 32 * 4);
+          const __m512i sum = into_fours(bytes + byte, own.difference + byte, block / 2, ratio, _mm512_cvtepi32_ps(middle),
+                                         own.column + k, blocks[b / 32] + k * 32 + b % 32 * 4);
           _mm512_storeu_si512(sums + b, _mm512_add_epi32(_mm512_loadu_si512(sums + b), sum));
         }
       }
       for (int64_t b = 0; b < WIDEST; b++) {
         int8_t* whole = blocks[b / 32];
-        for (int64_t e = (n + b) * of_output; e < (n + b + 1) * of_output; e++) {
-          if (places[e] < 0) continue;
-          int8_t& weight = whole[places[e] / 4 * 128 + b % 32 * 4 + places[e] % 4];
-          sums[b] += exceptions[e] - weight;
-          weight = exceptions[e];
+        for (int64_t e = (n + b) * own.of_output; e < (n + b + 1) * own.of_output; e++) {
+          if (own.places[e] < 0) continue;
+          int8_t& weight = whole[own.places[e] / 4 * 128 + b % 32 * 4 + own.places[e] % 4];
+          sums[b] += own.exceptions[e] - weight;
+          weight = own.exceptions[e];
         }
         reinterpret_cast<int32_t*>(whole + 32 * inputs)[b % 32] = 128 * sums[b];
       }
