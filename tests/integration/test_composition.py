@@ -16,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from vllm.platforms import current_platform
 
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
@@ -53,6 +54,10 @@ def alone(folder: Path) -> Any:
     return served
 
 
+@pytest.mark.skipif(
+    current_platform.is_cpu() and not torch.cpu._is_avx512_supported(),
+    reason="vLLM keeps K and V in FP8 on CPUs with AVX512",
+)
 def test_fp8_kv_cache(folder: Path, alone: Any) -> None:
     options = {"kv_cache_dtype": "fp8", **OPTIONS}
     sources = {variant: folder / variant for variant in VARIANTS}

@@ -206,6 +206,7 @@ DEVICE = (
     "Forced NVFP4 kernel",
     "WNA16 MoE backend",
     "FP8 MoE backend",
+    "Int8 MoE backend",
     "static_scaled_fp8_quant()",
 )
 """What vLLM says where this CPU has no kernel for a scheme that it has."""
