@@ -66,7 +66,7 @@ PLANS = set(PLAN.values())
 TAGS = {"flexquant-w4a16", "flexquant-w8a8", "flexquant-w8a8_w4a16_1_"}
 """Names of the folders in which vLLM keeps what it compiled for a plan, without the digest at their end."""
 TOKENS = 8
-SECOND = slice(1, 2)
+FIRST, SECOND = slice(0, 1), slice(1, 2)
 """The first step of decode, which reads what prefill has written."""
 SIZES = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 
@@ -221,19 +221,16 @@ def test_every_pass_takes_the_policys_plan(compiled):
     assert len(compiled.routes) == len(PROMPTS) * TOKENS
 
 
-def test_pure_plans_equal_the_static_checkpoints(compiled):
-    assert compiled.several.answers[1] == compiled.w4a16.answers[1]
-    assert compiled.several.answers[3] == compiled.w8a8.answers[3]
-
-
-def test_a_layered_plan_among_others_equals_the_same_plan_alone(compiled):
-    assert compiled.several.answers[2] == compiled.layered.answers[2]
-
-
-def test_the_plans_themselves_differ(compiled):
-    """If they were equal, the tests above would show nothing."""
-    w8a8, w4a16, layered = (plan.answers[1] for plan in (compiled.w8a8, compiled.w4a16, compiled.layered))
-    assert w8a8 != w4a16 and w8a8 != layered and w4a16 != layered
+@pytest.mark.parametrize(("number", "plan"), [(1, "w4a16"), (2, "layered"), (3, "w8a8")])
+def test_a_plan_among_others_computes_what_it_does_alone(compiled, number, plan):
+    """Most CPUs compute it bit by bit; Inductor may compile a sum for others in another order."""
+    found = compiled.several.answers[number]
+    apart = {
+        alone: distance(found, getattr(compiled, alone).answers[number])
+        for alone in ("w4a16", "layered", "w8a8")
+    }
+    own = apart.pop(plan)
+    assert own < min(apart.values()) / 8, (own, apart)
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +242,10 @@ def eager(folder):
 
 def test_a_plan_that_takes_over_reads_the_kv_cache_of_the_one_before(compiled, eager):
     switching, w8a8 = compiled.several.answers[4], compiled.w8a8.answers[4]
-    assert [steps[0] for _, steps in switching] == [steps[0] for _, steps in w8a8], "prefill is w8a8's"
+    first_of_w8a8, first_of_w4a16 = (
+        distance(switching, alone.answers[4], FIRST) for alone in (compiled.w8a8, compiled.w4a16)
+    )
+    assert first_of_w8a8 < first_of_w4a16 / 8, "prefill is w8a8's"
     to_eager, to_w8a8 = (distance(switching, other, SECOND) for other in (eager[4], w8a8))
     assert to_eager < to_w8a8 / 2, "decode is not"
 
