@@ -22,10 +22,10 @@ def one_rank(folder: Path) -> Iterator[None]:
 
     from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 
+    provide_cpu_kernels()  # once for a process: what it sets stays
     settings = patch.dict(os.environ)  # a configuration of vLLM sets variables
     with settings, pytest.MonkeyPatch.context() as patches, set_current_vllm_config(VllmConfig()):
         patches.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's runner for CPUs does
-        provide_cpu_kernels()
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
         parallel_state.ensure_model_parallel_initialized(1, 1)
         yield

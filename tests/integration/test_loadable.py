@@ -254,7 +254,7 @@ def test_a_merge_takes_what_vllm_loads(tmp_path: Path) -> None:
     print(outcomes)
     assert {name: said for name, said in apart.items() if name not in LIMITS} == {}
     assert apart.keys() == LIMITS.keys() and taken >= {*TAKEN}
-    assert outcomes["taken"] >= 40 and outcomes["refused"] >= 70 and outcomes["no kernel"] <= 15, outcomes
+    assert outcomes["taken"] >= 35 and outcomes["refused"] >= 70 and outcomes["no kernel"] <= 30, outcomes
 
 
 def test_schemes_are_those_that_vllm_has_a_class_for(tmp_path: Path) -> None:
