@@ -19,6 +19,7 @@ from flexquant.checkpoint.module_names import (
     LATENT_UP,
     LAYER,
     decoder_roots,
+    drafts,
     tower,
 )
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
@@ -44,13 +45,27 @@ class MergePlan:
     """Names of the sources whose lm_head differs from their embedding."""
 
     @property
+    def draft_heads(self) -> str | None:
+        """The source whose heads that predict further tokens (MTP) a server drafts with; None without any.
+
+        It is the first that has as many of their tensors as any other.
+        """
+        counts = {
+            source.name: sum(drafts(name, self.num_layers) for name in logical_shapes(source.tensors))
+            for source in self.sources
+        }
+        name = max(counts, key=counts.__getitem__)
+        return name if counts[name] else None
+
+    @property
     def shared_modules(self) -> tuple[str, ...]:
         """The modules, among those that `_holder` allows, whose tensors are all shared.
 
         E.g. ``model.norm`` and ``model.layers.0.mlp.experts``. A tower of a vision model counts as a whole.
         """
         shared = {key.removeprefix(SHARED_PREFIX) for key in self.groups.get("shared", {})}
-        towers, names = _find_towers(self.sources), _read_names(self.sources)
+        towers = _find_towers(self.sources)
+        names = {name for name in _read_names(self.sources) if not drafts(name, self.num_layers)}
         holders = {name: towers.get(name) or _holder(name) for name in names}
         partly = {holder for name, holder in holders.items() if name not in shared}
         modules = {holder for holder in holders.values() if holder is not None} - partly
@@ -92,7 +107,7 @@ def plan_merge(sources: Sequence[Source], choices: Mapping[str, str | None] = NO
                 "download or quantise it again"
             )
         if source is not first:
-            _check_same_shapes(first, source, model, is_tied)
+            _check_same_shapes(first, source, model, is_tied, num_layers)
         check_parameters(source)
     sidecars = plan_sidecars(sources, choices)
     shared = _find_shared(sources)
@@ -157,15 +172,19 @@ def _check_same_model(a: Source, b: Source) -> None:
         )
 
 
-def _check_same_shapes(a: Source, b: Source, model: ModelClass | None, is_tied: bool) -> None:
+def _check_same_shapes(
+    a: Source, b: Source, model: ModelClass | None, is_tied: bool, num_layers: int
+) -> None:
     """Raise FlexQuantError unless both have the same parameters.
 
-    Either may lack what ``model``, their class, drops, and the lm_head of a tied model.
+    Either may lack what ``model``, their class, drops, heads that draft, and the lm_head of a tied model.
     """
     a_shapes, b_shapes = logical_shapes(a.tensors), logical_shapes(b.tensors)
     for name in sorted(a_shapes.keys() | b_shapes.keys()):
         if name not in a_shapes or name not in b_shapes:
-            if (is_tied and HEAD.search(name)) or (model is not None and model.drops(name)):
+            if (is_tied and HEAD.search(name)) or drafts(name, num_layers):
+                continue
+            if model is not None and model.drops(name):
                 continue
             has, lacks = (a, b) if name in a_shapes else (b, a)
             raise FlexQuantError(

@@ -163,6 +163,7 @@ def _merged_config(
         rescaled=tuple(kv.rescaled),
         policy=policy_to_store(policy, names),
         kv_compatibility={**kv.to_json()},
+        draft_heads=plan.draft_heads,
     )
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from flexquant.checkpoint.loadable import describe_linear
-from flexquant.checkpoint.module_names import EXPERTS, decoder_layer, fused_name
+from flexquant.checkpoint.module_names import EXPERTS, decoder_layer, drafts, fused_name
 from flexquant.checkpoint.nested import (
     Int4Weight,
     NestedWeight,
@@ -218,7 +218,7 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
     if there is no such pair, or several, and if a linear cannot be nested.
     """
     sources, groups = {s.name: s for s in plan.sources}, dict(plan.groups)
-    schemes = {name: _schemes(source) for name, source in sources.items()}
+    schemes = {name: _schemes(source, plan.num_layers) for name, source in sources.items()}
     eights, source = _find_pair(schemes)
     dtype = stated_dtype(plan.sources[0].config)
     variants = {}
@@ -271,14 +271,15 @@ def _find_pair(schemes: Mapping[str, Mapping[str, Scheme]]) -> tuple[list[str], 
     return eights, fours[0]
 
 
-def _schemes(source: Source) -> dict[str, Scheme]:
-    """Return how the quantised linears of decoder layers are quantised, by module."""
+def _schemes(source: Source, num_layers: int) -> dict[str, Scheme]:
+    """Return how the quantised linears of the ``num_layers`` decoder layers are quantised, by module."""
     schemes = LinearSchemes(source.quantization_config, source.owner, source.tensors)
     found = {}
     for name, ref in source.tensors.items():
         module, _, last = name.rpartition(".")
         is_quantised = last == "weight_packed" or (last == "weight" and ref.dtype not in FLOAT_DTYPES)
-        if is_quantised and decoder_layer(name) and (scheme := schemes.of(module)):
+        in_layer = decoder_layer(name) and not drafts(name, num_layers)
+        if is_quantised and in_layer and (scheme := schemes.of(module)):
             found[module] = scheme, schemes.format_of(scheme)
     return found
 

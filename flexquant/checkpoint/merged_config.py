@@ -116,6 +116,8 @@ class MergedConfig:
     """The default policy document (schema ``flexquant.policy/v1``); None: the built-in default."""
     kv_compatibility: JsonObject = Field(default_factory=dict)
     """Result of the KV-cache comparison while merging; for people, serving does not read it."""
+    draft_heads: StrictStr | None = None
+    """The variant whose heads that predict further tokens (MTP) a server drafts with; None: it has none."""
 
     @property
     def mixable_groups(self) -> tuple[tuple[str, ...], ...]:
@@ -143,6 +145,7 @@ class MergedConfig:
             "mixable": [list(group) for group in self.mixable_groups],
             "rescaled": list(self.rescaled),
             "kv_compatibility": self.kv_compatibility,
+            **({"draft_heads": self.draft_heads} if self.draft_heads is not None else {}),
             **({"policy": self.policy} if self.policy is not None else {}),
         }
 
@@ -176,6 +179,11 @@ class MergedConfig:
                     f"the merged checkpoint's variant '{name}' has nested_in {variant.nested_in!r}, expected "
                     "another variant that is not nested itself; merge it again"
                 )
+        if read.draft_heads not in (None, *read.variants):
+            raise FlexQuantError(
+                f"the merged checkpoint has draft_heads {read.draft_heads!r}, expected one of "
+                f"{', '.join(read.variants)}; merge it again"
+            )
         groups: Any = section.get("mixable")
         are_lists = isinstance(groups, list) and all(isinstance(group, list) and group for group in groups)
         if not are_lists or sorted(map(str, chain.from_iterable(groups))) != sorted(read.variants):
@@ -265,6 +273,7 @@ def as_merged(config: JsonObject, model: str) -> JsonObject:
         base_architecture=architecture,
         variants={name: StoredVariant("", _complete(section, model) if section else {}, True, False)},
         policy=yaml.safe_load(read_named(policy, "flexquant.policies", "policy")[0]),
+        draft_heads=name,
     )
     return {
         **config,

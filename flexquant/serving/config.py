@@ -25,8 +25,9 @@ from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Policy, choose_policy
+from flexquant.serving.derivable import check_derivable
 from flexquant.serving.messages import PolicyName, ServedPolicyData
-from flexquant.serving.refusals import check_derivable, has_one_head, refusals
+from flexquant.serving.refusals import has_one_head, refusals
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

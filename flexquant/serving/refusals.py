@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Refuse what a server does not support: features of vLLM, by topic, and derived variants.
+"""Refuse what a server does not support: features of vLLM, by topic.
 
-The front end asks before it starts a worker. A worker asks again for what only it can see: the device that it
-runs on, and the scales of its tensors.
+The front end asks before it starts a worker; `derivable` refuses derived variants.
 """
 
 from __future__ import annotations
@@ -12,21 +11,19 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from compressed_tensors.quantization import ActivationOrdering, QuantizationArgs
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, MergedConfig, StoredVariant
-from flexquant.checkpoint.model_config import AWQ, GPTQ, JsonObject, reads_more_than_text
+from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, MergedConfig
+from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.module_names import HEAD
-from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
-from flexquant.policy.schema import Derivation
+from flexquant.serving.draft_heads import NO_HEADS, drafts_with_own_heads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3")
-DRAFTS_FROM_TARGET = ("eagle", "eagle3")
+SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
+DRAFTS_FROM_TARGET = ("eagle", "eagle3", "mtp")
 """Methods whose draft models can take embedding and lm_head from the model that they draft for."""
 LOAD_FORMATS = (
     "auto",
@@ -44,12 +41,14 @@ FOR_ADAPTERS = (
     "16-bit model before it is quantised"
 )
 """What to do for variants that adapters do not fit."""
-ONE_SCALE = "weights have one scale a channel, and INT8 activations need groups"
 
 
 def refusals(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
     """Yield a sentence for each requested feature that is not supported, with what to do instead."""
-    topics = (_of_model, _of_nesting, _of_vision, _of_adapters, _of_ranks, _of_speculation, _of_graphs)
+    topics = (
+        *(_of_model, _of_changes, _of_nesting, _of_vision, _of_adapters, _of_ranks, _of_speculation),
+        *(_of_batches, _of_graphs),
+    )
     return chain.from_iterable(topic(vllm_config, merged, routes) for topic in topics)
 
 
@@ -79,6 +78,14 @@ def _of_model(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
     offload = vllm_config.offload_config
     if offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size > 0:
         yield "prefetching offload, which takes one model (use --cpu-offload-gb)"
+
+
+def _of_changes(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
+    if vllm_config.weight_transfer_config is not None:
+        yield (
+            "weights that change while it serves, which vLLM hands to one model and not to several variants "
+            "(drop --weight-transfer-config; quantise and merge the new weights, and start a server on them)"
+        )
 
 
 def _of_nesting(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
@@ -161,13 +168,26 @@ def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
     if method not in SPECULATIVE_METHODS:
         yield (
             f"speculative method '{method}' (use {', '.join(SPECULATIVE_METHODS)} or none): others read "
-            "their draft model from the target's checkpoint, or states that few target classes have"
+            "states that few target classes have, or have not been tried"
         )
+    if drafts_with_own_heads(vllm_config) and merged.draft_heads is None:
+        yield NO_HEADS
     has_one_of_each = has_one_head(merged, routes) and has_one_embedding(merged, routes)
     if method in DRAFTS_FROM_TARGET and not has_one_of_each:
         yield (
             f"speculative method '{method}' for variants with different embeddings or lm_heads, of which the "
             "draft model shares one (use 'draft_model' or 'ngram')"
+        )
+
+
+def _of_batches(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
+    from flexquant.serving.vllm_api import envs
+
+    if envs.VLLM_BATCH_INVARIANT and len(routes.plans) > 1:
+        yield (
+            "VLLM_BATCH_INVARIANT=1 under a policy with several plans, among which the other requests of a "
+            f"pass decide (choose a policy with one plan: {', '.join(routes.layers)}, or one that tells "
+            "layers alone apart)"
         )
 
 
@@ -215,119 +235,3 @@ def has_one_embedding(merged: MergedConfig, routes: RouteTable) -> bool:
     """
     sources = {routes.source(plan.layers[-1]) for plan in routes.plans}
     return len(sources) == 1 or any(module.endswith("embed_tokens") for module in merged.shared_modules)
-
-
-def check_derivable(derives: str, derivation: Derivation, source: StoredVariant) -> None:
-    """Refuse a derived variant if its source lacks the weights that it needs, or this device a kernel.
-
-    ``derives`` opens the message: what in the policy derives the variant.
-    """
-    if derivation.is_one_copy:
-        check_one_copy_device(derives, derivation.weights)
-        if source.is_in_16_bit:
-            return
-    groups = source.quantization_config.get("config_groups", {}).values()
-    weights = [group.get("weights") or {} for group in groups if not group.get("input_activations")]
-    integers = [w for w in weights if w.get("type", "int") == "int"]  # layers of other types do not change
-    if derivation.is_one_copy:
-        int4 = [w for w in integers if w.get("num_bits") == 4]
-        problems = [*map(layer_problem, int4)] or ["which has no INT4 weights"]
-        needed = "INT4 weights"
-    else:
-        problems = [group_problem(w, derivation.activations) for w in integers]
-        problems = problems or ["which has no symmetric INT4 weights"]
-        if (method := source.quantization_config.get("quant_method")) in (AWQ, GPTQ):  # vLLM keeps its kernel
-            problems = [
-                f"which is in the format of {method}, not of compressed-tensors ('flexquant convert')"
-            ]
-        needed = "symmetric INT4 weights in groups (scheme W4A16 in the recipe, not W4A16_ASYM)"
-    if any(problems):
-        raise FlexQuantError(
-            f"{derives} from '{derivation.source}', {next(filter(None, problems))}; derive it from a W4A16 "
-            f"variant with {needed}"
-        )
-    if derivation.is_one_copy:
-        return
-    check_w4a8_device(derivation.activations)
-    if source.negative_scales:
-        check_signs(derivation.activations, f"variant '{derivation.source}'")
-
-
-def group_problem(weights: JsonObject, activations: str) -> str | None:
-    """Return, as a relative clause, why integer weights with 16-bit activations cannot have 8-bit ones.
-
-    None if they can. ``weights``: of a group of the checkpoint's ``quantization_config``.
-    """
-    if weights.get("num_bits") != 4 or not weights.get("symmetric", True):
-        return "some of whose weights are not symmetric INT4"
-    if problem := layer_problem(weights):
-        return f"{problem}, which 8-bit activations do not allow"
-    if activations == "int8" and (weights.get("group_size") or -1) == -1:
-        return f"whose {ONE_SCALE}"
-    return None
-
-
-def layer_problem(weights: JsonObject) -> str | None:
-    """Return, as a relative clause, why INT4 weights cannot be computed with in INT8; None if they can.
-
-    ``weights``: of a group of the checkpoint's ``quantization_config``.
-    """
-    given = weights.get("actorder")
-    try:
-        order = QuantizationArgs.validate_actorder(given)
-    except ValueError:
-        return f"whose groups have an order that is not known (actorder {given!r})"
-    return (
-        "whose groups are ordered by activation (actorder 'group')"
-        if order == ActivationOrdering.GROUP
-        else None
-    )
-
-
-def check_one_copy_device(what: str, weights: str) -> None:
-    """Raise :class:`FlexQuantError` on a device for which there is no such product; ``what`` asks for it.
-
-    ``weights``: int8 or fp8.
-    """
-    oldest, named = (89, "Ada") if weights == "fp8" else (80, "Ampere")
-    if current_platform.is_cpu():
-        problem = "which is for GPUs" if weights == "fp8" else None
-    elif not current_platform.is_cuda():
-        problem = f"which runs on {'' if weights == 'fp8' else 'CPUs and '}NVIDIA GPUs"
-    else:
-        is_older = not current_platform.has_device_capability(oldest)
-        problem = f"and {current_platform.get_device_name()} is older than {named}" if is_older else None
-    if problem:
-        raise FlexQuantError(f"{what} with 'weights: {weights}', {problem}; choose a policy without it")
-
-
-def check_signs(activations: str, owner: str) -> None:
-    """Refuse scales below zero, which ``owner`` has, where the kernel does not multiply right with them."""
-    if current_platform.is_cuda() and activations == "int8":
-        raise FlexQuantError(
-            f"{owner} has scales below zero, as AutoRound makes them, which vLLM's Marlin kernel takes for "
-            "large ones beside INT8 activations; quantise with GPTQ or by rounding, or take such a variant's "
-            "rules out of the policy"
-        )
-
-
-def check_w4a8_device(activations: str) -> None:
-    """Refuse INT4 weights with ``activations`` (int8, fp8) on a device for which vLLM has no kernel."""
-    if current_platform.is_cuda():
-        capabilities = map(current_platform.is_device_capability, (89, 90))
-        if activations == "fp8" and not (
-            any(capabilities) or current_platform.is_device_capability_family(120)
-        ):
-            raise FlexQuantError(
-                f"vLLM has no kernel for INT4 weights with fp8 activations on {_device()}, only for compute "
-                "capability 8.9, 9.0 and 12.x; derive the variant with 'activations: int8'"
-            )
-    elif not (current_platform.is_cpu() and activations == "int8"):
-        raise FlexQuantError(
-            f"there is no kernel for INT4 weights with {activations} activations on {_device()}; choose a "
-            "policy without such a variant"
-        )
-
-
-def _device() -> str:
-    return "this CPU" if current_platform.is_cpu() else current_platform.get_device_name()

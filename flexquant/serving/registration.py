@@ -28,6 +28,7 @@ from flexquant.checkpoint.merged_config import (
     QUANT_METHOD,
     VISION_ARCHITECTURES,
     MergedConfig,
+    StoredVariant,
     served_architecture,
 )
 from flexquant.checkpoint.model_config import JsonObject, reads_more_than_text
@@ -67,6 +68,12 @@ class FlexQuantConfig(QuantizationConfig):
     def __init__(self, merged: MergedConfig) -> None:
         super().__init__()
         self.merged = merged
+        self.of_heads: QuantizationConfig | None = None
+        """The config of heads that draft (MTP), which vLLM builds after the model with this config."""
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        if self.of_heads is not None:
+            self.of_heads.apply_vllm_mapper(hf_to_vllm_mapper)
 
     def get_name(self) -> str:  # type: ignore[override]
         return QUANT_METHOD
@@ -94,6 +101,9 @@ class FlexQuantConfig(QuantizationConfig):
         return any((group.get("weights") or {}).get("strategy") == "block" for group in groups)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if self.of_heads is not None:
+            self.of_heads.packed_modules_mapping = self.packed_modules_mapping
+            return self.of_heads.get_quant_method(layer, prefix)
         raise FlexQuantError(
             f"vLLM builds layer '{prefix}' by another class than FlexQuant's, which alone knows the "
             "variants; leave 'architectures' out of --hf-overrides"
@@ -141,10 +151,13 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         keeps counters beside a state, is not offered.
         """
         from flexquant.serving.config import merged_of
+        from flexquant.serving.draft_heads import NO_HEADS
 
         merged = merged_of(model_config)
-        if model_config.runner == "draft" and model_config.config_format == QUANT_METHOD:
-            as_published(model_config, merged)
+        if model_config.runner == "draft":
+            if merged.draft_heads is None:
+                raise FlexQuantError(f"FlexQuant does not support {NO_HEADS}")
+            describe_draft(model_config, merged.base_architecture, merged.variants[merged.draft_heads])
             return
         reads_images = reads_more_than_text(model_config.hf_config.to_dict())
         if reads_images and merged.base_architecture not in VISION_ARCHITECTURES:
@@ -162,12 +175,14 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
             merged_of,
             resolve_policy,
         )
+        from flexquant.serving.draft_heads import read_from_merged
 
         merged = merged_of(vllm_config.model_config)
         routes = resolve_policy(vllm_config, merged)
         choose_graph_mode(vllm_config, merged, routes)
         fuse_as_for_variants(vllm_config, merged, routes)
         find_compiled_code_again()
+        read_from_merged(vllm_config, merged)
         verify_if_asked(vllm_config)
         # Extend vLLM's workers by FlexQuant's methods, unless the operator has set another extension.
         parallel = vllm_config.parallel_config
@@ -176,14 +191,16 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
             base.verify_and_update_config(vllm_config)
 
 
-def as_published(model_config: ModelConfig, merged: MergedConfig) -> None:
-    """Undo what :class:`SingleVariantParser` did to the config of a draft model, which is vLLM's."""
-    config, (variant,) = model_config.hf_config, merged.variants.values()
-    config.architectures = [merged.base_architecture]
-    if variant.is_in_16_bit:
-        del config.quantization_config
-    else:
-        config.quantization_config = variant.quantization_config
+def describe_draft(model_config: ModelConfig, architecture: str, variant: StoredVariant) -> None:
+    """Describe a draft to vLLM as if its config were not a merged checkpoint's: vLLM has the class for it."""
+    from vllm.config import SpeculativeConfig
+
+    from flexquant.serving.draft_heads import as_published
+
+    config = model_config.hf_config
+    config.architectures = [architecture]
+    as_published(model_config, variant)
+    SpeculativeConfig.hf_config_override(config)  # in place; vLLM has called it with FlexQuant's architecture
     model_config.model_arch_config = model_config.get_model_arch_config()
     inspected = model_config.registry.inspect_model_cls(config.architectures, model_config)
     model_config._model_info, model_config._architecture = inspected

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from vllm.distributed.utils import get_pp_indices
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
     from vllm.model_executor.models.interfaces import (
         SupportsEagle,
         SupportsEagle3,
@@ -201,6 +204,9 @@ MODULES = {
         "QUANTIZATION_METHODS get_quantization_config register_quantization_config"
     ),
     "vllm.model_executor.layers.quantization.base_config": "QuantizationConfig QuantizeMethodBase",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors": (
+        "CompressedTensorsConfig"
+    ),
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16": "CompressedTensorsWNA16MoEMethod",  # noqa: E501
     "vllm.model_executor.layers.quantization.compressed_tensors.schemes": "CompressedTensorsWNA16",
     "vllm.model_executor.layers.quantization.utils": "replace_parameter",

@@ -193,6 +193,8 @@ def test_another_policy_may_take_the_layers_that_are_there_and_no_others(whole, 
         before = llm.collective_rpc("flexquant_status")
         refused = change_to(rules("- use: w8a8"))["refused"]
         assert "another uses layers 1,3 of w8a8, but the server has loaded its layers 0,2 alone" in refused
+        with pytest.raises(FlexQuantError, match="take their weights at the start alone"):
+            llm.collective_rpc("reload_weights")
         assert llm.collective_rpc("flexquant_status") == before
         assert "refused" not in change_to(WITHIN)
         assert [answers(llm, PROMPTS)] == whole[WITHIN].answers

@@ -124,12 +124,22 @@ def test_mistaken_options(merged, options, found):
         ),
         ({"prefill_context_parallel_size": 2}, "context parallel"),
         ({"offload_backend": "prefetch", "offload_group_size": 2}, "cpu-offload-gb"),
+        ({"weight_transfer_config": {"backend": "nccl"}}, "drop --weight-transfer-config"),
         ({"pipeline_parallel_size": 8}, "rank 0 none of the model's 4 decoder layers"),
     ],
 )
 def test_unsupported_vllm_features(merged, options, named):
     with pytest.raises(Exception, match=named):
         configure(merged, **options)
+
+
+def test_answers_that_do_not_depend_on_the_batch_take_one_plan(merged, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    for policy in ("phase", "phase-batch"):
+        message = refusal(merged, **flexquant(policy=policy))
+        assert "VLLM_BATCH_INVARIANT=1" in message and "one plan: w8a8, w4a16" in message
+    for policy in ("w8a8", "w4a16", LAYER % "0-1"):
+        configure(merged, **flexquant(policy=written(policy, tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, as_m
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.schema import Derivation
+from flexquant.serving.derivable import check_derivable, layer_problem
 from flexquant.serving.kernels import trial
 from flexquant.serving.kernels.cpu_kernels import (
     AMXW4A8LinearKernel,
@@ -24,7 +25,6 @@ from flexquant.serving.kernels.cpu_kernels import (
     provide_cpu_kernels,
 )
 from flexquant.serving.kernels.gpu_kernels import W4A8_KERNELS, MarlinW4A8LinearKernel
-from flexquant.serving.refusals import check_derivable, layer_problem
 from flexquant.serving.worker.w4a8 import find_kernels
 from tests.checkpoints import make_pair
 from tests.publishers import edits

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from vllm.platforms import current_platform
 
-from flexquant.serving.refusals import check_signs
+from flexquant.serving.derivable import check_signs
 from flexquant.serving.vllm_api import (
     CutlassW4A8LinearKernel,
     HummingLinearKernel,

@@ -18,6 +18,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable
 from flexquant.serving.config import ServedPolicy, clip_to_server, merged_of
+from flexquant.serving.draft_heads import build_heads_as_stored
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
@@ -71,6 +72,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         self._build_variants(prefix)
         self._observe_passes()
         self._build_plans()
+        build_heads_as_stored(vllm_config)
         self.graphs = PlanGraphs()
         self.weight_bytes: dict[str, int] = {}
         """Variant -> bytes of its weights as kernels keep them; known once all are loaded."""
@@ -138,6 +140,17 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load the variants that were built; return the names of the loaded parameters."""
         return {f"variants.{name}" for name in self._loader.load(weights)}
+
+    @property
+    def _do_torchao_reload(self) -> bool:
+        """Refuse other weights, for which vLLM asks this first, before it has freed the ones that serve.
+
+        Goes when vLLM asks a model whether it takes other weights.
+        """
+        raise FlexQuantError(
+            "FlexQuant's variants take their weights at the start alone; quantise and merge the new weights, "
+            "and start a server on them"
+        )
 
     def process_weights_after_loading(self) -> None:
         """Pass vLLM's model-level hook (0.27 on) to the variants that define it, and announce them."""

@@ -19,10 +19,10 @@ from torch import nn
 from vllm.platforms import current_platform
 
 from flexquant.errors import FlexQuantError
+from flexquant.serving.derivable import ONE_SCALE, check_w4a8_device
 from flexquant.serving.kernels.cpu_kernels import TorchCPUW4A8LinearKernel
 from flexquant.serving.kernels.gpu_kernels import W4A8_KERNELS
 from flexquant.serving.kernels.layers import exchange_kernel
-from flexquant.serving.refusals import ONE_SCALE, check_w4a8_device
 from flexquant.serving.vllm_api import CompressedTensorsWNA16, get__quant_fp8_method
 from flexquant.serving.worker.layers_by_name import is_state_layer_or_its_convolution
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
-from flexquant.checkpoint.module_names import HEAD, is_in
+from flexquant.checkpoint.module_names import HEAD, drafts, is_in
 from flexquant.checkpoint.safetensors_io import is_finite
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
@@ -52,6 +52,7 @@ class VariantLoader:
         """
         self._variants = variants
         self._layers = routes.layers
+        self._num_layers = len(routes.plans[0].layers)
         self._must_be_unsmoothed = must_be_unsmoothed
         self._readers: dict[str, list[str]] = {}
         self._own_head: dict[str, bool] = {}
@@ -104,6 +105,8 @@ class VariantLoader:
 
     def _takers(self, prefix: str, key: str) -> list[str]:
         """Return the variants that a tensor is loaded into; for a shared module, only the first."""
+        if drafts(key, self._num_layers):
+            return []
         readers = [name for name in self._readers_of(prefix) if not self._is_copy(name, key)]
         takers = [name for name in readers if is_in(key, self._layers[name])]
         held_once = prefix == SHARED_PREFIX and key.startswith(self._by_reference)
@@ -114,7 +117,8 @@ class VariantLoader:
         return not self._own_head[name] and HEAD.search(key) is not None
 
     def _is_compared(self, prefix: str, key: str) -> bool:
-        return self._must_be_unsmoothed and "norm" in key and prefix in self._readers
+        is_norm = "norm" in key and not drafts(key, self._num_layers)
+        return self._must_be_unsmoothed and is_norm and prefix in self._readers
 
     def _runs(self, weights: Iterable[NamedTensor]) -> Iterator[tuple[str, list[NamedTensor]]]:
         """Yield each prefix with consecutive tensors, at most :data:`RUN`, whose keys lack the prefix."""

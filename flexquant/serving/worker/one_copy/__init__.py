@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from flexquant.errors import FlexQuantError
+from flexquant.serving.derivable import check_one_copy_device
 from flexquant.serving.kernels.layers import expert_layers_by_path, kernel_of_layer
-from flexquant.serving.refusals import check_one_copy_device
 from flexquant.serving.vllm_api import LinearBase, MPLinearKernel
 from flexquant.serving.worker.one_copy import from_16_bit
 from flexquant.serving.worker.one_copy.methods import Int4Method, NestedMethod, OneCopyMethod, product_of

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Refuse derived variants whose source or device does not allow them.
+
+The front end asks before it starts a worker. A worker asks again for what only it can see: the device that it
+runs on, and the scales of its tensors.
+"""
+
+from __future__ import annotations
+
+from compressed_tensors.quantization import ActivationOrdering, QuantizationArgs
+from vllm.platforms import current_platform
+
+from flexquant.checkpoint.merged_config import StoredVariant
+from flexquant.checkpoint.model_config import AWQ, GPTQ, JsonObject
+from flexquant.errors import FlexQuantError
+from flexquant.policy.schema import Derivation
+
+ONE_SCALE = "weights have one scale a channel, and INT8 activations need groups"
+
+
+def check_derivable(derives: str, derivation: Derivation, source: StoredVariant) -> None:
+    """Refuse a derived variant if its source lacks the weights that it needs, or this device a kernel.
+
+    ``derives`` opens the message: what in the policy derives the variant.
+    """
+    if derivation.is_one_copy:
+        check_one_copy_device(derives, derivation.weights)
+        if source.is_in_16_bit:
+            return
+    groups = source.quantization_config.get("config_groups", {}).values()
+    weights = [group.get("weights") or {} for group in groups if not group.get("input_activations")]
+    integers = [w for w in weights if w.get("type", "int") == "int"]  # layers of other types do not change
+    if derivation.is_one_copy:
+        int4 = [w for w in integers if w.get("num_bits") == 4]
+        problems = [*map(layer_problem, int4)] or ["which has no INT4 weights"]
+        needed = "INT4 weights"
+    else:
+        problems = [group_problem(w, derivation.activations) for w in integers]
+        problems = problems or ["which has no symmetric INT4 weights"]
+        if (method := source.quantization_config.get("quant_method")) in (AWQ, GPTQ):  # vLLM keeps its kernel
+            problems = [
+                f"which is in the format of {method}, not of compressed-tensors ('flexquant convert')"
+            ]
+        needed = "symmetric INT4 weights in groups (scheme W4A16 in the recipe, not W4A16_ASYM)"
+    if any(problems):
+        raise FlexQuantError(
+            f"{derives} from '{derivation.source}', {next(filter(None, problems))}; derive it from a W4A16 "
+            f"variant with {needed}"
+        )
+    if derivation.is_one_copy:
+        return
+    check_w4a8_device(derivation.activations)
+    if source.negative_scales:
+        check_signs(derivation.activations, f"variant '{derivation.source}'")
+
+
+def group_problem(weights: JsonObject, activations: str) -> str | None:
+    """Return, as a relative clause, why integer weights with 16-bit activations cannot have 8-bit ones.
+
+    None if they can. ``weights``: of a group of the checkpoint's ``quantization_config``.
+    """
+    if weights.get("num_bits") != 4 or not weights.get("symmetric", True):
+        return "some of whose weights are not symmetric INT4"
+    if problem := layer_problem(weights):
+        return f"{problem}, which 8-bit activations do not allow"
+    if activations == "int8" and (weights.get("group_size") or -1) == -1:
+        return f"whose {ONE_SCALE}"
+    return None
+
+
+def layer_problem(weights: JsonObject) -> str | None:
+    """Return, as a relative clause, why INT4 weights cannot be computed with in INT8; None if they can.
+
+    ``weights``: of a group of the checkpoint's ``quantization_config``.
+    """
+    given = weights.get("actorder")
+    try:
+        order = QuantizationArgs.validate_actorder(given)
+    except ValueError:
+        return f"whose groups have an order that is not known (actorder {given!r})"
+    return (
+        "whose groups are ordered by activation (actorder 'group')"
+        if order == ActivationOrdering.GROUP
+        else None
+    )
+
+
+def check_one_copy_device(what: str, weights: str) -> None:
+    """Raise :class:`FlexQuantError` on a device for which there is no such product; ``what`` asks for it.
+
+    ``weights``: int8 or fp8.
+    """
+    oldest, named = (89, "Ada") if weights == "fp8" else (80, "Ampere")
+    if current_platform.is_cpu():
+        problem = "which is for GPUs" if weights == "fp8" else None
+    elif not current_platform.is_cuda():
+        problem = f"which runs on {'' if weights == 'fp8' else 'CPUs and '}NVIDIA GPUs"
+    else:
+        is_older = not current_platform.has_device_capability(oldest)
+        problem = f"and {current_platform.get_device_name()} is older than {named}" if is_older else None
+    if problem:
+        raise FlexQuantError(f"{what} with 'weights: {weights}', {problem}; choose a policy without it")
+
+
+def check_signs(activations: str, owner: str) -> None:
+    """Refuse scales below zero, which ``owner`` has, where the kernel does not multiply right with them."""
+    if current_platform.is_cuda() and activations == "int8":
+        raise FlexQuantError(
+            f"{owner} has scales below zero, as AutoRound makes them, which vLLM's Marlin kernel takes for "
+            "large ones beside INT8 activations; quantise with GPTQ or by rounding, or take such a variant's "
+            "rules out of the policy"
+        )
+
+
+def check_w4a8_device(activations: str) -> None:
+    """Refuse INT4 weights with ``activations`` (int8, fp8) on a device for which vLLM has no kernel."""
+    if current_platform.is_cuda():
+        capabilities = map(current_platform.is_device_capability, (89, 90))
+        if activations == "fp8" and not (
+            any(capabilities) or current_platform.is_device_capability_family(120)
+        ):
+            raise FlexQuantError(
+                f"vLLM has no kernel for INT4 weights with fp8 activations on {_device()}, only for compute "
+                "capability 8.9, 9.0 and 12.x; derive the variant with 'activations: int8'"
+            )
+    elif not (current_platform.is_cpu() and activations == "int8"):
+        raise FlexQuantError(
+            f"there is no kernel for INT4 weights with {activations} activations on {_device()}; choose a "
+            "policy without such a variant"
+        )
+
+
+def _device() -> str:
+    return "this CPU" if current_platform.is_cpu() else current_platform.get_device_name()

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Makes small random checkpoints with a head that predicts further tokens (MTP), named as publishers do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.architectures.models import random_model, small_config, split
+from tests.checkpoints import StateDict, write_checkpoint
+
+LAYERS = 3
+LAST = f"model.layers.{LAYERS}."
+"""Where a model with one layer more has what becomes the head's layer."""
+NUMBERED = tuple(LAST + name for name in ("enorm", "hnorm", "shared_head.norm", "eh_proj"))
+
+
+class Kind(NamedTuple):
+    """A family of models, by what its published checkpoints call the head."""
+
+    model_type: str
+    architecture: str
+    layer: str = LAST
+    """Prefix of the head's decoder layer."""
+    beside: tuple[str, ...] = NUMBERED
+    """The head's other modules."""
+    fields: dict[str, Any] = {}  # noqa: RUF012 - read only
+
+
+KINDS = {
+    "MiMo": Kind(
+        *("qwen2", "MiMoForCausalLM", "model.mtp_layers.0."),
+        tuple(
+            f"model.mtp_layers.0.{name}"
+            for name in ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")
+        ),
+        {"tie_word_embeddings": False},
+    ),
+    "Ernie": Kind(
+        *("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "model.mtp_block.0."),
+        ("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0"),
+        {"moe_layer_start_index": 1, "moe_layer_end_index": LAYERS - 1},
+    ),
+    "DeepSeek": Kind("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "GLM": Kind("glm4_moe", "Glm4MoeForCausalLM"),
+}
+
+
+def is_of_head(name: str) -> bool:
+    return "mtp" in name or name.startswith(LAST)
+
+
+def with_head(kind: Kind, state: StateDict, seed: int = 1) -> StateDict:
+    """Return a model's tensors, its last layer as the head's, with what a head has beside the layer."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = state["model.norm.weight"].numel()
+    made = {name.replace(LAST, kind.layer): tensor for name, tensor in state.items()}
+    for module in kind.beside:
+        is_norm = "norm" in module
+        values = 0.1 * torch.randn((hidden,) if is_norm else (hidden, 2 * hidden), generator=generator)
+        made[f"{module}.weight"] = (values + is_norm).to(torch.bfloat16)
+    if kind.layer == LAST:
+        made[f"{LAST}shared_head.head.weight"] = made["lm_head.weight"].clone()
+        made[f"{LAST}embed_tokens.weight"] = made["model.embed_tokens.weight"].clone()
+    return made
+
+
+def make_mtp_pair(
+    folder: Path, name: str, *, heads: Collection[str] = ("w8a8", "w4a16"), quantised: Collection[str] = ()
+) -> dict[str, Path]:
+    """Write w8a8 and w4a16 of one model: those in ``heads`` have the head, in 16 bit if not ``quantised``."""
+    kind = KINDS[name]
+    config = small_config(kind.model_type, **{"num_hidden_layers": LAYERS + 1, **kind.fields})
+    state, weights, left_out = split(random_model(config))
+    config.num_hidden_layers, config.num_nextn_predict_layers = LAYERS, 1
+    config.architectures = [kind.architecture]
+    for key in ("layer_types", "mlp_layer_types"):
+        if listed := getattr(config, key, None):
+            setattr(config, key, listed[:LAYERS])
+    weights = {weight.replace(LAST, kind.layer) for weight in weights}
+    ignore = [module.replace(LAST, kind.layer) for module in left_out]
+    of_head = sorted(filter(is_of_head, weights))
+    whole = with_head(kind, state)
+    made = {}
+    for scheme in ("w8a8", "w4a16"):
+        tensors = {key: whole[key] for key in whole if scheme in heads or not is_of_head(key)}
+        in_16_bit = [] if scheme in quantised else of_head
+        made[scheme] = write_checkpoint(
+            folder / scheme,
+            config,
+            tensors,
+            scheme,
+            (weights - {*in_16_bit}) & tensors.keys(),
+            [*ignore, *(weight.removesuffix(".weight") for weight in in_16_bit)],
+        )
+    return made
