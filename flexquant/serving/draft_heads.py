@@ -86,14 +86,21 @@ def read_from_merged(vllm_config: VllmConfig, merged: MergedConfig) -> None:
         )
 
 
-def build_heads_as_stored(vllm_config: VllmConfig) -> None:
+def build_heads_as_stored(vllm_config: VllmConfig, model_class: type[nn.Module]) -> None:
     """In a worker that drafts with heads, have vLLM's draft class build them as their checkpoint stores them.
 
-    vLLM builds them with the quantisation config of the model, after the model.
+    vLLM builds them after the model, with the model's quantisation config, to which ``model_class``, the
+    class of each variant, has told its names of modules, and which it fuses.
     """
-    speculative = vllm_config.speculative_config
+    speculative, config = vllm_config.speculative_config, vllm_config.quant_config
     if speculative is None or speculative.method != METHOD:
         return
     found = VllmConfig.get_quantization_config(speculative.draft_model_config, vllm_config.load_config)
-    assert isinstance(vllm_config.quant_config, FlexQuantConfig)
-    vllm_config.quant_config.of_heads = found or CompressedTensorsConfig.from_config(IN_16_BIT)
+    of_heads = found or CompressedTensorsConfig.from_config(IN_16_BIT)
+    if (mapper := getattr(model_class, "hf_to_vllm_mapper", None)) is not None:
+        # vLLM 0.26 has the one name, later ones the other.
+        rename = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
+        of_heads.apply_vllm_mapper(rename())
+    assert isinstance(config, FlexQuantConfig)
+    config.of_heads = of_heads
+    config.packed_modules_mapping = getattr(model_class, "packed_modules_mapping", {})

@@ -22,8 +22,8 @@ def distance(one: Answers, other: Answers, steps: slice = EVERY) -> float:
     return sum(differences) / len(differences)
 
 
-def assert_equal_but_for_ties(found: Answers, expected: Answers) -> None:
-    """Assert that greedy answers agree: half of them wholly, the others up to a tie of ``expected``.
+def assert_equal_but_for_ties(found: Answers, expected: Answers, wholly: float = 0.5) -> None:
+    """Assert that greedy answers agree: a share of them ``wholly``, the others up to a tie of ``expected``.
 
     It is for engines that give the same passes other shapes: some CPUs' kernels then sum in another order.
     """
@@ -36,4 +36,4 @@ def assert_equal_but_for_ties(found: Answers, expected: Answers) -> None:
             continue
         behind = logprobs[differ][others[differ]] - logprobs[differ].get(ids[differ], float("-inf"))
         assert behind < TIE, f"token {differ} is {ids[differ]}, {behind:.2f} nats behind {others[differ]}"
-    assert whole >= len(expected) / 2
+    assert whole >= len(expected) * wholly

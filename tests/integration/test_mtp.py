@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 PROMPTS = ["hello world, this is a prompt " * 2, "abc abc abc", "xyz 1"]
-SAMPLING = {"max_tokens": 10, "ignore_eos": True}
+SAMPLING = {"max_tokens": 6, "ignore_eos": True}
 DRAFTED = {"method": "mtp", "num_speculative_tokens": 1}
 POLICIES = {"w8a8": "w8a8", "w4a16": "w4a16", "changing": LAYERED_DECODE}
 FIRST = 3
@@ -85,7 +85,7 @@ def test_drafts_are_those_of_stock_and_are_verified_under_each_plan(
     with drafting(tmp_path / "merged", union) as (llm, drafts):
         found = answers_by_policy(llm, drafts)
     for policy, (given, drafted) in found.items():
-        assert_equal_but_for_ties(given, without[policy][0])
+        assert_equal_but_for_ties(given, without[policy][0], wholly=0.3)
         assert drafted and all(ids for ids in drafted[0]), "every prompt has a draft after its prefill"
     first = heads[0]  # with heads in both, the first source's are read
     with drafting(pair[first]) as (llm, of_stock):

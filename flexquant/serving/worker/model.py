@@ -72,7 +72,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         self._build_variants(prefix)
         self._observe_passes()
         self._build_plans()
-        build_heads_as_stored(vllm_config)
+        build_heads_as_stored(vllm_config, type(next(iter(self.variants.values()))))
         self.graphs = PlanGraphs()
         self.weight_bytes: dict[str, int] = {}
         """Variant -> bytes of its weights as kernels keep them; known once all are loaded."""
