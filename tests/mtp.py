@@ -12,6 +12,7 @@ import torch
 
 from tests.architectures.models import random_model, small_config, split
 from tests.checkpoints import StateDict, write_checkpoint
+from tests.states import FAMILIES
 
 LAYERS = 3
 LAST = f"model.layers.{LAYERS}."
@@ -47,6 +48,11 @@ KINDS = {
     ),
     "DeepSeek": Kind("deepseek_v3", "DeepseekV3ForCausalLM"),
     "GLM": Kind("glm4_moe", "Glm4MoeForCausalLM"),
+    "Qwen3-Next": Kind(
+        *("qwen3_next", "Qwen3NextForCausalLM", "mtp.layers.0."),
+        ("mtp.fc", "mtp.norm", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding"),
+        {**FAMILIES["qwen3_next"], "layer_types": ["linear_attention", *["full_attention"] * LAYERS]},
+    ),
 }
 
 
@@ -83,6 +89,7 @@ def make_mtp_pair(
             setattr(config, key, listed[:LAYERS])
     weights = {weight.replace(LAST, kind.layer) for weight in weights}
     ignore = [module.replace(LAST, kind.layer) for module in left_out]
+    ignore += [module for module in kind.beside if "norm" not in module]
     of_head = sorted(filter(is_of_head, weights))
     whole = with_head(kind, state)
     made = {}

@@ -47,10 +47,23 @@ class DraftHeadLoader(DefaultModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        for name, tensor in super().get_all_weights(model_config, model):
-            for prefix in self._prefixes:
-                if name.startswith(prefix):
-                    yield name.removeprefix(prefix), tensor
+        # vLLM asks the model by which names a whole file can be skipped, and it knows published names alone.
+        is_unused = getattr(model, "is_unused_checkpoint_weight", lambda name: False)
+
+        def is_unused_here(name: str) -> bool:
+            published = self._published(name)
+            return published is None or is_unused(published)
+
+        asked = nn.Module()
+        vars(asked)["is_unused_checkpoint_weight"] = is_unused_here
+        for name, tensor in super().get_all_weights(model_config, asked):
+            if published := self._published(name):
+                yield published, tensor
+
+    def _published(self, name: str) -> str | None:
+        """Return a tensor's name in the variant's own checkpoint; None if it is of another variant."""
+        prefix = next(filter(name.startswith, self._prefixes), None)
+        return None if prefix is None else name.removeprefix(prefix)
 
 
 def drafts_with_own_heads(vllm_config: VllmConfig) -> bool:
