@@ -9,7 +9,7 @@ inputs; a finished checkpoint is only verified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from flexquant.checkpoint.built_model import load_tokenizer
 from flexquant.checkpoint.folder import COPIED, find_files
-from flexquant.checkpoint.measured_loss import LossByKind
+from flexquant.checkpoint.measured_loss import PROMPT_TOKENS, LossByKind
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import SHARED_PREFIX
 from flexquant.checkpoint.model_config import count_layers
@@ -31,15 +31,16 @@ from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoi
 from flexquant.merge.formats import open_source
 from flexquant.merge.merging import policy_to_store
 from flexquant.merge.sidecar_plan import plan_sidecars
-from flexquant.policy.rules import choose_policy
+from flexquant.policy.routes import build_route_table
+from flexquant.policy.rules import Policy, choose_policy
 from flexquant.quantization.progress import Stage, no_stage, quiet_libraries
 from flexquant.quantization.quantizing import quantize_variants
 from flexquant.quantization.recipe import Recipe
 from flexquant.quantization.report import QuantizedVariant
 from flexquant.quantization.source_model import find_folder, read_source
 
-STAGES_AFTER_QUANTISING = 2
-"""Stages of :func:`build_checkpoint` after quantising: merging and verifying."""
+STAGES_AFTER_QUANTISING = 3
+"""Stages of :func:`build_checkpoint` after quantising: merging, verifying, measuring."""
 ADVICE = "choose another folder, or replace it with --overwrite"
 
 
@@ -52,6 +53,8 @@ class BuildResult:
     """Variant -> number of tensors found equal to its own, bit for bit."""
     nested_losses: dict[str, LossByKind]
     """Nested variant -> what it lost as it is stored."""
+    answer_losses: dict[str, LossByKind]
+    """Policy, and its decode variant alone -> what was lost on answers to prompts of PROMPT_TOKENS tokens."""
 
 
 def build_checkpoint(
@@ -75,8 +78,7 @@ def build_checkpoint(
     ``policy``, a built-in name or a file, replaces the recipe's default policy. ``nested`` stores W8A8 as
     ``near`` does in :func:`merge_checkpoints`. ``overwrite`` replaces folders that other inputs made.
     ``progress``, ``verbose`` and ``quantizing`` are further arguments of
-    :func:`~flexquant.quantization.quantizing.quantize_variants`; STAGES_AFTER_QUANTISING stages follow its,
-    with ``nested`` one more.
+    :func:`~flexquant.quantization.quantizing.quantize_variants`; STAGES_AFTER_QUANTISING stages follow its.
 
     Raises FlexQuantError as the steps do; a policy or output that is not possible is refused before the first
     step. Without ``overwrite`` an existing ``output`` has to be a merged checkpoint of these variants.
@@ -106,32 +108,70 @@ def build_checkpoint(
             merge_checkpoints(sources, output, progress=show, kv_progress=show, **options)
     with stage(f"comparing {output} with the variants, bit for bit") as show:
         compared = verify_checkpoint(output, sources, show)["tensors_compared_with"]
-    losses: dict[str, LossByKind] = {}
-    if nested:
-        with stage("measuring what is lost as it is stored"):
-            losses = _measure_nested(model, output, progress, verbose)
     merged = MergedCheckpoint.open(output)
+    with stage("measuring what is lost as it is served"):
+        nested_losses, answers = _measure_served(model, merged, dict(sources), progress, verbose)
     missed = merged.provenance.changed_integers, merged.provenance.added_noise
     report = report_checkpoint(merged.merged, count_layers(merged.config), merged.tensors, *missed)
-    return BuildResult(variants, report, compared, losses)
+    return BuildResult(variants, report, compared, nested_losses, answers)
 
 
-def _measure_nested(
-    model: str | Path, merged: Path, progress: Callable[[str], None], verbose: bool
-) -> dict[str, LossByKind]:
-    """Return what each nested variant of ``merged`` lost against the 16-bit ``model``, by kind of text."""
-    losses: dict[str, LossByKind] = {}
+def _measure_served(
+    model: str | Path,
+    merged: MergedCheckpoint,
+    variants: Mapping[str, str],
+    progress: Callable[[str], None],
+    verbose: bool,
+) -> tuple[dict[str, LossByKind], dict[str, LossByKind]]:
+    """Return by kind of text what nested variants lose, and what is lost on answers, against ``model``.
+
+    ``variants`` are the variants' folders. Answers are those under the policy of ``merged``, and those of its
+    decode variant alone: none if the policy takes one variant for both or mixes layers, or if the model
+    carries states.
+    """
+    nested: dict[str, LossByKind] = {}
+    answers: dict[str, LossByKind] = {}
+    policy = choose_policy(stored=merged.merged.policy)
+    prefill, decode = _phases(policy, merged) or ("", "")
+    if not prefill and not merged.merged.nested:
+        return nested, answers
     with nullcontext() if verbose else quiet_libraries(progress):
-        from flexquant.quantization.loss import measure_loss, read_reference
+        from flexquant.quantization.loss import measure_answers, measure_loss, read_prompts, read_reference
         from flexquant.quantization.oneshot import load_quantized, load_whole
 
-        folder = find_folder(model, progress)
+        folder, prompts = find_folder(model, progress), None
         reference = read_reference(load_whole(read_source(folder)), load_tokenizer(folder))
-        for name in MergedCheckpoint.open(merged).merged.nested:
-            with TemporaryDirectory(dir=merged.parent) as work:
-                split_checkpoint(merged, name, Path(work) / name)
-                losses[name] = measure_loss(load_quantized(Path(work) / name), reference)
-    return losses
+        for name in merged.merged.nested:
+            with TemporaryDirectory(dir=merged.folder.parent) as work:
+                split_checkpoint(merged.folder, name, Path(work) / name)
+                found = load_quantized(Path(work) / name)
+            nested[name] = measure_loss(found, reference)
+            if name == prefill:
+                prompts = read_prompts(found, reference)
+        if prefill and prefill not in nested:
+            prompts = read_prompts(load_quantized(Path(variants[prefill])), reference)
+        if prompts is not None:
+            found = load_quantized(Path(variants[decode]))
+            answers[policy.name] = measure_answers(found, prompts, reference)
+            answers[f"{decode} alone"] = measure_answers(
+                found, read_prompts(found, reference) or {}, reference
+            )
+        elif prefill:
+            progress("what answers lose is not measured: transformers cannot go on from a model's states")
+    return nested, answers
+
+
+def _phases(policy: Policy, merged: MergedCheckpoint) -> tuple[str, str] | None:
+    """Return the variants of a prompt and of one sequence's answer; None unless they are two whole ones."""
+    variants = merged.merged.variants
+    if not {*policy.variants} <= {*variants}:
+        return None
+    table = build_route_table(policy, list(variants), count_layers(merged.config), PROMPT_TOKENS)
+    plans = table.lookup("prefill", PROMPT_TOKENS), table.lookup("decode", 1)
+    (prefill, *mixed), (decode, *also_mixed) = (plan.variants for plan in plans)
+    if mixed or also_mixed or prefill == decode or decode in merged.merged.nested:
+        return None
+    return prefill, decode
 
 
 def _check_policy(policy: str | None, recipe: Recipe) -> None:

@@ -20,6 +20,8 @@ MAX_LOSS = 0.10
 
 Both are alike: the KL divergence is by how much the log-perplexity of what the 16-bit model writes grows.
 """
+PROMPT_TOKENS = 64
+"""Tokens of a text that are its prompt, where prompts and answers have variants of their own."""
 KEY = "measured"
 """The key of a recipe under which a variant's losses are, by kind of text."""
 HELP = (
@@ -92,13 +94,13 @@ def loss_table(losses: Mapping[str, LossByKind]) -> list[list[str]]:
     return rows
 
 
-def loss_lines(losses: Mapping[str, LossByKind], bound: float = MAX_LOSS) -> list[str]:
+def loss_lines(losses: Mapping[str, LossByKind], bound: float = MAX_LOSS, on: str = "texts") -> list[str]:
     """Return for a terminal the table, and a sentence about each variant that lost more than ``bound``."""
     if not losses:
         return []
     rows = loss_table(losses)
     return [
-        "lost against the 16-bit model, on texts that no variant was calibrated on:",
+        f"lost against the 16-bit model, on {on} that no variant was calibrated on:",
         *table_lines(rows, numbers=range(1, len(rows[0]))),
         *too_much(losses, bound),
     ]

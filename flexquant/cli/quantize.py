@@ -9,7 +9,7 @@ import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from flexquant.checkpoint.measured_loss import MAX_LOSS, LossByKind, loss_lines
+from flexquant.checkpoint.measured_loss import MAX_LOSS, PROMPT_TOKENS, LossByKind, loss_lines
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import format_bytes, format_report
 from flexquant.cli._arguments import add_shard_size, parse_names, parse_number, pick
@@ -121,11 +121,14 @@ def build(args: argparse.Namespace) -> JsonObject:
 
     recipe = load_recipe(args.recipe)
     stages = STAGES_BEFORE_VARIANTS + len(recipe.variants) + STAGES_AFTER_QUANTISING
-    how = _how(args, stages + int(args.nested))
+    how = _how(args, stages)
     how |= pick(args, "variants_folder", "policy", "nested", "max_shard_size")
     with contextlib.redirect_stdout(sys.stderr):  # llmcompressor prints
         built = build_checkpoint(args.model, args.output, recipe, **how)
     _print_variants(built.variants, args.max_loss, built.nested_losses)
+    on = f"answers to prompts of {PROMPT_TOKENS} tokens, as served,"
+    for line in loss_lines(built.answer_losses, args.max_loss / 100, on):
+        print(line)
     print(f"{args.output}: {format_report(built.report)}")
     report = built.report.to_json()
     return {
@@ -133,10 +136,14 @@ def build(args: argparse.Namespace) -> JsonObject:
         **report,
         "variants": {v.name: {**report["variants"][v.name], **v.model_dump()} for v in built.variants},
         "tensors_compared_with": built.tensors_compared,
-        "nested_losses": {
-            name: {kind: loss.model_dump() for kind, loss in losses.items()}
-            for name, losses in built.nested_losses.items()
-        },
+        "nested_losses": _dump(built.nested_losses),
+        "answer_losses": _dump(built.answer_losses),
+    }
+
+
+def _dump(losses: Mapping[str, LossByKind]) -> JsonObject:
+    return {
+        name: {kind: loss.model_dump() for kind, loss in by_kind.items()} for name, by_kind in losses.items()
     }
 
 

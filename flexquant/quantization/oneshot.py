@@ -36,7 +36,7 @@ from flexquant.checkpoint.folder import COPIED, GENERATION_CONFIG, find_files
 from flexquant.checkpoint.module_names import LAYER
 from flexquant.checkpoint.writer import Progress, copy_files
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.loss import distill_scales
+from flexquant.quantization.distillation import distill_scales
 from flexquant.quantization.modifiers import SearchedSmoothQuant, build_modifiers, smoothing_report
 from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.report import Report

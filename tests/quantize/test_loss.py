@@ -15,14 +15,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 from flexquant import cli
-from flexquant.checkpoint.measured_loss import read_losses
+from flexquant.checkpoint.measured_loss import PROMPT_TOKENS, read_losses
 from flexquant.documents.texts import draw_rows, read_corpus, read_documents
 from flexquant.quantization.loss import (
     _answers,
     _compare,
     _loss,
+    measure_answers,
     measure_loss,
     measuring_rows,
+    read_prompts,
     read_reference,
     reference_of,
 )
@@ -72,6 +74,32 @@ def test_what_is_recorded_is_the_loss_of_what_was_written(
         assert recorded[kind].kl == pytest.approx(float(torch.stack(divergences).mean()), abs=2e-4)
         expected = float(torch.stack(growth).mean().exp()) - 1
         assert recorded[kind].perplexity == pytest.approx(expected, abs=4e-4)
+
+
+def test_answers_are_measured_with_prompts_that_another_variant_read(
+    model: Path, variants: Path, tokenizer: AutoTokenizer
+) -> None:
+    """The reference reads token by token, as a server does, and has whole logits."""
+    original, first, second = load(model), load(variants / "w8a8"), load(variants / "w4a16")
+    reference = read_reference(original, tokenizer)
+    prompts, own = read_prompts(first, reference), read_prompts(second, reference)
+    assert prompts is not None and own is not None
+    losses = measure_answers(second, prompts, reference)
+    assert losses != measure_answers(second, own, reference)
+    for kind in ("code", "tables"):
+        divergences = []
+        for row in reference.rows[kind]:
+            ids = torch.tensor([row])
+            with torch.inference_mode():
+                was = original(ids).logits[0, PROMPT_TOKENS - 1 : -1].log_softmax(-1)
+                said = first(ids[:, :PROMPT_TOKENS], use_cache=True)
+                logits, cache = [said.logits[:, -1]], said.past_key_values
+                for token in row[PROMPT_TOKENS:-1]:
+                    said = second(torch.tensor([[token]]), past_key_values=cache)
+                    logits.append(said.logits[:, -1])
+            found = torch.cat(logits).log_softmax(-1)
+            divergences.append((was.exp() * (was - found)).sum(-1).mean())
+        assert losses[kind].kl == pytest.approx(float(torch.stack(divergences).mean()), abs=2e-4)
 
 
 def test_the_command_says_what_was_lost_and_marks_what_lost_too_much(
