@@ -93,7 +93,7 @@ def distill_scales(
 def _integers(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return a quantised linear's integers less zero points, int8 [out, groups, inputs of a group]."""
     grouped = weight.view(weight.shape[0], scale.shape[1], -1)
-    return (grouped / scale[..., None]).round().to(torch.int8)
+    return (grouped / scale[..., None]).round().clamp(-128, 127).to(torch.int8)
 
 
 def _forward(module: Any, factor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -102,22 +102,23 @@ def _forward(module: Any, factor: torch.Tensor) -> Callable[[torch.Tensor], torc
     scale, bias, rounded = module.weight_scale.float(), module.bias, scheme.input_activations
 
     def by_rows(x: torch.Tensor) -> torch.Tensor:
-        y = functional.linear(x, module.weight.to(x.dtype)) * factor[:, 0]
+        y = functional.linear(x, weight.to(x.dtype)) * factor[:, 0]
         return y if bias is None else y + bias
 
     def by_groups(x: torch.Tensor) -> torch.Tensor:
-        weight = (integers * (scale * factor)[..., None]).flatten(1)
-        return functional.linear(x, weight.to(x.dtype), bias)
+        scaled = (integers * (scale * factor)[..., None]).flatten(1)
+        return functional.linear(x, scaled.to(x.dtype), bias)
 
     def round_inputs(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             error = round_input(x, rounded) - x
         return compute(x + error)  # the gradient is that of what is not rounded
 
+    integers = _integers(module.weight.float(), scale)
     if scale.shape[1] == 1:
+        weight = (integers * scale[..., None]).flatten(1)
         compute = by_rows  # all gradients are of outputs, none of a whole weight
     else:
-        integers = _integers(module.weight.float(), scale)
         compute = by_groups
     return compute if rounded is None else round_inputs
 
