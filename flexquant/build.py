@@ -22,6 +22,7 @@ from flexquant.checkpoint.measured_loss import PROMPT_TOKENS, LossByKind
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import SHARED_PREFIX
 from flexquant.checkpoint.model_config import count_layers
+from flexquant.checkpoint.module_names import EXPERTS
 from flexquant.checkpoint.output import prepare_output, remove_leftovers
 from flexquant.checkpoint.weight_bytes import CheckpointReport, report_checkpoint
 from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE, plan_shards
@@ -162,9 +163,12 @@ def _measure_served(
 
 
 def _phases(policy: Policy, merged: MergedCheckpoint) -> tuple[str, str] | None:
-    """Return the variants of a prompt and of one sequence's answer; None unless they are two whole ones."""
+    """Return the variants of a prompt and of one sequence's answer; None unless they are two whole ones.
+
+    None for mixtures of experts too, whose published tensors transformers does not load quantised.
+    """
     variants = merged.merged.variants
-    if not {*policy.variants} <= {*variants}:
+    if not {*policy.variants} <= {*variants} or any(map(EXPERTS.match, merged.tensors)):
         return None
     table = build_route_table(policy, list(variants), count_layers(merged.config), PROMPT_TOKENS)
     plans = table.lookup("prefill", PROMPT_TOKENS), table.lookup("decode", 1)
