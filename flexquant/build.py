@@ -4,11 +4,12 @@
 
 Each step's result appears only when it is complete: a build that was killed and restarted writes the same
 bytes as an undisturbed one. A finished variant is not quantised again, as its report records all of its
-inputs; a finished checkpoint is only verified.
+inputs; a finished checkpoint is only verified, and measured as it is served.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -127,8 +128,7 @@ def _measure_served(
     """Return by kind of text what nested variants lose, and what is lost on answers, against ``model``.
 
     ``variants`` are the variants' folders. Answers are those under the policy of ``merged``, and those of its
-    decode variant alone: none if the policy takes one variant for both or mixes layers, or if the model
-    carries states.
+    decode variant alone: none where `_phases` finds none, and for models that carry states.
     """
     nested: dict[str, LossByKind] = {}
     answers: dict[str, LossByKind] = {}
@@ -138,27 +138,33 @@ def _measure_served(
         return nested, answers
     with nullcontext() if verbose else quiet_libraries(progress):
         from flexquant.quantization.loss import measure_answers, measure_loss, read_prompts, read_reference
-        from flexquant.quantization.oneshot import load_quantized, load_whole
+        from flexquant.quantization.oneshot import explained_memory, load_quantized, load_whole
 
         folder, prompts = find_folder(model, progress), None
-        reference = read_reference(load_whole(read_source(folder)), load_tokenizer(folder))
-        for name in merged.merged.nested:
-            with TemporaryDirectory(dir=merged.folder.parent) as work:
-                split_checkpoint(merged.folder, name, Path(work) / name)
-                found = load_quantized(Path(work) / name)
-            nested[name] = measure_loss(found, reference)
-            if name == prefill:
-                prompts = read_prompts(found, reference)
-        if prefill and prefill not in nested:
-            prompts = read_prompts(load_quantized(Path(variants[prefill])), reference)
-        if prompts is not None:
-            found = load_quantized(Path(variants[decode]))
-            answers[policy.name] = measure_answers(found, prompts, reference)
-            answers[f"{decode} alone"] = measure_answers(
-                found, read_prompts(found, reference) or {}, reference
-            )
-        elif prefill:
-            progress("what answers lose is not measured: transformers cannot go on from a model's states")
+        doing, whole = (
+            "measuring what is lost as it is served",
+            f"{merged.folder} is whole, and can be served",
+        )
+        with explained_memory(doing, whole), TemporaryDirectory(dir=merged.folder.parent) as work:
+            reference = read_reference(load_whole(read_source(folder)), load_tokenizer(folder))
+            folders = {prefill: Path(variants[prefill])} if prefill else {}
+            for name in merged.merged.nested:
+                folders[name] = Path(work) / name
+                split_checkpoint(merged.folder, name, folders[name])
+            for name, stored in folders.items():
+                found = load_quantized(stored)
+                if name in merged.merged.nested:
+                    nested[name] = measure_loss(found, reference)
+                if name == prefill:
+                    prompts = read_prompts(found, reference)
+                del found
+                gc.collect()  # compressed-tensors' modules refer to themselves
+            if prompts is not None:
+                found = load_quantized(Path(variants[decode]))
+                answers[policy.name] = measure_answers(found, prompts, reference)
+                own = read_prompts(found, reference)
+                assert own is not None, "one architecture has one kind of cache"
+                answers[f"{decode} alone"] = measure_answers(found, own, reference)
     return nested, answers
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from compressed_tensors.offload import update_offload_parameter
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.utils import calculate_range
 from compressed_tensors.utils import patch_attr
 from llmcompressor.utils.dev import get_main_device
 from torch.nn import functional
@@ -25,7 +26,6 @@ from transformers import PreTrainedModel
 
 from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.modifiers import round_input
 
 BATCH = 4
 """Rows in a step."""
@@ -45,9 +45,9 @@ def distill_scales(
 ) -> list[float]:
     """Train the scales of ``model`` in place; return the mean KL divergence of every epoch, nats a token.
 
-    ``model`` has integer weights, and is not saved yet; ``teacher`` is the 16-bit model. Activations in 8 bit
-    are rounded as served. All ``rows`` [tokens] have one length. ``progress`` is called with (steps done, all
-    steps). Raises FlexQuantError if the divergence is not finite.
+    ``model`` has weight-only integer quantisation, and is not saved yet; ``teacher`` is the 16-bit model. All
+    ``rows`` [tokens] have one length. ``progress`` is called with (steps done, all steps). Raises
+    FlexQuantError if the divergence is not finite.
     """
     linears: list[Any] = [module for module in model.modules() if hasattr(module, "quantization_scheme")]
     device = get_main_device()
@@ -55,14 +55,17 @@ def distill_scales(
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     factors = [torch.ones_like(module.weight_scale, dtype=torch.float32) for module in linears]
+    integers = [*map(_integers, linears)]
     optimizer = torch.optim.Adam([f.requires_grad_() for f in factors], lr=LEARNING_RATE, betas=(0.9, 0.95))
     steps = epochs * math.ceil(len(rows) / BATCH)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(_rate, steps=steps))
     random = torch.Generator().manual_seed(seed)
     found: list[float] = []
     with ExitStack() as stack, torch.enable_grad():
-        for module, factor in zip(linears, factors, strict=True):
-            stack.enter_context(patch_attr(module, "forward", _forward(module, factor)))
+        for module, number, factor in zip(linears, integers, factors, strict=True):
+            held = {"integers": number, "scale": module.weight_scale.float(), "bias": module.bias}
+            forward = functools.partial(_forward, factor=factor, **held)
+            stack.enter_context(patch_attr(module, "forward", forward))
         for _ in range(epochs):
             divergences = []
             for batch in torch.randperm(len(rows), generator=random).split(BATCH):
@@ -81,46 +84,32 @@ def distill_scales(
                 if progress is not None:
                     progress(schedule.last_epoch, steps)
             found.append(sum(divergences) / len(divergences))
-    for module, factor in zip(linears, factors, strict=True):
-        old, scale = module.weight_scale.float(), module.weight_scale.float() * factor.detach()
-        weight = (_integers(module.weight.float(), old) * scale[..., None]).flatten(1)
+    for module, number, factor in zip(linears, integers, factors, strict=True):
+        scale = module.weight_scale.float() * factor.detach()
         update_offload_parameter(module, "weight_scale", scale)
-        update_offload_parameter(module, "weight", weight)
+        update_offload_parameter(module, "weight", (number * scale[..., None]).flatten(1))
     return found
 
 
 @torch.no_grad()
-def _integers(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return a quantised linear's integers less zero points, int8 [out, groups, inputs of a group]."""
-    grouped = weight.view(weight.shape[0], scale.shape[1], -1)
-    return (grouped / scale[..., None]).round().clamp(-128, 127).to(torch.int8)
+def _integers(module: Any) -> torch.Tensor:
+    """Return a quantised linear's integers less zero points [out, groups, inputs of a group]."""
+    args: QuantizationArgs = module.quantization_scheme.weights
+    scale = module.weight_scale.float()
+    lowest, highest = calculate_range(args, scale.device)
+    if not args.symmetric:
+        zero_point = module.weight_zero_point[..., None].int()
+        lowest, highest = lowest - zero_point, highest - zero_point
+    grouped = module.weight.float().view(len(scale), scale.shape[1], -1)
+    found = (grouped / scale[..., None]).round().clamp(lowest, highest)
+    return found.to(torch.int8 if args.symmetric or args.num_bits < 8 else torch.int16)
 
 
-def _forward(module: Any, factor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what a linear computes with its scales multiplied by ``factor``, which has their shape."""
-    scheme: QuantizationScheme = module.quantization_scheme
-    scale, bias, rounded = module.weight_scale.float(), module.bias, scheme.input_activations
-
-    def by_rows(x: torch.Tensor) -> torch.Tensor:
-        y = functional.linear(x, weight.to(x.dtype)) * factor[:, 0]
-        return y if bias is None else y + bias
-
-    def by_groups(x: torch.Tensor) -> torch.Tensor:
-        scaled = (integers * (scale * factor)[..., None]).flatten(1)
-        return functional.linear(x, scaled.to(x.dtype), bias)
-
-    def round_inputs(x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            error = round_input(x, rounded) - x
-        return compute(x + error)  # the gradient is that of what is not rounded
-
-    integers = _integers(module.weight.float(), scale)
-    if scale.shape[1] == 1:
-        weight = (integers * scale[..., None]).flatten(1)
-        compute = by_rows  # all gradients are of outputs, none of a whole weight
-    else:
-        compute = by_groups
-    return compute if rounded is None else round_inputs
+def _forward(
+    x: torch.Tensor, *, integers: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, bias: Any
+) -> torch.Tensor:
+    weight = (integers * (scale * factor)[..., None]).flatten(1)
+    return functional.linear(x, weight.to(x.dtype), bias)
 
 
 def _divergence(model: PreTrainedModel, teacher: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from llmcompressor.utils.dev import get_main_device
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from flexquant.checkpoint.measured_loss import PROMPT_TOKENS, Loss
 from flexquant.documents.texts import Corpus, document_tokens, read_corpus, start_of_row
@@ -108,7 +109,7 @@ class ReadPrompts(NamedTuple):
 def read_prompts(model: PreTrainedModel, reference: Reference) -> dict[str, list[ReadPrompts]] | None:
     """Return the prompts of each kind of text, as ``model`` reads them.
 
-    None for a model that carries states: transformers does not go on from them with many tokens at once.
+    None for a model that carries states: not every model of transformers goes on from them with many tokens.
     """
     prompts: dict[str, list[ReadPrompts]] = {}
     for kind in reference.answers:
@@ -116,23 +117,24 @@ def read_prompts(model: PreTrainedModel, reference: Reference) -> dict[str, list
         for batch in _batches(reference.rows[kind]):
             with torch.inference_mode():
                 said = model(input_ids=batch[:, :PROMPT_TOKENS], use_cache=True)
-            if any(said.past_key_values.is_linear):
+            if any(
+                isinstance(layer, LinearAttentionCacheLayerMixin) for layer in said.past_key_values.layers
+            ):
                 return None
             prompts[kind].append(ReadPrompts(said.logits[:, -1:].clone(), said.past_key_values))
     return prompts
 
 
 def measure_answers(
-    model: PreTrainedModel, prompts: Mapping[str, Sequence[ReadPrompts]], reference: Reference
+    model: PreTrainedModel, prompts: dict[str, list[ReadPrompts]], reference: Reference
 ) -> dict[str, Loss]:
     """Return what is lost on the answers of ``model`` to ``prompts``, which another may have read, as served.
 
-    The first token of an answer is that of the model that read the prompt. The caches of ``prompts`` are used
-    up.
+    The first token of an answer is that of the model that read the prompt. ``prompts`` is used up.
     """
     losses = {}
     for kind, answers in reference.answers.items():
-        pairs = zip(_answered(model, reference.rows[kind], prompts[kind]), answers, strict=True)
+        pairs = zip(_answered(model, reference.rows[kind], prompts.pop(kind)), answers, strict=True)
         losses[kind] = _loss([_compare(*said, was.after_prompt()) for said, was in pairs])
     return losses
 

@@ -279,7 +279,7 @@ def _output_error(x: torch.Tensor, layer: torch.nn.Linear, y: torch.Tensor, s: t
     """Return the mean squared error of a linear's output [tokens, out], smoothed by s and quantised."""
     scheme: QuantizationScheme = layer.quantization_scheme
     quantised = torch.nn.functional.linear(
-        round_input((x / s).unsqueeze(0), scheme.input_activations)[0],
+        _round_input((x / s).unsqueeze(0), scheme.input_activations)[0],
         _round_weight(layer.weight.float() * s, scheme.weights),
     )
     return float((quantised - y).square().mean())
@@ -296,7 +296,7 @@ def _round_weight(weight: torch.Tensor, args: QuantizationArgs | None) -> torch.
     return fake_quantize(weight, found["scale"], found["zero_point"], args, found["global_scale"])
 
 
-def round_input(x: torch.Tensor, args: QuantizationArgs | None) -> torch.Tensor:
+def _round_input(x: torch.Tensor, args: QuantizationArgs | None) -> torch.Tensor:
     """Quantise and dequantise activations [batch, tokens, in]; ``args`` None leaves them unchanged.
 
     Static schemes, too, use the scale of the given activations.

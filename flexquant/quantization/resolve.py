@@ -164,14 +164,12 @@ def _quantized_linears(
 
 def _check_distillable(linears: Mapping[str, tuple[int, QuantizationScheme]]) -> None:
     for name, (_, scheme) in linears.items():
-        weights, inputs = scheme.weights, scheme.input_activations
-        by_integers = (
-            weights is not None and weights.type == "int" and weights.strategy in ("group", "channel")
-        )
-        if not by_integers or not (inputs is None or inputs.dynamic):
+        weights = scheme.weights
+        by_weight_alone = weights is not None and scheme.input_activations is None
+        if not by_weight_alone or weights.type != "int" or weights.strategy not in ("group", "channel"):
             raise FlexQuantError(
-                "scale_distillation trains scales of integer weights, with activations whose scales are not "
-                f"stored, and {name} is quantised otherwise; remove it, or choose a scheme such as W4A16"
+                "scale_distillation trains scales of integer weights beside 16-bit activations, "
+                f"and {name} is quantised otherwise; remove it, or choose a scheme such as W4A16"
             )
 
 

@@ -12,15 +12,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
-from vllm.config import LoadConfig, ModelConfig, VllmConfig
-from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
+from vllm.config import ModelConfig, VllmConfig
 
+from flexquant.checkpoint.folder import read_config
 from flexquant.checkpoint.merged_config import QUANT_METHOD, SHARED_PREFIX, MergedConfig, StoredVariant
-from flexquant.serving.registration import FlexQuantConfig
-from flexquant.serving.vllm_api import CompressedTensorsConfig
+from flexquant.errors import FlexQuantError
+from flexquant.serving.vllm_api import (
+    CompressedTensorsConfig,
+    DefaultModelLoader,
+    LoadConfig,
+    register_model_loader,
+)
 
 METHOD = "mtp"
 """vLLM's name for drafting with heads of the model, whatever the architecture calls them."""
@@ -28,9 +34,10 @@ LOAD_FORMAT = "flexquant_draft_heads"
 IN_16_BIT = {"config_groups": {}, "format": "dense", "ignore": ["re:.*"]}
 """A section of compressed-tensors that quantises nothing."""
 NO_HEADS = (
-    "drafts of a merged checkpoint without heads that predict further tokens (merge a variant that has "
-    "them, or name a published checkpoint as 'model' in --speculative-config)"
+    "drafts of a merged checkpoint that names no heads that predict further tokens (merge again, with a "
+    "variant that has them, or name a published checkpoint as 'model' in --speculative-config)"
 )
+OF_FILES = ("auto", "hf", "safetensors")
 PREFIX = "prefix"
 """Key of the loader's configuration: the prefix of the variant's tensors, dot included."""
 
@@ -71,7 +78,20 @@ def drafts_with_own_heads(vllm_config: VllmConfig) -> bool:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != METHOD:
         return False
-    return speculative.model == vllm_config.model_config.model
+    model, own = speculative.model or "", vllm_config.model_config.model
+    return model == own or (Path(model).exists() and Path(own).exists() and Path(model).samefile(own))
+
+
+def drafts_with_other_merged(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM is to draft with a merged checkpoint in some other way than with its own heads."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.model or drafts_with_own_heads(vllm_config):
+        return False
+    try:
+        config = read_config(Path(speculative.model))
+    except FlexQuantError:
+        return False  # no folder here, or a draft that vLLM will not understand
+    return (config.get("quantization_config") or {}).get("quant_method") == QUANT_METHOD
 
 
 def as_published(draft: ModelConfig, variant: StoredVariant) -> None:
@@ -93,27 +113,31 @@ def read_from_merged(vllm_config: VllmConfig, merged: MergedConfig) -> None:
         as_published(draft, variant)
     load_config = speculative.draft_load_config or vllm_config.load_config
     if variant.prefix and load_config.load_format != "dummy":
-        extra = {**load_config.model_loader_extra_config, PREFIX: variant.prefix}
+        # A streamer's options are not those of the loader for files.
+        options = load_config.model_loader_extra_config if load_config.load_format in OF_FILES else {}
         speculative.draft_load_config = replace(
-            load_config, load_format=LOAD_FORMAT, model_loader_extra_config=extra
+            load_config,
+            load_format=LOAD_FORMAT,
+            model_loader_extra_config={**options, PREFIX: variant.prefix},
         )
 
 
 def build_heads_as_stored(vllm_config: VllmConfig, model_class: type[nn.Module]) -> None:
     """In a worker that drafts with heads, have vLLM's draft class build them as their checkpoint stores them.
 
-    vLLM builds them after the model, with the model's quantisation config, to which ``model_class``, the
-    class of each variant, has told its names of modules, and which it fuses.
+    vLLM builds them after the model, with the same quantisation config, to which ``model_class``, the class
+    of each variant, tells its names of modules, and which it fuses.
     """
-    speculative, config = vllm_config.speculative_config, vllm_config.quant_config
+    speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != METHOD:
         return
     found = VllmConfig.get_quantization_config(speculative.draft_model_config, vllm_config.load_config)
-    of_heads = found or CompressedTensorsConfig.from_config(IN_16_BIT)
+    config = found or CompressedTensorsConfig.from_config(IN_16_BIT)
     if (mapper := getattr(model_class, "hf_to_vllm_mapper", None)) is not None:
         # vLLM 0.26 has the one name, later ones the other.
         rename = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
-        of_heads.apply_vllm_mapper(rename())
-    assert isinstance(config, FlexQuantConfig)
-    config.of_heads = of_heads
+        config.apply_vllm_mapper(rename())
     config.packed_modules_mapping = getattr(model_class, "packed_modules_mapping", {})
+    vllm_config.quant_config = config
+    # The V2 runner of vLLM 0.26 reads no draft_load_config. The model's own loader has what it needs.
+    vllm_config.load_config = speculative.draft_load_config or vllm_config.load_config

@@ -17,12 +17,17 @@ from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, MergedConfi
 from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.module_names import HEAD
 from flexquant.policy.routes import RouteTable
-from flexquant.serving.draft_heads import NO_HEADS, drafts_with_own_heads
+from flexquant.serving.draft_heads import (
+    METHOD,
+    NO_HEADS,
+    drafts_with_other_merged,
+    drafts_with_own_heads,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
+SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp")
 DRAFTS_FROM_TARGET = ("eagle", "eagle3", "mtp")
 """Methods whose draft models can take embedding and lm_head from the model that they draft for."""
 LOAD_FORMATS = (
@@ -168,10 +173,17 @@ def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
     if method not in SPECULATIVE_METHODS:
         yield (
             f"speculative method '{method}' (use {', '.join(SPECULATIVE_METHODS)} or none): others read "
-            "states that few target classes have, or have not been tried"
+            "states that few target classes have, or are not known to work"
         )
     if drafts_with_own_heads(vllm_config) and merged.draft_heads is None:
         yield NO_HEADS
+    if drafts_with_other_merged(vllm_config):
+        yield (
+            "drafts of a merged checkpoint, but for the heads of the served one (name a published checkpoint "
+            "as 'model' in --speculative-config)"
+        )
+    if method == METHOD and getattr(vllm_config.model_config, "model_weights", None):
+        yield "heads that draft out of object storage (serve a folder)"
     has_one_of_each = has_one_head(merged, routes) and has_one_embedding(merged, routes)
     if method in DRAFTS_FROM_TARGET and not has_one_of_each:
         yield (
@@ -186,8 +198,8 @@ def _of_batches(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTabl
     if envs.VLLM_BATCH_INVARIANT and len(routes.plans) > 1:
         yield (
             "VLLM_BATCH_INVARIANT=1 under a policy with several plans, among which the other requests of a "
-            f"pass decide (choose a policy with one plan: {', '.join(routes.layers)}, or one that tells "
-            "layers alone apart)"
+            f"pass decide (choose a policy that uses one variant throughout, of {', '.join(routes.layers)}, "
+            "or one that tells layers alone apart)"
         )
 
 

@@ -39,6 +39,7 @@ from flexquant.serving.vllm_api import (
     HFConfigParser,
     QuantizationConfig,
     QuantizeMethodBase,
+    SpeculativeConfig,
     VerifyAndUpdateConfig,
     get_hf_file_to_dict,
     register_config_parser,
@@ -68,12 +69,6 @@ class FlexQuantConfig(QuantizationConfig):
     def __init__(self, merged: MergedConfig) -> None:
         super().__init__()
         self.merged = merged
-        self.of_heads: QuantizationConfig | None = None
-        """The config of heads that draft (MTP), which vLLM builds after the model with this config."""
-
-    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        if self.of_heads is not None:
-            self.of_heads.apply_vllm_mapper(hf_to_vllm_mapper)
 
     def get_name(self) -> str:  # type: ignore[override]
         return QUANT_METHOD
@@ -101,9 +96,6 @@ class FlexQuantConfig(QuantizationConfig):
         return any((group.get("weights") or {}).get("strategy") == "block" for group in groups)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        if self.of_heads is not None:
-            self.of_heads.packed_modules_mapping = self.packed_modules_mapping
-            return self.of_heads.get_quant_method(layer, prefix)
         raise FlexQuantError(
             f"vLLM builds layer '{prefix}' by another class than FlexQuant's, which alone knows the "
             "variants; leave 'architectures' out of --hf-overrides"
@@ -134,7 +126,8 @@ class SingleVariantParser(HFConfigParser):
         if problem := why_not_served(whole, str(model)):
             logger.warning(problem)
             return found, config
-        merged = as_merged(whole, str(model))
+        architectures = whole.get("architectures") or config.architectures
+        merged = as_merged({**whole, "architectures": architectures}, str(model))
         for key in ("architectures", "quantization_config"):
             setattr(config, key, merged[key])
         return merged, config
@@ -193,8 +186,6 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
 
 def describe_draft(model_config: ModelConfig, architecture: str, variant: StoredVariant) -> None:
     """Describe a draft to vLLM as if its config were not a merged checkpoint's: vLLM has the class for it."""
-    from vllm.config import SpeculativeConfig
-
     from flexquant.serving.draft_heads import as_published
 
     config = model_config.hf_config

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from vllm.distributed.utils import get_pp_indices
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-        CompressedTensorsConfig,
-    )
     from vllm.model_executor.models.interfaces import (
         SupportsEagle,
         SupportsEagle3,
@@ -38,6 +35,13 @@ if TYPE_CHECKING:
     # Goes when a quantisation method may take over a checkpoint together with the model class.
     from vllm.transformers_utils.config import HFConfigParser, register_config_parser
     from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    # Goes when vLLM loads the heads of a draft (MTP) through the model that it drafts for.
+    from vllm.config import LoadConfig, SpeculativeConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+    from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 
     # Goes when plugins may register such a hook.
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
@@ -172,7 +176,7 @@ MODULES = {
     "vllm.compilation.breakable_cudagraph": "is_breakable_cudagraph_enabled",
     "vllm.compilation.cuda_graph": "CUDAGraphWrapper",
     "vllm.compilation.wrapper": "TorchCompileWithNoGuardsWrapper",
-    "vllm.config": "get_current_vllm_config_or_none set_current_vllm_config",
+    "vllm.config": "LoadConfig SpeculativeConfig get_current_vllm_config_or_none set_current_vllm_config",
     "vllm.distributed": (
         "cleanup_dist_env_and_memory init_distributed_environment initialize_model_parallel "
         "model_parallel_is_initialized"
@@ -217,6 +221,7 @@ MODULES = {
     "vllm.model_executor.layers.quantization.utils.w8a8_utils": "convert_to_channelwise",
     "vllm.model_executor.layers.rotary_embedding": "_ROPE_DICT",
     "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
+    "vllm.model_executor.model_loader": "DefaultModelLoader register_model_loader",
     "vllm.model_executor.model_loader.utils": "initialize_model",
     "vllm.model_executor.models.config": "MODELS_CONFIG_MAP VerifyAndUpdateConfig",
     "vllm.model_executor.models.interfaces": (

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.platforms import current_platform
 
 from flexquant.merge import merge_checkpoints
+from flexquant.serving.draft_heads import LOAD_FORMAT
 from flexquant.serving.vllm_api import initialize_model, set_default_torch_dtype
 from tests.integration.conftest import Answers, answers, engine, every_plan_of, take_policy
 from tests.integration.logprobs import assert_equal_but_for_ties
@@ -60,6 +62,7 @@ def drafting(
 
         scheduler.update_draft_token_ids = taken
         yield llm, drafts
+    assert len(drafts) >= FIRST
 
 
 def quantised_heads(kind: str) -> list[tuple[str, ...]]:
@@ -161,10 +164,22 @@ def test_heads_can_be_those_of_another_checkpoint(tmp_path: Path) -> None:
     assert drafts[:FIRST] == of_stock[:FIRST]
 
 
+def test_the_served_checkpoint_may_be_named_and_another_merged_one_does_not_draft(tmp_path: Path) -> None:
+    for kind in ("DeepSeek", "GLM"):
+        pair = make_mtp_pair(tmp_path / kind, kind)
+        merge_checkpoints(pair, merged := tmp_path / kind / "merged")
+        (link := tmp_path / kind / "link").symlink_to(merged)
+        config = configure(merged, speculative_config={**DRAFTED, "model": str(link)})
+        assert config.speculative_config.draft_load_config.load_format == LOAD_FORMAT
+        shutil.copytree(merged, other := tmp_path / kind / "other")
+        said = refusal(merged, speculative_config={**DRAFTED, "model": str(other)})
+        assert "drafts of a merged checkpoint, but for the heads of the served one" in said
+
+
 def test_without_heads_mtp_is_refused_with_a_way_out(tmp_path: Path) -> None:
     for kind in ("DeepSeek", "GLM"):  # whose drafts vLLM knows by the model's type and by its architecture
         pair = make_mtp_pair(tmp_path / kind, kind, heads=())
         merge_checkpoints(pair, merged := tmp_path / kind / "merged")
-        assert "merge a variant that has them" in refusal(merged, speculative_config=DRAFTED)
+        assert "merge again, with a variant that has them" in refusal(merged, speculative_config=DRAFTED)
         published = {**DRAFTED, "model": str(make_mtp_pair(tmp_path / kind / "other", kind)["w8a8"])}
         assert configure(merged, speculative_config=published).speculative_config.method == "mtp"

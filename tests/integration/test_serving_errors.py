@@ -117,7 +117,6 @@ def test_mistaken_options(merged, options, found):
     ("options", "named"),
     [
         ({"runner": "pooling"}, "runner"),
-        ({"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}}, "suffix"),
         (
             {"speculative_config": {"method": "custom_class", "model": "a.B", "num_speculative_tokens": 2}},
             "draft_model, eagle",
@@ -137,7 +136,7 @@ def test_answers_that_do_not_depend_on_the_batch_take_one_plan(merged, tmp_path,
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     for policy in ("phase", "phase-batch"):
         message = refusal(merged, **flexquant(policy=policy))
-        assert "VLLM_BATCH_INVARIANT=1" in message and "one plan: w8a8, w4a16" in message
+        assert "VLLM_BATCH_INVARIANT=1" in message and "throughout, of w8a8, w4a16" in message
     for policy in ("w8a8", "w4a16", LAYER % "0-1"):
         configure(merged, **flexquant(policy=written(policy, tmp_path)))
 

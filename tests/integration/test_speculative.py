@@ -74,6 +74,26 @@ def make_head(folder: Path, architecture: str, **more: Any) -> Path:
     return folder
 
 
+def make_medusa(folder: Path) -> Path:
+    """Write random Medusa heads, one for each drafted token, and return their folder."""
+    generator = torch.Generator().manual_seed(0)
+    config = base_config()
+    shapes = {"blocks.{}.layers.0.weight": (config.hidden_size,), "lm_heads.{}.weight": (config.vocab_size,)}
+    state = {
+        name.format(head): 0.1 * torch.randn(*rows, config.hidden_size, generator=generator)
+        for name, rows in shapes.items()
+        for head in range(DRAFTED)
+    }
+    folder.mkdir()
+    save_file(
+        {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, folder / "model.safetensors"
+    )
+    sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "num_hidden_layers": 1}
+    medusa = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_num_heads": DRAFTED}
+    (folder / "config.json").write_text(json.dumps(medusa | sizes))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory) -> dict[str, dict[str, Any]]:
     """Return vLLM's speculative_config of each method. The 16-bit model drafts well, the others at random."""
@@ -85,6 +105,7 @@ def drafts(tmp_path_factory) -> dict[str, dict[str, Any]]:
         "draft_model": {"model": str(make_checkpoint(folder / "16-bit", scheme=None))},
         "eagle": {"model": str(make_head(folder / "eagle", "LlamaForCausalLM"))},
         "eagle3": {"model": str(eagle3)},
+        "medusa": {"model": str(make_medusa(folder / "medusa"))},
     }
 
 
@@ -173,7 +194,10 @@ def test_a_plan_that_a_later_policy_needs_drafts_too(drafts, merged, without):
 @pytest.mark.parametrize(
     "method",
     [
-        *(pytest.param(method, marks=pytest.mark.full) for method in ("ngram", "draft_model", "eagle")),
+        *(
+            pytest.param(method, marks=pytest.mark.full)
+            for method in ("ngram", "draft_model", "eagle", "medusa")
+        ),
         "eagle3",
     ],
 )

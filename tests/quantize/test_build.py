@@ -73,6 +73,10 @@ def test_nested_it_is_smaller_and_its_loss_is_measured(
     assert stored.keys() == plain["losses"].keys()
     for kind, loss in stored.items():
         assert plain["losses"][kind]["kl"] < loss["kl"] < 10 * plain["losses"][kind]["kl"]
+    policy, alone = result["answer_losses"].values()
+    assert [*result["answer_losses"]][1] == "w4a16 alone" and policy.keys() == alone.keys() == stored.keys()
+    # Prompts in W8A8, as stored, lose less than prompts in W4A16.
+    assert sum(loss["kl"] for loss in policy.values()) < sum(loss["kl"] for loss in alone.values())
     assert cli.main(nested[:-2]) == 1
     assert "has a nested variant, unlike what this build makes" in capsys.readouterr().err
 
@@ -91,6 +95,7 @@ def test_a_log_file_gets_two_lines_a_stage(
 ) -> None:
     folder, output = first_build
     assert len(output) < 5000 and "\r" not in output
+    assert "on answers to prompts of 64 tokens, as served," in output and "w4a16 alone" in output
     lines = output.splitlines()
     # The other lines are a note on the calibration text, and the summary of variants, losses and output.
     assert len(lines) - 2 * len(begun(lines)) <= 36

@@ -218,8 +218,8 @@ def test_the_first_group_size_that_divides_all(features: tuple[int, ...], size: 
         (with_argument(targets=["re:.*x_proj$"]), r"no linear of the model matches re:\.\*x_proj\$"),
         (with_argument(group_size=64), r"group_size is given, but the scheme has no groups"),
         (
-            {**with_argument(scheme="FP8_DYNAMIC"), "scale_distillation": {"epochs": 1}},
-            r"scales of integer weights, .* and .*_proj is quantised otherwise",
+            {**W8A8, "scale_distillation": {"epochs": 1}},
+            r"16-bit activations, and .*_proj is quantised otherwise",
         ),
         (
             with_front("AWQModifier", mappings=[[["re:.*q_proj$"], "re:.*input_layernorm$"]]),
