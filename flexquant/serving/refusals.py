@@ -18,6 +18,7 @@ from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.module_names import HEAD
 from flexquant.policy.routes import RouteTable
 from flexquant.serving.draft_heads import (
+    LOAD_FORMAT,
     METHOD,
     NO_HEADS,
     drafts_with_other_merged,
@@ -73,7 +74,8 @@ def _of_model(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
         )
     if model.runner_type != "generate":
         yield f"the '{model.runner_type}' runner (use --runner generate)"
-    if (load_format := vllm_config.load_config.load_format) not in LOAD_FORMATS:
+    # A worker that drafts with heads has LOAD_FORMAT, once the model is built.
+    if (load_format := vllm_config.load_config.load_format) not in (*LOAD_FORMATS, LOAD_FORMAT):
         yield (
             f"load format '{load_format}', which does not read safetensors by their names (drop "
             f"--load-format, or use {', '.join(LOAD_FORMATS)})"
