@@ -38,6 +38,7 @@ NO_HEADS = (
     "variant that has them, or name a published checkpoint as 'model' in --speculative-config)"
 )
 OF_FILES = ("auto", "hf", "safetensors")
+"""Load formats that have the options of vLLM's loader for files."""
 PREFIX = "prefix"
 """Key of the loader's configuration: the prefix of the variant's tensors, dot included."""
 
