@@ -141,11 +141,9 @@ def _measure_served(
         from flexquant.quantization.oneshot import explained_memory, load_quantized, load_whole
 
         folder, prompts = find_folder(model, progress), None
-        doing, whole = (
-            "measuring what is lost as it is served",
-            f"{merged.folder} is whole, and can be served",
-        )
-        with explained_memory(doing, whole), TemporaryDirectory(dir=merged.folder.parent) as work:
+        whole = f"{merged.folder} is whole, and can be served"
+        explained = explained_memory("measuring what is lost as it is served", whole)
+        with explained, TemporaryDirectory(dir=merged.folder.parent) as work:
             reference = read_reference(load_whole(read_source(folder)), load_tokenizer(folder))
             folders = {prefill: Path(variants[prefill])} if prefill else {}
             for name in merged.merged.nested:
