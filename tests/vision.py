@@ -62,6 +62,8 @@ class Kind(NamedTuple):
     """Names of special tokens that the tokenizer knows them by."""
     tower: str = "vision_tower."
     """Where published tensors of the tower are that transformers has below ``vision_tower``."""
+    transposes_experts: bool = False
+    """Whether published tensors of experts are the transposed ones of transformers."""
 
     @property
     def architecture(self) -> str:
@@ -109,6 +111,25 @@ def qwen3_5(config: type[PretrainedConfig] = transformers.Qwen3_5Config) -> Pret
     return config(
         text_config=language.to_dict(),
         vision_config={**TOWER, **tower},
+        dtype="bfloat16",
+        **ids("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"),
+    )
+
+
+def qwen3_vl(
+    architecture: str = "qwen3", config: type[PretrainedConfig] = transformers.Qwen3VLConfig
+) -> PretrainedConfig:
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 6, 6],
+        "mrope_interleaved": True,
+    }
+    tower = {"depth": 2, "num_heads": 4, "out_hidden_size": 128, "num_position_embeddings": 16}
+    language = text(architecture) | {"model_type": f"{config.model_type}_text", "rope_parameters": rope}
+    return config(
+        text_config=language,
+        vision_config={**TOWER, **tower, "deepstack_visual_indexes": [0, 1]},
         dtype="bfloat16",
         **ids("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"),
     )
@@ -177,6 +198,13 @@ KINDS = {
         **qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
         in_16_bit=("re:.*in_proj_[ab]$", EXPERTS, ROUTERS),
     ),
+    "qwen3_vl": Kind(qwen3_vl, **qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor")),
+    "qwen3_vl_moe": Kind(
+        partial(qwen3_vl, "qwen3_moe", transformers.Qwen3VLMoeConfig),
+        **qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+        in_16_bit=(EXPERTS, ROUTERS),
+        transposes_experts=True,
+    ),
     "gemma3": Kind(
         gemma3,
         ("<start_of_image>", "<image_soft_token>", "<end_of_image>", "\n", "\n\n", "\n\n\n", "\n\n\n\n"),
@@ -226,6 +254,8 @@ def random_tensors(kind: Kind) -> StateDict:
     for name, tensor in saved_tensors(model).items():
         if "norm" in name or name.endswith("bias") or not tensor.any():
             tensor = tensor + 0.1 * torch.randn_like(tensor)
+        if kind.transposes_experts and ".experts." in name:
+            tensor = tensor.transpose(1, 2).contiguous()
         state[name.replace("vision_tower.", kind.tower)] = tensor
     return state
 

@@ -40,6 +40,8 @@ VISION_ARCHITECTURES = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
 )
 """Served base architectures that read images as well as text."""
 QUANT_METHOD = "flexquant"

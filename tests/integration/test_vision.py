@@ -26,6 +26,7 @@ from tests.checkpoints import StateDict
 from tests.integration.conftest import Served, check_variants, edited_json, generate
 from tests.integration.test_architectures import LAYERED, OPTIONS, SAMPLING
 from tests.integration.test_serving_errors import configure, refusal
+from tests.states import merge_twins
 from tests.vision import (
     KINDS,
     Kind,
@@ -142,6 +143,17 @@ def test_layers_of_both_variants_read_one_image(served: dict[str, Served]) -> No
     plans = {(found["phase"] == "decode", found["plan"]) for found in layered.passes}
     assert plans == {(False, "w8a8"), (True, "w8a8+w4a16[1-2]")}
     assert layered.answers not in (served["w8a8"].answers, served["w4a16"].answers)
+
+
+def test_a_pass_sees_its_images_whichever_plan_ran_before(made: Made) -> None:
+    """Images are embedded before the plan of a pass is known, by whatever plan ran last."""
+    merge_twins(made.path)
+    one_by_one = [[asked] for asked in prompts(made.kind)]
+    stock, twins = (
+        generate(made.path / name, None, *one_by_one, sampling=SAMPLING, **OPTIONS)[0].answers
+        for name in ("w8a8", "twins")
+    )
+    assert twins == stock
 
 
 @pytest.mark.full

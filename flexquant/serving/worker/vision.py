@@ -14,9 +14,11 @@ for the embedding.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.model_executor.models import ModelRegistry
 
 from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, served_architecture
@@ -25,12 +27,28 @@ from flexquant.serving.worker.model import FlexQuantForCausalLM
 
 Embeddings = list[torch.Tensor] | torch.Tensor | tuple[torch.Tensor, ...]
 """Embeddings [tokens, hidden] of each image; in a single tensor the first dimension is the images."""
+BESIDE_EMBEDDINGS = ("deepstack_input_embeds", "deepstack_input_embeds_num_tokens")
+"""Attributes in which Qwen3-VL's ``embed_input_ids`` leaves features [tokens, hidden] for its first layers.
+
+The forward pass after it reads and clears them. Goes when vLLM hands them to ``forward``.
+"""
 ANSWERS = ("_processor_factory", "get_placeholder_str", "supports_mm_device_do_normalize")
 """Attributes by which vLLM finds out from a class how images are prepared and named in a conversation."""
 
 
 class FlexQuantVisionModel(FlexQuantForCausalLM, SupportsMultiModal):
     """Several variants of one vision-language model over one KV cache, and over one set of towers."""
+
+    def _build_variants(self, prefix: str) -> None:
+        super()._build_variants(prefix)
+        self._share_features(next(iter(self.variants.values())), self.variants.values())
+
+    @staticmethod
+    def _share_features(embedder: nn.Module, models: Iterable[nn.Module]) -> None:
+        """Have ``models`` read what ``embedder`` leaves beside the embeddings."""
+        left = {name: vars(embedder)[name] for name in BESIDE_EMBEDDINGS if name in vars(embedder)}
+        for model in models:
+            vars(model).update(left)
 
     def embed_multimodal(self, **images: object) -> Embeddings:
         """Return the embeddings of images that the base model's processor has prepared."""
@@ -44,9 +62,12 @@ class FlexQuantVisionModel(FlexQuantForCausalLM, SupportsMultiModal):
         is_multimodal: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return embeddings [tokens, hidden], those of images where ``is_multimodal`` [tokens] is set."""
-        return self.plans[self._last_plan].embed_input_ids(
+        embedder = self.plans[self._last_plan]
+        embeddings: torch.Tensor = embedder.embed_input_ids(
             input_ids, multimodal_embeddings=multimodal_embeddings, is_multimodal=is_multimodal
         )
+        self._share_features(embedder, self.plans.values())
+        return embeddings
 
 
 class WithMRoPE(FlexQuantVisionModel, SupportsMRoPE):
