@@ -18,7 +18,8 @@ from flexquant.checkpoint.module_names import (
     HEAD,
     LATENT_UP,
     LAYER,
-    decoder_roots,
+    above,
+    decoder_stacks,
     drafts,
     tower,
 )
@@ -214,7 +215,7 @@ def _find_towers(sources: Sequence[Source]) -> dict[str, str]:
     if sources[0].architecture not in VISION_ARCHITECTURES:
         return {}
     names = _read_names(sources)
-    roots = decoder_roots(names)
+    roots = {above(stack) for stack in decoder_stacks(names)}
     return {name: found for name in sorted(names) if (found := tower(name, roots))}
 
 

@@ -87,7 +87,8 @@ def count_layers(config: JsonObject) -> int:
     """Return the number of decoder layers that a config states; raise FlexQuantError if it states none."""
     text = text_config(config)
     kinds = text.get("layers_block_type")  # all that transformers 5 writes for Nemotron-H
-    layers = text.get("num_hidden_layers", len(kinds) if isinstance(kinds, list) else None)
+    kinds_counted = len(kinds) if isinstance(kinds, list) else None
+    layers = text.get("num_hidden_layers", text.get("n_layer", kinds_counted))
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MAX_LAYERS:
         raise FlexQuantError(
             f"the config has num_hidden_layers {layers!r}, expected a number from 1 to {MAX_LAYERS}"

@@ -7,7 +7,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-STACK = "layers."
+STACKS = ("layers", "h")
+"""Names that the list of decoder layers has in its module."""
 LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?(?:layers|blocks|h)\.)(?P<index>[0-9]{1,5})\.")
 """Matches the decoder layer in the name of a module or tensor inside it."""
 EXPERTS = re.compile(r"^.*\.experts(?=\.)")
@@ -21,13 +22,13 @@ OTHER_TOWERS = re.compile(r"vision|visual|audio|image|mtp", re.IGNORECASE)
 """Matches in the name of a stack of layers that is not the language model's decoder."""
 TOP = re.compile(r"^(?:model\.)?[^.]+(?=\.)")
 """Matches the outermost module below the model in a tensor's name."""
-ATTENTION = re.compile(r"\.(self_attn|mixer\.k_proj)\.")
+ATTENTION = re.compile(r"\.((self_)?(attn|attention)|mixer\.k_proj)\.")
 """Matches in the name of a tensor of an attention layer."""
 DRAFTS = re.compile(r"(^|[._])mtp|nextn")
 """Matches in the name of a head that predicts further tokens (MTP), unless it is a layer behind the last."""
-HEAD = re.compile(r"(^|\.)lm_head(\.|$)")
+HEAD = re.compile(r"(^|\.)(lm_head|embed_out)(\.|$)")
 """Matches in the name of the lm_head, or of a tensor in it, wherever the model has it."""
-EMBEDDINGS = ("embed_tokens", "embeddings", "wte", "wpe")
+EMBEDDINGS = ("embed_tokens", "embeddings", "embed_in", "word_embeddings", "wte", "wpe")
 """Last parts of the names that embeddings of tokens and positions have."""
 FUSED = {
     "q_proj": "qkv_proj",
@@ -74,14 +75,18 @@ def is_in(name: str, layers: Collection[int]) -> bool:
     return number is None or number in layers
 
 
-def decoder_roots(tensors: Iterable[str]) -> set[str]:
-    """Return the prefixes of ``layers.`` in the names of decoder layers' tensors, e.g. ``model.``.
+def decoder_stacks(tensors: Iterable[str]) -> set[str]:
+    """Return what precedes the number in the names of decoder layers' tensors, e.g. ``model.layers.``.
 
     A stack counts if one of its layers holds attention; a first layer may hold a state instead.
     """
     inside = (decoder_layer(name) for name in tensors if ATTENTION.search(name))
-    stacks = {match["stack"] for match in inside if match}
-    return {stack.removesuffix(STACK) for stack in stacks if stack.endswith(STACK)}
+    return {match["stack"] for match in inside if match and match["stack"][:-1].endswith(STACKS)}
+
+
+def above(stack: str) -> str:
+    """Return the prefix of the module that holds a stack of layers: ``model.`` for ``model.layers.``."""
+    return stack[:-1].removesuffix(stack[:-1].rpartition(".")[2])
 
 
 def tower(tensor: str, roots: Collection[str]) -> str | None:

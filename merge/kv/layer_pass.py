@@ -89,7 +89,7 @@ def run_pass(
         elif is_linear(module):
             answered = random(name, (*given.shape[:-1], module.out_features)).requires_grad_(with_gradients)
         else:
-            answered = _mapped(torch.Tensor.detach, answer_at_random(name, module, forward, args))
+            answered = _mapped(leaf, answer_at_random(name, module, forward, args))
         seen.answers[point] = answered
         answered = _mapped(torch.Tensor.clone, answered)
         factors = None if gains is None else gains(point, x)
@@ -98,6 +98,9 @@ def run_pass(
             answered = answered if factors is None else answered * factors
             answered = answered if bias is None else answered + bias
         return answered
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_(with_gradients and tensor.is_floating_point())
 
     hidden = skeleton.hidden(layer)
     if rotation is not None:

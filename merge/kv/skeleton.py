@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from copy import copy
-from functools import cached_property
+from functools import cache, cached_property
 from threading import get_ident, local
 from typing import Any, TypeAlias, TypeGuard
 
@@ -30,6 +30,7 @@ from transformers.initialization import no_init_weights
 
 from flexquant.checkpoint.built_model import build_config, build_model
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.module_names import STACKS
 
 KEYS, VALUES = "K in the cache", "V in the cache"
 CONVOLVED, RECURRENT = "the convolution's state", "the recurrent state"
@@ -115,7 +116,8 @@ class Skeleton:
             )
         self._model.eval()
         self._thread = local()
-        stack: Any = self._model.get_submodule("layers")
+        self._stack = next((name for name in STACKS if hasattr(self._model, name)), STACKS[0])
+        stack: Any = self._model.get_submodule(self._stack)
         self.layers: list[nn.Module] = list(stack)
         inside = {id(module) for layer in self.layers for module in layer.modules()}
         for module in self._model.modules():
@@ -145,12 +147,12 @@ class Skeleton:
         """Return the name in transformers' layer of a parameter with this name in the checkpoint's layer."""
         if name in self.parameters[layer] or name.removesuffix(".weight") in self.matrices[layer]:
             return name
-        stack = f"layers.{layer}."
+        stack = f"{self._stack}.{layer}."
         return rename_source_key(stack + name, self._conversions[0], [])[0].removeprefix(stack)
 
     def fused_experts(self, layer: int, name: str) -> tuple[str, str] | None:
         """Return the module and parameter that a tensor of all experts is loaded into; None for others."""
-        stack = f"layers.{layer}."
+        stack = f"{self._stack}.{layer}."
         renamed, _ = rename_source_key(stack + name, *self._conversions)
         holder, _, parameter = renamed.removeprefix(stack).rpartition(".")
         return (holder, parameter) if is_experts(holder) and holder in self.matrices[layer] else None
@@ -232,7 +234,7 @@ class Skeleton:
 
         hooks = [layer.register_forward_pre_hook(see, with_kwargs=True) for layer in self.layers]
         for name, module in self._model.named_modules():
-            if not name.startswith("layers.") and module is not self._model.get_input_embeddings():
+            if not name.startswith(f"{self._stack}.") and module is not self._model.get_input_embeddings():
                 hooks.append(module.register_forward_pre_hook(see_outer(name)))
         ones = {
             name: torch.ones((), dtype=torch.float32).expand(tensor.shape)
@@ -278,7 +280,21 @@ class Skeleton:
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module only multiplies with its weight and adds its bias."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return isinstance(module, nn.Linear) and _only_multiplies(type(module))
+
+
+@cache
+def _only_multiplies(kind: type[nn.Linear]) -> bool:
+    """Whether a class of linears computes what `nn.Linear` does, such as Falcon's; routers do not."""
+    if kind.forward is nn.Linear.forward:
+        return True
+    probe, x = nn.Linear(4, 3), random("linear", (2, 4))
+    expected = probe(x)
+    probe.__class__ = kind
+    try:
+        return torch.allclose(probe(x), expected)
+    except Exception:  # it reads attributes of its own, or returns several tensors
+        return False
 
 
 def shape_of(matrix: nn.Module) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from flexquant.checkpoint.model_config import count_layers
-from flexquant.checkpoint.module_names import EMBEDDINGS, HEAD, decoder_layer, decoder_roots
+from flexquant.checkpoint.module_names import EMBEDDINGS, HEAD, above, decoder_layer, decoder_stacks
 from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor, same_bytes
 from flexquant.checkpoint.schemes import FLOAT_DTYPES, QUANTISATION_PARAMETER
 from flexquant.errors import FlexQuantError
@@ -58,12 +58,12 @@ class VariantWeights:
         self.reader = WeightReader(source)
         self.num_layers = count_layers(source.config)
         self.skeleton = skeleton
-        self._root = _decoder_root(source)
+        self._stack = _decoder_stack(source)
+        self._root = above(self._stack)
         self.layers = [LayerTensors() for _ in range(self.num_layers)]
-        stack = f"{self._root}layers."
         for name, ref in source.tensors.items():
             found = decoder_layer(name)
-            if found is not None and found["stack"] == stack and int(found["index"]) < self.num_layers:
+            if found is not None and found["stack"] == self._stack and int(found["index"]) < self.num_layers:
                 self._sort(int(found["index"]), name, found.end(), ref)
         for number, tensors in enumerate(self.layers):
             for matrix in skeleton.matrices[number]:
@@ -150,8 +150,8 @@ class VariantWeights:
 
     def outside(self, modules: Collection[str]) -> dict[str, TensorRef]:
         """Return the tensors of modules of the decoder that are in none of its layers."""
-        stack, names = f"{self._root}layers.", {self._root + module for module in modules}
-        outer = {n: ref for n, ref in self.source.tensors.items() if not n.startswith(stack)}
+        names = {self._root + module for module in modules}
+        outer = {n: ref for n, ref in self.source.tensors.items() if not n.startswith(self._stack)}
         return {n: ref for n, ref in outer.items() if n.rpartition(".")[0] in names}
 
     def load_last(self) -> dict[str, torch.Tensor]:
@@ -228,17 +228,17 @@ def _in_chunks(rows: Sequence[range], most: int) -> Iterator[list[range]]:
         yield chunk
 
 
-def _decoder_root(source: Source) -> str:
-    """Return the prefix before ``layers.`` of the language model's decoder, e.g. ``model.``."""
-    roots = decoder_roots(source.tensors)
-    if len(roots) != 1:
-        found = f"found {', '.join(sorted(roots))}" if roots else "found none"
+def _decoder_stack(source: Source) -> str:
+    """Return the prefix of the numbers of the language model's decoder layers, e.g. ``model.layers.``."""
+    stacks = decoder_stacks(source.tensors)
+    if len(stacks) != 1:
+        found = f"found {', '.join(sorted(stacks))}" if stacks else "found none"
         raise FlexQuantError(
             f"variant '{source.name}' should have one stack of decoder layers with tensors named "
             f"'<stack>layers.<number>.self_attn.*', but {found}; this architecture's KV cache cannot be "
             "compared"
         )
-    return roots.pop()
+    return stacks.pop()
 
 
 def unequal(a: Mapping[str, TensorRef], b: Mapping[str, TensorRef]) -> Iterator[str]:

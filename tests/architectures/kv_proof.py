@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from flexquant.checkpoint.module_names import STACKS
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.engine import describe_versions
 from flexquant.merge.formats import open_source
@@ -45,7 +47,7 @@ WITH_STATES = [f"{name}ForCausalLM" for name in (*HYBRIDS.split(), "Qwen3_5", "Q
 """Architectures whose first layer carries a state."""
 RESULTS = Path(__file__).parent / "kv_proof.json"
 PAGE = ROOT / "merge" / "KV_PROOF.md"
-FIRST_LAYER = ".layers.0."
+FIRST_LAYER = re.compile(r"\.(layers|h)\.0\.")
 APART = ("mlp", "experts", "feed_forward", "block_sparse_moe", "shared_mlp")
 """Parts of the names of parameters that belong to MLP and experts."""
 VECTOR_CHANGE = 0.1
@@ -91,7 +93,8 @@ def cells(architecture: str, work: Path) -> Iterator[Cell]:
     model = model.float().eval()
     before = caches(model)
     for name, parameter in model.named_parameters():
-        if FIRST_LAYER in name and not any(part in APART for part in name.split(".")):
+        found = FIRST_LAYER.search(name)
+        if found and not any(part in APART for part in name.split(".")):
             saved = parameter.detach().clone()
             with torch.no_grad():
                 noise = torch.randn_like(parameter)
@@ -101,7 +104,7 @@ def cells(architecture: str, work: Path) -> Iterator[Cell]:
                     parameter.add_(noise * VECTOR_CHANGE)
             change = max(float((a - b).norm() / b.norm()) for a, b in zip(caches(model), before, strict=True))
             verdict, reason = judge(work, model, quantised, left_out)
-            yield Cell(name.partition(FIRST_LAYER)[2], change, verdict, reason)
+            yield Cell(name[found.end() :], change, verdict, reason)
             with torch.no_grad():
                 parameter.copy_(saved)
     if fold(model):
@@ -166,7 +169,7 @@ def fold(model: PreTrainedModel) -> int:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    return next(list(m) for name, m in model.named_modules() if name.endswith("layers") and len(list(m)) > 1)
+    return next(list(m) for name, m in model.named_modules() if name.endswith(STACKS) and len(list(m)) > 1)
 
 
 def norms_and_readers(model: PreTrainedModel, layer: nn.Module) -> list[tuple[nn.Module, list[torch.Tensor]]]:

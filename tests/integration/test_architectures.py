@@ -103,6 +103,8 @@ UNLIKE = {
     "MellumForCausalLM": "a router's weight has two names in vLLM",
     "SolarForCausalLM": "states of earlier layers are mixed in, in training with another share",
     "HyperCLOVAXForCausalLM": "forward() takes its last arguments by name alone",
+    "FalconForCausalLM": "decoder layers are transformer.h, with Q, K and V in one matrix",
+    "GPTNeoXForCausalLM": "Q, K and V of each head are together; the head is embed_out",
 }
 """Architecture -> what it has that Llama has not."""
 
@@ -111,14 +113,15 @@ UNLIKE = {
     "architecture",
     [pytest.param(name, marks=[] if name == "GptOssForCausalLM" else pytest.mark.full) for name in UNLIKE],
 )
-def test_pure_plans_equal_stock_vllm(architecture, tmp_path):
-    from tests.architectures.chain import make_variants, run
+def test_plans_of_an_architecture_unlike_llama(architecture, tmp_path):
+    from tests.architectures.chain import make_variants
     from tests.architectures.models import source
 
     found = source(architecture, [])
     assert found is not None
     make_variants(architecture, *found, tmp_path)
-    run(tmp_path)
+    merge_checkpoints({variant: tmp_path / variant for variant in VARIANTS}, tmp_path / "merged")
+    check_plans(tmp_path, LAYERED, "w8a8+w4a16[1-2]")
 
 
 @pytest.mark.parametrize(

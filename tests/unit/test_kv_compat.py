@@ -468,6 +468,34 @@ def test_fused_projections_are_split(tmp_path):
     assert "layer 0 self_attn.qkv_proj" in message and "gain error of row" in message
 
 
+@pytest.mark.parametrize(
+    ("kind", "config", "first_of_k"),
+    [
+        ("gpt_neox", {}, 32),  # Q, K and V of each head
+        ("falcon", {}, 128),  # all Q, one K, one V
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, 64),  # Q of two heads, a K, a V
+        ("falcon", {"multi_query": False}, 32),
+    ],
+)
+def test_rows_of_k_and_v_are_compared_in_every_layout_of_a_fused_projection(
+    tmp_path, kind, config, first_of_k
+):
+    """After 32 rows of K, a head's size, come those of V."""
+
+    def larger(row: int) -> Callable[[StateDict], StateDict]:
+        def change(state: StateDict) -> StateDict:
+            (name,) = (n for n in state if ".h.0." in n or ".layers.0." in n if "query_key_value.weight" in n)
+            factor = torch.ones(len(state[name]), 1, dtype=torch.bfloat16)
+            factor[row] = 2
+            return state | {name: state[name] * factor}
+
+        return change
+
+    for row in (first_of_k + 5, first_of_k + HEAD_DIM + 6):
+        message = report_of(tmp_path / str(row), kind, larger(row), **config).message
+        assert "cannot share a KV cache" in message and f"row {row} " in message
+
+
 def test_a_layer_without_plain_attention_names_what_was_looked_for(tmp_path):
     folders = make_pair(tmp_path)
     edits.tensors(with_other_names("k_proj", "kv_b_proj"))(folders["w8a8"])

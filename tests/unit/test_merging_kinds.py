@@ -14,7 +14,7 @@ import torch
 
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_config import read_merged_config
-from flexquant.checkpoint.module_names import decoder_roots, tower
+from flexquant.checkpoint.module_names import above, decoder_stacks, tower
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from tests.checkpoints import EXPERTS, StateDict, make_checkpoint, make_pair
@@ -184,4 +184,4 @@ def test_language_models_that_differ_are_refused(kind, tmp_path):
 )
 def test_the_tower_that_a_tensor_lies_in(tensor, found):
     layer = "model.language_model.layers.0.self_attn.q_proj.weight"
-    assert tower(tensor, decoder_roots([layer, tensor])) == found
+    assert tower(tensor, map(above, decoder_stacks([layer, tensor]))) == found

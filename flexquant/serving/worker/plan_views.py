@@ -27,6 +27,7 @@ from vllm.config import VllmConfig
 
 from flexquant import __version__
 from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.checkpoint.module_names import STACKS
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
@@ -55,12 +56,13 @@ def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
 
 
 def decoder_path(model: nn.Module) -> str:
-    """Return the name of the module that holds a model's decoder layers as its ``layers``.
+    """Return the name of the module that holds a model's decoder layers.
 
-    It is ``model`` for text models. In a vision model it lies in the language model, or is that model itself.
+    It is ``model`` or ``transformer`` for text models. In a vision model it lies in the language model, or is
+    that model itself.
     """
     if not supports_multimodal(model):
-        return "model"
+        return "model" if hasattr(model, "model") else "transformer"
     language_model = model.get_language_model()
     path = next(name for name, module in model.named_modules() if module is language_model)
     return path if hasattr(language_model, "layers") else f"{path}.model"
@@ -69,16 +71,23 @@ def decoder_path(model: nn.Module) -> str:
 def check_structure(model: nn.Module, architecture: str) -> None:
     """Raise :class:`FlexQuantError` if a model has no stack of decoder layers where FlexQuant finds it."""
     inner = dict(model.named_modules()).get(decoder_path(model))
-    if not isinstance(getattr(inner, "layers", None), nn.ModuleList):
+    if not any(isinstance(getattr(inner, name, None), nn.ModuleList) for name in STACKS):
         raise FlexQuantError(
-            f"{architecture} is not built with 'model.layers' in this vLLM; FlexQuant serves decoder-only "
-            "architectures of that form, such as Llama, Qwen2, Qwen3, Mistral and Gemma 3"
+            f"{architecture} is not built with 'model.layers' or 'transformer.h' in this vLLM; FlexQuant "
+            "serves decoder-only architectures of that form, such as Llama, Qwen3, Mistral and Gemma 3"
         )
+
+
+def stack_path(model: nn.Module) -> str:
+    """Return the name of the list of a model's decoder layers, such as ``model.layers``."""
+    path = decoder_path(model)
+    inner = model.get_submodule(path)
+    return f"{path}.{next(name for name in STACKS if hasattr(inner, name))}"
 
 
 def stack_of_layers(model: nn.Module) -> nn.ModuleList:
     """Return the decoder layers of one variant."""
-    layers = model.get_submodule(decoder_path(model)).layers
+    layers = model.get_submodule(stack_path(model))
     assert isinstance(layers, nn.ModuleList)
     return layers
 
@@ -99,10 +108,10 @@ def build_plan(
     come from the variant that runs the plan's last layer.
     """
     base = variants[plan.layers[-1]]
-    path = decoder_path(base)
+    path, _, stack = stack_path(base).rpartition(".")
     stacks = {name: stack_of_layers(variants[name]) for name in plan.variants}
     layers = [stacks[v][i] for i, v in enumerate(plan.layers)]
-    inner = shallow_copy(base.get_submodule(path), layers=nn.ModuleList(layers))
+    inner = shallow_copy(base.get_submodule(path), **{stack: nn.ModuleList(layers)})
     if is_compiled(inner):
         give_own_compile_state(inner, plan.name, plan_digest(plan, merged, derived), inner.vllm_config)
     # vLLM calls eval() on the whole model later, which does not reach views.

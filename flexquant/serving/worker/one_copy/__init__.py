@@ -36,9 +36,9 @@ from flexquant.serving.vllm_api import LinearBase, MPLinearKernel
 from flexquant.serving.worker.one_copy import from_16_bit
 from flexquant.serving.worker.one_copy.methods import Int4Method, NestedMethod, OneCopyMethod, product_of
 from flexquant.serving.worker.plan_views import (
-    decoder_path,
     shallow_copy,
     stack_of_layers,
+    stack_path,
     with_module,
 )
 
@@ -61,7 +61,7 @@ def one_copy_of(source: nn.Module, name: str, precision: str, is_in_16_bit: bool
         else:
             vars(view)["quant_method"] = method = Int4Method()
             method.read(layer, f"{name}, {path}", precision)
-        variant = with_module(variant, f"{decoder_path(source)}.layers.{path}", view)
+        variant = with_module(variant, f"{stack_path(source)}.{path}", view)
     if variant is source:
         raise FlexQuantError(
             f"variant '{name}' has no {'' if is_in_16_bit else 'INT4 '}linear to compute 8-bit weights from; "
