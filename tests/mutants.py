@@ -40,7 +40,7 @@ ROOMS = {
 """Room -> the tests in tests/unit that are run against its mutants."""
 
 
-def copy_tree(folder: Path, paths: list[str], room: str) -> None:
+def copy_tree(folder: Path, paths: list[str], tests: list[str]) -> None:
     """Copy what git lists into ``folder``, links followed, with mutmut's settings for ``paths``."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -62,7 +62,7 @@ def copy_tree(folder: Path, paths: list[str], room: str) -> None:
             re.sub("^merge(?=/|$)", "flexquant/merge", path) + ("" if path.endswith(".py") else "/*.py")
             for path in paths
         ],
-        "pytest_add_cli_args_test_selection": [f"tests/unit/test_{name}.py" for name in ROOMS[room].split()],
+        "pytest_add_cli_args_test_selection": [f"tests/unit/test_{name}.py" for name in tests],
     }
     lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -76,6 +76,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("paths", nargs="+", help=f"rooms or files of one of them: {', '.join(ROOMS)}")
+    parser.add_argument("--tests", help="tests in tests/unit in place of those of the room")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     paths = [path.rstrip("/") for path in arguments.paths]
@@ -86,7 +87,7 @@ def main() -> None:
 
     folder = ROOT / ".work" / "mutants" / room.replace("/", "-")
     shutil.rmtree(folder, ignore_errors=True)  # mutmut does not see that a test has changed
-    copy_tree(folder, paths, room)
+    copy_tree(folder, paths, (arguments.tests or ROOMS[room]).split())
     run = [sys.executable, "-m", "mutmut", "run", "--max-children", str(arguments.jobs)]
     subprocess.run(run, cwd=folder, check=True)
 

@@ -28,8 +28,8 @@ from flexquant.serving.draft_heads import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp")
-DRAFTS_FROM_TARGET = ("eagle", "eagle3", "mtp")
+SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "dflash", "medusa", "mtp")
+DRAFTS_FROM_TARGET = ("eagle", "eagle3", "dflash", "mtp")
 """Methods whose draft models can take embedding and lm_head from the model that they draft for."""
 LOAD_FORMATS = (
     "auto",

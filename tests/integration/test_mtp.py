@@ -47,10 +47,9 @@ Drafts = list[list[list[int]]]
 
 @contextmanager
 def drafting(
-    folder: Path, policy: str | None = None, heads: Path | None = None, **options: Any
+    folder: Path, policy: str | None = None, speculative: dict[str, Any] = DRAFTED, **options: Any
 ) -> Iterator[tuple[LLM, Drafts]]:
-    """Yield an engine, and by step what it drafts for each prompt: with its own heads, or with ``heads``."""
-    speculative = DRAFTED | ({} if heads is None else {"model": str(heads)})
+    """Yield an engine, and by step what it drafts for each prompt."""
     with engine(folder, policy, speculative_config=speculative, max_model_len=256, **options) as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         drafts: Drafts = []
@@ -157,9 +156,10 @@ def test_heads_can_be_those_of_another_checkpoint(tmp_path: Path) -> None:
     pair = make_mtp_pair(tmp_path, "MiMo", heads=())
     merge_checkpoints(pair, tmp_path / "merged")
     heads = make_mtp_pair(tmp_path / "other", "MiMo", quantised=("w8a8",))["w8a8"]
-    with drafting(tmp_path / "merged", "w8a8", heads) as (llm, drafts):
+    by_others = DRAFTED | {"model": str(heads)}
+    with drafting(tmp_path / "merged", "w8a8", by_others) as (llm, drafts):
         found = answers(llm, PROMPTS, **SAMPLING)
-    with drafting(pair["w8a8"], heads=heads) as (llm, of_stock):
+    with drafting(pair["w8a8"], None, by_others) as (llm, of_stock):
         assert_equal_but_for_ties(found, answers(llm, PROMPTS, **SAMPLING))
     assert drafts[:FIRST] == of_stock[:FIRST]
 

@@ -28,6 +28,7 @@ from tests.integration.conftest import (
     take_policy,
 )
 from tests.integration.logprobs import assert_equal_but_for_ties
+from tests.integration.test_mtp import FIRST, drafting
 from tests.policies import rules
 
 pytestmark = [
@@ -42,13 +43,18 @@ POLICIES = {
     plan: rules(f"- {{when: {{phase: decode}}, use: {use}}}", "- use: w8a8")
     for plan, use in {"w4a16": "w4a16", "w8a8+w4a16[1]": "{default: w4a16, layers: {0: w8a8}}"}.items()
 }
+POLICIES["w8a8-from-int4"] = (
+    rules("- {when: {phase: decode}, use: w8a8-from-int4}", "- use: w4a16")
+    + "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}}\n"
+)
 """Policies, keyed by the plan of their decode passes. No rule names a batch size, which counts drafts too."""
 
 
 def make_head(folder: Path, architecture: str, **more: Any) -> Path:
     """Write a random draft model of one layer that reads a target's hidden states, and return its folder."""
     torch.manual_seed(0)
-    config = base_config(num_layers=1, **more)
+    is_dflash = "DFlash" in architecture
+    config = base_config("qwen3" if is_dflash else "llama", num_layers=1, **more)
     hidden, rows = config.hidden_size, config.num_attention_heads * config.head_dim
     kv, mlp = config.num_key_value_heads * config.head_dim, config.intermediate_size
     is_eagle3 = "3" in architecture
@@ -64,9 +70,12 @@ def make_head(folder: Path, architecture: str, **more: Any) -> Path:
         f"{layer}.mlp.down_proj.weight": (hidden, mlp),
         f"{layer}.post_attention_layernorm.weight": (hidden,),
     }
-    if is_eagle3:
-        norms = (f"{layer}.input_layernorm.weight", f"{layer}.hidden_norm.weight", "norm.weight")
+    if is_eagle3 or is_dflash:
+        of_features = "hidden_norm" if is_dflash else f"{layer}.hidden_norm"
+        norms = (f"{layer}.input_layernorm.weight", f"{of_features}.weight", "norm.weight")
         shapes |= dict.fromkeys(norms, (hidden,))
+    if is_dflash:
+        shapes |= {f"{layer}.self_attn.{of}_norm.weight": (config.head_dim,) for of in "qk"}
     state = {name: 0.1 * torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     folder.mkdir()
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -99,12 +108,14 @@ def drafts(tmp_path_factory) -> dict[str, dict[str, Any]]:
     """Return vLLM's speculative_config of each method. The 16-bit model drafts well, the others at random."""
     folder = tmp_path_factory.mktemp("drafts")
     reads = {"eagle_aux_hidden_state_layer_ids": [0, 1], "num_aux_hidden_states": 2}
+    reads_too = {"target_layer_ids": [0, 1], "mask_token_id": 319}
     eagle3 = make_head(folder / "eagle3", "LlamaForCausalLMEagle3", draft_vocab_size=320, **reads)
     return {
         "ngram": {"prompt_lookup_max": 3, "prompt_lookup_min": 1},
         "draft_model": {"model": str(make_checkpoint(folder / "16-bit", scheme=None))},
         "eagle": {"model": str(make_head(folder / "eagle", "LlamaForCausalLM"))},
         "eagle3": {"model": str(eagle3)},
+        "dflash": {"model": str(make_head(folder / "dflash", "DFlashDraftModel", dflash_config=reads_too))},
         "medusa": {"model": str(make_medusa(folder / "medusa"))},
     }
 
@@ -184,7 +195,7 @@ def test_a_plan_that_a_later_policy_needs_drafts_too(drafts, merged, without):
     """vLLM tells once, at the start, which hidden states EAGLE-3 reads."""
     speculative = {"method": "eagle3", "num_speculative_tokens": DRAFTED, **drafts["eagle3"]}
     with engine(merged, "phase", speculative_config=speculative, max_model_len=256) as llm:
-        for plan, policy in POLICIES.items():
+        for plan, policy in [*POLICIES.items()][:2]:
             assert "refused" not in change(llm, plan, yaml.safe_load(policy))
             assert llm.reset_prefix_cache()
             found = answers(llm, PROMPTS[:1], max_tokens=TOKENS, ignore_eos=True)
@@ -196,7 +207,7 @@ def test_a_plan_that_a_later_policy_needs_drafts_too(drafts, merged, without):
     [
         *(
             pytest.param(method, marks=pytest.mark.full)
-            for method in ("ngram", "draft_model", "eagle", "medusa")
+            for method in ("ngram", "draft_model", "eagle", "dflash", "medusa")
         ),
         "eagle3",
     ],
@@ -215,5 +226,17 @@ def test_tokens_equal_those_without_and_acceptance_is_known_by_plan(method, draf
         if method == "draft_model":
             assert accepted > drafted / 4
             assert len(found.passes) < len(without[plan].passes)
-    one, other = ([ids for ids, _ in found.answers] for found in with_drafts.values())
-    assert one != other, "otherwise the plans were not told apart"
+    different = {str([ids for ids, _ in found.answers]) for found in with_drafts.values()}
+    assert len(different) == len(POLICIES), "otherwise the plans were not told apart"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "dflash"])
+def test_drafts_are_those_of_stock_vllm(method, drafts, merged):
+    """A draft that is loaded wrongly leaves the answers right."""
+    speculative = {"method": method, "num_speculative_tokens": DRAFTED, **drafts[method]}
+    with drafting(merged, "w4a16", speculative) as (llm, ours):
+        found = answers(llm, PROMPTS, max_tokens=TOKENS, ignore_eos=True)
+    with drafting(merged.parent / "w4a16", None, speculative) as (llm, of_stock):
+        assert_equal_but_for_ties(found, answers(llm, PROMPTS, max_tokens=TOKENS, ignore_eos=True))
+    assert ours[:FIRST] == of_stock[:FIRST]
