@@ -20,6 +20,9 @@ LAST = f"model.layers.{LAYERS}."
 NUMBERED = tuple(LAST + name for name in ("enorm", "hnorm", "shared_head.norm", "eh_proj"))
 
 
+WITH_STATES = {**FAMILIES["qwen3_next"], "layer_types": ["linear_attention", *["full_attention"] * LAYERS]}
+
+
 class Kind(NamedTuple):
     """A family of models, by what its published checkpoints call the head."""
 
@@ -51,7 +54,12 @@ KINDS = {
     "Qwen3-Next": Kind(
         *("qwen3_next", "Qwen3NextForCausalLM", "mtp.layers.0."),
         ("mtp.fc", "mtp.norm", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding"),
-        {**FAMILIES["qwen3_next"], "layer_types": ["linear_attention", *["full_attention"] * LAYERS]},
+        WITH_STATES,
+    ),
+    "Qwen3.5": Kind(
+        *("qwen3_5_text", "Qwen3_5ForCausalLM", "mtp.layers.0."),
+        ("mtp.fc", "mtp.norm", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding"),
+        {**WITH_STATES, "mtp_num_hidden_layers": 1},
     ),
 }
 
