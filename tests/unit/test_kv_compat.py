@@ -237,6 +237,13 @@ def test_another_latent_cache_is_caught(tmp_path, module, edit, found):
     assert re.search(f"layer 1 .*{found}", report(tmp_path, edit, "deepseek_v2").message)
 
 
+def test_sparse_attention_is_refused_for_its_second_cache(tmp_path):
+    """DeepSeek-V3.2 chooses what it attends to with an indexer, which caches keys of its own."""
+    indexer = {"model.layers.0.self_attn.indexer.wk.weight": torch.ones(128, 128, dtype=torch.bfloat16)}
+    with pytest.raises(FlexQuantError, match=r"a cache of its own in .*\.self_attn\.indexer\.wk"):
+        report_of(tmp_path, "deepseek_v3", lambda state: state, indexer)
+
+
 def test_another_kind_of_attention_is_caught(tmp_path):
     def plain(state: StateDict) -> StateDict:
         latent = "kv_a_proj_with_mqa"
