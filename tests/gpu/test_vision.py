@@ -16,7 +16,7 @@ from tests.vision import KINDS, make_vision_checkpoint, prompts
 pytestmark = [] if ON_GPU else pytest.mark.full
 WITH_TORCHVISION = [
     pytest.param(kind, marks=pytest.mark.full)
-    for kind in ("qwen2_5_vl", "qwen3_5")
+    for kind in ("qwen2_5_vl", "qwen3_5", "qwen3_vl")
     if find_spec("torchvision") is not None
 ]
 

@@ -18,6 +18,7 @@ from flexquant.merge import convert_checkpoint, merge_checkpoints, split_checkpo
 from tests.checkpoints import StateDict, make_checkpoint, make_pair
 from tests.publishers import edits
 from tests.states import make_variants
+from tests.tied_heads import make_tied
 from tests.vision import KINDS, RENAMED, make_vision_checkpoint, write_as_another_release
 
 SCHEMES = ("w8a8", "w4a16")
@@ -189,3 +190,18 @@ def test_names_of_two_releases_are_those_of_one_class(tmp_path, kind, listed):
     assert any(module.endswith("norm") for module in merged.shared_modules)
     split_checkpoint(tmp_path / "merged", "w4a16", tmp_path / "again")
     assert len(read_tensors(tmp_path / "again")) == len(names)
+
+
+@pytest.mark.parametrize("more", SCHEMES)
+def test_what_one_source_may_lack_hides_no_other_difference(more, tmp_path):
+    """A tied model's head, and frequencies, come before the parameter that counts."""
+    folders = {v: make_tied(tmp_path / v, v, "copy" if v == "w8a8" else None) for v in SCHEMES}
+    (other,) = {*SCHEMES} - {more}
+    frequencies, norm = (
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.1.self_attn.q_norm.weight",
+    )
+    edits.tensors(lambda state: state.update({frequencies: torch.ones(16)}))(folders["w8a8"])
+    edits.tensors(lambda state: state.update({norm: torch.ones(32)}))(folders[more])
+    with pytest.raises(FlexQuantError, match=f"'{more}' has parameter '{norm}' and '{other}' does not"):
+        merge_checkpoints(folders, tmp_path / "merged")
