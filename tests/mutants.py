@@ -5,7 +5,8 @@
 mutmut knows one selection of tests for a whole project; here each room has its own, so that one without
 torch and vLLM is not slowed down by others. It works in a copy of the tree, ``.work/mutants/ROOM``, where
 afterwards ``python -m mutmut results`` names the mutants that survived, and ``python -m mutmut show NAME``
-shows one.
+shows one. In merge/ the tests of a mutant can take half a minute: with ``--tests "absent merge"`` fewer are
+run, and survivors have to be tried against the others.
 """
 
 from __future__ import annotations
