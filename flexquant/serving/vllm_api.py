@@ -126,7 +126,6 @@ if TYPE_CHECKING:
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
     from vllm.model_executor.layers.quantization.utils import replace_parameter
     from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
-    from vllm.model_executor.layers.quantization.utils.w8a8_utils import convert_to_channelwise
 
     # Goes when vLLM chooses a CPU kernel by the number of tokens, and W4A8 by the layer.
     from vllm import envs
@@ -218,7 +217,6 @@ MODULES = {
     "vllm.model_executor.layers.quantization.utils.quant_utils": (
         "unpack_cols unpack_quantized_values_into_int32"
     ),
-    "vllm.model_executor.layers.quantization.utils.w8a8_utils": "convert_to_channelwise",
     "vllm.model_executor.layers.rotary_embedding": "_ROPE_DICT",
     "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
     "vllm.model_executor.model_loader": "DefaultModelLoader register_model_loader",

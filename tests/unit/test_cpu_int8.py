@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from flexquant.serving.kernels.cpu_kernels import exact_int8_linear
+from flexquant.serving.kernels.cpu_kernels import ExactCPUInt8LinearKernel, exact_int8_linear
+from flexquant.serving.vllm_api import init_int8_linear_kernel
 from tests import programs
 
 pytestmark = pytest.mark.oldest
@@ -68,6 +69,39 @@ def test_threads_multiply_at_once():
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(multiply, range(4))) == [True] * 4
+
+
+@pytest.mark.parametrize("is_channelwise", [True, False])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+@pytest.mark.parametrize("is_static", [True, False])
+def test_every_scheme_of_activations(is_static, is_symmetric, is_channelwise):
+    """Two linears of one scale each are fused, where scales are not by channel."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(64, 128, (32, 64), generator=generator, dtype=torch.int8)  # sums of pairs overflow
+    x = torch.rand(3, 64, generator=generator).bfloat16() * 4 - (2 if is_symmetric else 0.5)
+    of_weights = torch.rand(32 if is_channelwise else 2, 1, generator=generator)
+    values = {"weight": weight, "weight_scale": of_weights, "input_scale": None, "input_zero_point": None}
+    if is_static:
+        values["input_scale"] = torch.tensor([4 / 255])
+        values["input_zero_point"] = None if is_symmetric else torch.tensor([-96], dtype=torch.int8)
+    layer = torch.nn.Module()
+    vars(layer)["logical_widths"] = [16, 16]
+    for name, value in (*values.items(), ("azp_adj", None), ("bias", None)):
+        given = None if value is None else torch.nn.Parameter(value, requires_grad=False)
+        layer.register_parameter(name, given)
+    chosen = init_int8_linear_kernel(
+        is_channelwise=is_channelwise,
+        is_static_input_scheme=is_static,
+        input_symmetric=is_symmetric,
+        module_name="linear",
+    )
+    kernel = ExactCPUInt8LinearKernel(chosen.config, [*values, "azp_adj"])
+    kernel.process_weights_after_loading(layer)
+    by_row = of_weights if is_channelwise else of_weights.repeat_interleave(16, 0)
+    expected = x.float() @ (weight * by_row).t()
+    found = kernel.apply_weights(layer, x).float()
+    rounded = 4 / 127 / 12**0.5 * (weight.float().norm(dim=1, keepdim=True) * by_row).t()
+    assert ((found - expected).abs() <= 4 * rounded + expected.abs() / 128).all()
 
 
 LARGEST_VALUES = """

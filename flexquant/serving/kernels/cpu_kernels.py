@@ -31,7 +31,6 @@ from flexquant.serving.vllm_api import (
     MPLinearKernel,
     MPLinearLayerConfig,
     ZentorchWNA16LinearKernel,
-    convert_to_channelwise,
     envs,
     register_linear_kernel,
     replace_parameter,
@@ -227,25 +226,26 @@ class AnyShapeCPUInt8LinearKernel(CPUInt8ScaledMMLinearKernel):
 
 
 class ExactCPUInt8LinearKernel(CPUInt8ScaledMMLinearKernel):
-    """vLLM's kernel with fp32 products for dynamic symmetric activations; other schemes are vLLM's own."""
+    """vLLM's kernel with fp32 products; activations are quantised as vLLM does, in each of its schemes."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        if self.config.is_static_input_scheme or not self.config.input_symmetric:
-            super().process_weights_after_loading(layer)
-            return
         w_q_name, w_s_name, *_ = self.layer_param_names
-        weight, scale = getattr(layer, w_q_name), getattr(layer, w_s_name)  # int8 [out, in], [out, 1]
-        if not self.config.is_channelwise:
-            scale = convert_to_channelwise(scale, vars(layer)["logical_widths"])
-        for name, value in ((w_q_name, weight.data), (w_s_name, scale.data.float().reshape(1, -1))):
-            replace_parameter(layer, name, torch.nn.Parameter(value, requires_grad=False))
+        weight = getattr(layer, w_q_name).data  # int8 [out, in]
+        super().process_weights_after_loading(layer)  # which makes one scale and zero point of static ones
+        del self.dnnl_handler  # holds the weights, packed
+        scale = getattr(layer, w_s_name).data.float()
+        for name, value in ((w_q_name, weight), (w_s_name, scale.expand(len(weight), 1).reshape(1, -1))):
+            setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
         self.linear_method = self._apply_weights_exactly
 
     def _apply_weights_exactly(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        weight, scale, *_ = self._get_layer_params(layer)
-        quantized, x_scale, _ = ops.onednn_scaled_int8_quant(x.reshape(-1, x.shape[-1]), None, None, True)
+        weight, scale, of_inputs, zero_of_inputs, _ = self._get_layer_params(layer)
+        flat, is_symmetric = x.reshape(-1, x.shape[-1]), self.config.input_symmetric
+        quantized, x_scale, zero = ops.onednn_scaled_int8_quant(flat, of_inputs, zero_of_inputs, is_symmetric)
+        if zero is not None:
+            quantized = quantized.int() - zero
         out = torch.ops.flexquant.exact_int8_linear(quantized, x_scale, weight, scale)
         return (out if bias is None else out + bias).to(x.dtype).reshape(*x.shape[:-1], out.shape[-1])
 
@@ -254,9 +254,10 @@ class ExactCPUInt8LinearKernel(CPUInt8ScaledMMLinearKernel):
 def exact_int8_linear(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Return x @ weight.T, both int8, times the scales, as fp32 [tokens, out].
+    """Return x @ weight.T, times the scales, as fp32 [tokens, out].
 
-    ``x`` [tokens, in] with fp32 ``x_scale`` [tokens, 1]; ``weight`` [out, in] with fp32 ``scale`` [1, out].
+    ``x`` [tokens, in], int8 or int32, with fp32 ``x_scale`` [tokens, 1] or of one number; ``weight`` int8
+    [out, in] with fp32 ``scale`` [1, out].
     """
     x = x.float()
     out = x.new_empty(len(x), len(weight))
