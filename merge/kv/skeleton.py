@@ -280,11 +280,12 @@ class Skeleton:
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module only multiplies with its weight and adds its bias."""
-    return isinstance(module, nn.Linear) and _only_multiplies(type(module))
+    kind: Any = type(module)
+    return issubclass(kind, nn.Linear) and _only_multiplies(kind)
 
 
 @cache
-def _only_multiplies(kind: type[nn.Linear]) -> bool:
+def _only_multiplies(kind: Any) -> bool:
     """Whether a class of linears computes what `nn.Linear` does, such as Falcon's; routers do not."""
     if kind.forward is nn.Linear.forward:
         return True
