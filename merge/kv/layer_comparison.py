@@ -48,7 +48,8 @@ from flexquant.merge.kv.layer_pass import (
     find_cached,
     run_pass,
 )
-from flexquant.merge.kv.skeleton import WITH_HEADS, is_experts, is_linear, shape_of
+from flexquant.merge.kv.matrices import is_experts, is_linear, shape_of
+from flexquant.merge.kv.skeleton import WITH_HEADS
 from flexquant.merge.kv.variant_weights import VariantWeights, unequal
 
 DOWN_AND_UP = {"down_proj": "up_proj", "w2": "w3"}

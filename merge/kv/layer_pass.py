@@ -17,15 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from flexquant.merge.kv.skeleton import (
-    Answer,
-    OwnForward,
-    Skeleton,
-    answer_at_random,
-    is_linear,
-    is_state,
-    random,
-)
+from flexquant.merge.kv.matrices import Answer, OwnForward, answer_at_random, is_linear, random
+from flexquant.merge.kv.skeleton import Skeleton, is_state
 
 OUTPUT = "the layer's output"
 CALL = ", call "

@@ -10,13 +10,12 @@ compared as matrices and not computed with. What a layer writes into its cache i
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from copy import copy
-from functools import cache, cached_property
+from functools import cached_property
 from threading import get_ident, local
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +30,7 @@ from transformers.initialization import no_init_weights
 from flexquant.checkpoint.built_model import build_config, build_model
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import STACKS
+from flexquant.merge.kv.matrices import Answer, OwnForward, answer_at_random, is_experts, is_linear, random
 
 KEYS, VALUES = "K in the cache", "V in the cache"
 CONVOLVED, RECURRENT = "the convolution's state", "the recurrent state"
@@ -41,12 +41,7 @@ TOKENS = 12
 """Tokens that a layer runs on."""
 TOKENS_WITH_STATES = 48
 """Tokens that a layer of a model with states runs on."""
-EXPERTS = "experts"
-"""Last part of the name of the module that holds a layer's routed experts."""
 
-Answer: TypeAlias = "torch.Tensor | tuple[Answer, ...]"
-"""Output of a matrix; experts can return several tensors."""
-OwnForward = Callable[..., Answer]
 MatrixForward = Callable[[str, nn.Module, OwnForward, tuple[Any, ...]], Answer]
 """Called with a matrix's name in its layer, module, own forward and arguments; returns its output."""
 
@@ -276,58 +271,6 @@ class Skeleton:
             return answer(name, module, forward, (*args, *kwargs.values()))
 
         module.forward = asked
-
-
-def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module only multiplies with its weight and adds its bias."""
-    kind: Any = type(module)
-    return issubclass(kind, nn.Linear) and _only_multiplies(kind)
-
-
-@cache
-def _only_multiplies(kind: Any) -> bool:
-    """Whether a class of linears computes what `nn.Linear` does, such as Falcon's; routers do not."""
-    if kind.forward is nn.Linear.forward:
-        return True
-    probe, x = nn.Linear(4, 3), random("linear", (2, 4))
-    expected = probe(x)
-    probe.__class__ = kind
-    try:
-        return torch.allclose(probe(x), expected)
-    except Exception:  # it reads attributes of its own, or returns several tensors
-        return False
-
-
-def shape_of(matrix: nn.Module) -> tuple[int, int]:
-    """Return (out, in) of a module with a matrix."""
-    weight = matrix.weight
-    assert isinstance(weight, torch.Tensor)  # functional_call replaces the Parameter by a plain tensor
-    rows, columns = weight.shape
-    return rows, columns
-
-
-def is_experts(name: str) -> bool:
-    """Whether a module of this name holds a layer's routed experts."""
-    return name.rpartition(".")[2] == EXPERTS
-
-
-def random(seed: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return standard normal numbers, float32; equal seeds give equal numbers."""
-    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-    return torch.randn(shape, generator=generator, dtype=torch.float32)
-
-
-def answer_at_random(name: str, module: nn.Module, forward: OwnForward, args: tuple[Any, ...]) -> Answer:
-    """Return normal numbers in the shape of the matrix's output, plus its bias."""
-    given = args[0]
-    if is_linear(module):
-        answer = random(name, (*given.shape[:-1], module.out_features))
-        return answer if module.bias is None else answer + module.bias
-    if isinstance(module, nn.Embedding):
-        return random(name, (*given.shape, module.embedding_dim))
-    if is_experts(name):
-        return random(name, tuple(given.shape))
-    return forward(*args)
 
 
 def _shapes_beside(layer: nn.Module, matrices: Mapping[str, nn.Module]) -> dict[str, torch.Size]:

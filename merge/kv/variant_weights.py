@@ -18,7 +18,8 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import Source
 from flexquant.merge.kv.agreement import BLOCK_ROWS, ScaledMatrix, ScaledRows, row_numbers, sample_rows
 from flexquant.merge.kv.dequantize import WeightReader
-from flexquant.merge.kv.skeleton import Skeleton, is_experts, is_state, shape_of
+from flexquant.merge.kv.matrices import is_experts, shape_of
+from flexquant.merge.kv.skeleton import Skeleton, is_state
 
 CHUNK_WEIGHTS = 1 << 18  # weights of a chunk: 1 MiB as float32, which fits into a core's cache
 CACHE_SCALE = re.compile(r"\.([kv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point))$")

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from flexquant.merge import merge_checkpoints
 from flexquant.merge.formats import Source, open_source
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from tests.architectures.models import random_model, small_config, split
-from tests.checkpoints import StateDict
+from tests.checkpoints import StateDict, make_checkpoint, write_checkpoint
+from tests.unit.edits import Edit, in_float32
 
 
 def opened(folders: Mapping[str, Path]) -> list[Source]:
@@ -41,3 +42,36 @@ def model_of(kind: str, **config: int) -> tuple[PreTrainedModel, StateDict, set[
     model = random_model(small_config(kind, **config))
     model.config.architectures = [type(model).__name__]
     return model, *split(model)
+
+
+def report(
+    tmp_path: Path,
+    edit: Edit | None = None,
+    architecture: str = "llama",
+    schemes: tuple[str, str] = ("w8a8", "w4a16"),
+    **overrides,
+) -> KVReport:
+    """Compare an untouched variant (the reference) with an edited one."""
+    reference = make_checkpoint(tmp_path / "a", architecture, schemes[0])
+    transform = None if edit is None else in_float32(edit)
+    other = make_checkpoint(tmp_path / "b", architecture, schemes[1], transform=transform, **overrides)
+    return compare_and_refuse(opened({"first": reference, "second": other}), tmp_path / "out")
+
+
+def report_of(
+    tmp_path: Path,
+    kind: str,
+    change: Callable[[StateDict], StateDict],
+    of_both: StateDict | None = None,
+    **config: int,
+) -> KVReport:
+    """Compare two roundings of a model of this type; ``change`` makes the second one's state dict."""
+    model, state, quantised, left_out = model_of(kind, **config)
+    state = state | (of_both or {})
+    folders = {}
+    for scheme in ("w8a8", "w4a16"):
+        folders[scheme] = write_checkpoint(
+            tmp_path / scheme, model.config, state, scheme, quantised, left_out
+        )
+        state = change(state)
+    return check_kv_compatibility(opened(folders))
