@@ -31,7 +31,7 @@ from flexquant.checkpoint.nested import (
     with_weights,
 )
 from flexquant.checkpoint.safetensors_io import CASTS, ComputedTensor, TensorRef, load_tensor
-from flexquant.checkpoint.schemes import COLUMN, FLOAT_DTYPES, ROW, LinearSchemes
+from flexquant.checkpoint.schemes import COLUMN, FLOAT_DTYPES, ROW, LinearSchemes, rotates_in_passes
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import Source, stated_dtype
 from flexquant.merge.merge_plan import MergePlan
@@ -222,6 +222,12 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
     eights, source = _find_pair(schemes)
     dtype = stated_dtype(plan.sources[0].config)
     variants = {}
+    for name in (*eights, source):
+        if rotates_in_passes(sources[name].quantization_config):
+            raise FlexQuantError(
+                f"'{eights[0]}' cannot be nested in '{source}': each pass rotates the inputs of linears of "
+                f"'{name}'; {TWO_COPIES}"
+            )
     for name in eights:
         tensors, by_layer = sources[name].tensors, dict[str, dict[str, Pair]]()
         for module in sorted(schemes[name] | schemes[source]):
@@ -286,9 +292,10 @@ def _schemes(source: Source, num_layers: int) -> dict[str, Scheme]:
 
 def _is_w8a8(scheme: QuantizationScheme, form: str) -> bool:
     w, a = scheme.weights, scheme.input_activations
-    if w is None or a is None or any((x.type, x.num_bits, x.symmetric) != ("int", 8, True) for x in (w, a)):
+    if w is None or a is None or any((x.type, x.num_bits) != ("int", 8) for x in (w, a)):
         return False
-    return (w.strategy, a.strategy, a.dynamic, form) == ("channel", "token", True, "int-quantized")
+    how = w.symmetric, w.strategy, a.strategy, a.dynamic, form
+    return how == (True, "channel", "token", True, "int-quantized")
 
 
 def _is_w4a16(scheme: QuantizationScheme, form: str) -> bool:

@@ -33,6 +33,7 @@ QUANTISATION_PARAMETER = re.compile(
     r"\.((weight|input|output|q|k|v|attn|prob)_(scale|zero_point|global_scale|g_idx|shape)"
     rf"|qzeros|scales|g_idx|{ROW}|{COLUMN}|{EXCEPTION}|{EXCEPTION_INPUT})$"
 )
+ROTATION = re.compile(r"\.[^.]+_input\.weight$")
 READABLE_FORMATS = frozenset(
     {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
 )
@@ -66,9 +67,22 @@ def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...
             shapes[name.replace(".qweight", ".weight")] = (outputs, values // outputs)
         elif name.endswith(f".{DIFFERENCE}") and ref.shape:
             shapes[name.replace(DIFFERENCE, "weight")] = (*ref.shape[:-1], ref.shape[-1] * 2)
-        elif not QUANTISATION_PARAMETER.search(name):
+        elif not QUANTISATION_PARAMETER.search(name) and not _rotates_inputs(name, tensors):
             shapes[name] = ref.shape
     return shapes
+
+
+def rotates_in_passes(section: JsonObject) -> bool:
+    """Whether a ``quantization_config`` has rotations that are no part of the weights alone."""
+    groups = (section.get("transform_config") or {}).get("config_groups") or {}
+    locations = (apply.get("location") for group in groups.values() for apply in group.get("apply", ()))
+    return any(location in ("input", "output") for location in locations)
+
+
+def _rotates_inputs(name: str, tensors: Mapping[str, TensorRef]) -> bool:
+    """Whether a tensor is what the inputs of a linear are multiplied by before its weight."""
+    linear = ROTATION.sub("", name)
+    return linear != name and any(f"{linear}.{own}" in tensors for own in ("weight", "weight_packed"))
 
 
 def unpacked_shape(packed: TensorRef, stored: TensorRef | None) -> tuple[int, ...]:

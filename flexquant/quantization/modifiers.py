@@ -26,6 +26,7 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.quantization.quantization import QuantizationMixin
 from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+from llmcompressor.modifiers.transform.quip import QuIPModifier
 from llmcompressor.modifiers.transform.smoothquant.base import SmoothQuantModifier, SmoothQuantScale
 from llmcompressor.observers import Observer
 from pydantic import PrivateAttr
@@ -33,7 +34,7 @@ from pydantic import PrivateAttr
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.resolve import ResolvedVariant, quantization_groups
-from flexquant.quantization.vocabulary import split_mapping
+from flexquant.quantization.vocabulary import ROTATES, split_mapping
 
 SMALLEST_NORM = 1e-6
 REFERENCE = 0.5
@@ -75,6 +76,8 @@ def _modifier(name: str, arguments: JsonObject, variant: ResolvedVariant, tokens
     if name == "AWQModifier":
         pairs = [pair for m in arguments.pop("mappings") if (pair := split_mapping(m))]
         return AWQModifier(mappings=[AWQMapping(smooth, balance) for balance, smooth in pairs], **arguments)
+    if name == ROTATES:
+        return QuIPModifier(**arguments)
     groups = quantization_groups(arguments)
     in_groups = ("scheme", "targets", "group_size", "config_groups")
     kept = {"ignore": [], **{key: value for key, value in arguments.items() if key not in in_groups}}

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from compressed_tensors.transform import TransformConfig, apply_transform_config
+from compressed_tensors.transform.factory.base import TransformBase
 from compressed_tensors.utils import patch_attr
 from llmcompressor import active_session, oneshot
 from llmcompressor.modeling.moe.conversion_mappings import set_save_conversion_mapping
@@ -32,8 +34,9 @@ from transformers import (
 from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
 
 from flexquant.checkpoint.built_model import nothing_fetched
-from flexquant.checkpoint.folder import COPIED, GENERATION_CONFIG, find_files
+from flexquant.checkpoint.folder import COPIED, GENERATION_CONFIG, find_files, read_config, read_tensors
 from flexquant.checkpoint.module_names import LAYER
+from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
 from flexquant.checkpoint.writer import Progress, copy_files
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.distillation import distill_scales
@@ -96,7 +99,18 @@ def load_quantized(folder: Path) -> PreTrainedModel:
         device_map="auto" if torch.cuda.is_available() else None,
         quantization_config=CompressedTensorsConfig(run_compressed=False),
     )
+    if section := read_config(folder)["quantization_config"].get("transform_config"):
+        _rotate_inputs(model, TransformConfig.model_validate(section), read_tensors(folder))
     return model
+
+
+def _rotate_inputs(model: PreTrainedModel, config: TransformConfig, stored: Mapping[str, TensorRef]) -> None:
+    """Attach the rotations that run with the model, which transformers leaves out, as they are stored."""
+    for scheme in config.config_groups.values():
+        scheme.apply = [args for args in scheme.apply if args.is_online()]
+    apply_transform_config(model, config)
+    names = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, TransformBase)}
+    model.load_state_dict({name: load_tensor(stored[name]) for name in names & {*stored}}, strict=False)
 
 
 def _names_of_experts(conversions: list[WeightTransform]) -> list[WeightTransform]:

@@ -35,7 +35,7 @@ from flexquant.documents.yaml_document import (
     says,
 )
 from flexquant.policy.schema import VariantName
-from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, ROTATIONS
+from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, ROTATES, ROTATIONS
 
 SCHEMA: Literal["flexquant.recipe/v1"] = "flexquant.recipe/v1"
 DEFAULT_RECIPE = "default"
@@ -160,4 +160,6 @@ def _variant(name: str, section: VariantSection, document: Document) -> VariantR
             f"has the modifiers {', '.join(modifiers) or 'none'}; give exactly one of "
             f"{', '.join(QUANTIZERS)}, as the last one",
         )
+    if ROTATES in modifiers and list(modifiers)[-2] != ROTATES:
+        document.fail(path, f"moves scales behind {ROTATES}; put it right before {quantizers[0]}")
     return VariantRecipe(name, modifiers, section.scale_distillation, document.place(path))

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.module_names import LATENT_UP, LAYER
+from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.source_model import ScaleMapping, default_mappings, gates, resolve_mappings
-from flexquant.quantization.vocabulary import TRANSFORMS, split_mapping
+from flexquant.quantization.vocabulary import ROTATES, TRANSFORMS, split_mapping
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
@@ -62,7 +62,11 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
                     _check_strengths(arguments["smoothing_strength"], names)
                     smoothed = names
             modifiers[name] = arguments
+        if (rotation := modifiers.get(ROTATES)) is not None:
+            rotation["transform_block_size"] = _block_size(rotation, model)
         quantizer = modifiers[recipe.quantizer]
+        if quantizer.pop("asymmetric_activations", False):
+            quantizer = modifiers[recipe.quantizer] = with_asymmetric_activations(quantizer, model)
         groups = quantization_groups(quantizer)
         if left := _gates_left_out(groups, quantizer, model):
             quantizer["ignore"] = [*quantizer.get("ignore", []), *left]
@@ -115,6 +119,30 @@ def _check_strengths(strengths: object, smoothed: Sequence[str]) -> None:
             raise FlexQuantError(
                 f"smoothing_strength lacks '{name}'; add it with a number from 0 to 1, or null"
             )
+
+
+def _block_size(arguments: JsonObject, model: PreTrainedModel) -> int:
+    """Return the first of the given sizes whose blocks the inputs that are to be rotated consist of."""
+    from compressed_tensors.utils import match_named_modules
+
+    given = arguments["transform_block_size"]
+    sizes = given if isinstance(given, list) else [given]
+    found = dict(match_named_modules(model, arguments["targets"], arguments.get("ignore", ["lm_head"])))
+    inputs = {name: getattr(module, "in_features", 0) for name, module in found.items()}
+    if not found:
+        raise FlexQuantError(f"{ROTATES} matches no linear of the model; correct 'targets'")
+    if kept := next((name for name in found if EXPERTS.match(name) or LATENT_UP.match(f"{name}.")), None):
+        raise FlexQuantError(
+            f"{ROTATES} would rotate the inputs of {kept}, which vLLM does not; add its name to 'ignore'"
+        )
+    fitting = (size for size in sizes if all(n and n % size == 0 for n in inputs.values()))
+    if (size := next(fitting, None)) is None:
+        name, number = next((name, n) for name, n in inputs.items() if not n or n % sizes[-1])
+        raise FlexQuantError(
+            f"{ROTATES} cannot rotate the {number} inputs of {name} in blocks of "
+            f"{' or '.join(map(str, sizes))}; give a transform_block_size that divides them"
+        )
+    return size
 
 
 def _gates_left_out(
@@ -227,6 +255,35 @@ def quantization_groups(arguments: JsonObject) -> dict[str, QuantizationScheme]:
         if isinstance(size, int) and _is_grouped(group):
             group.weights.group_size = size
     return groups
+
+
+def with_asymmetric_activations(arguments: JsonObject, model: PreTrainedModel) -> JsonObject:
+    """Return the arguments of a quantising modifier, its 8-bit activations with a zero point for each token.
+
+    Those of experts keep their scheme, since vLLM's kernels for experts have no zero points. Raises
+    FlexQuantError without dynamic 8-bit integer activations by token.
+    """
+    groups: JsonObject = {}
+    for name, group in quantization_groups(arguments).items():
+        activations = group.input_activations
+        how = activations and (
+            activations.type,
+            activations.num_bits,
+            activations.strategy,
+            activations.dynamic,
+        )
+        if how != ("int", 8, "token", True):
+            raise FlexQuantError(
+                f"asymmetric_activations gives INT8 activations a zero point for each token, and those for "
+                f"{', '.join(group.targets)} are not in INT8 by token; remove it, or choose W8A8"
+            )
+        if any(EXPERTS.match(name) for name, _ in model.named_modules()):
+            symmetric = group.model_copy(update={"targets": ["re:.*\\.experts\\..*"]})
+            groups["experts"] = symmetric.model_dump(mode="json", exclude_defaults=True)
+        activations.symmetric = False
+        groups[name] = group.model_dump(mode="json", exclude_defaults=True)
+    kept = {key: value for key, value in arguments.items() if key not in ("scheme", "targets")}
+    return {**kept, "config_groups": groups}
 
 
 def _is_grouped(scheme: QuantizationScheme) -> bool:

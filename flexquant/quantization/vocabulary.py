@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Define what a recipe may hold: llmcompressor's modifiers, their arguments, and the allowed values.
 
-The names are llmcompressor's, except ``group_size``, which its presets fix, and GPTQ's
-``first_token_weight``, which selects :class:`flexquant.quantization.modifiers.TokenNormalizedGPTQ`. A recipe
-is checked by them, line by line, before anything heavy is imported.
+The names are llmcompressor's, except ``group_size`` and ``asymmetric_activations``, which its presets fix,
+and GPTQ's ``first_token_weight``, which selects
+:class:`flexquant.quantization.modifiers.TokenNormalizedGPTQ`. A recipe is checked by them, line by line,
+before anything heavy is imported.
 
 What would change K, V and states is refused, so that the variants can share one KV cache. Scales may move
 from a norm into all linears that read it, gates of a state included, and from up_proj into down_proj, which
@@ -161,6 +162,10 @@ AboveZero = Annotated[float, Field(strict=True, gt=0), says("give a number above
 Name = Annotated[str, Field(strict=True, min_length=1), says("give text")]
 Names = Annotated[list[Annotated[str, Field(strict=True)]], Field(min_length=1), says(NAMES, whole=True)]
 Size = Annotated[int, Field(strict=True, ge=1)]
+Sizes = Annotated[
+    Size | Annotated[list[Size], Field(min_length=1)],
+    says("give a number of input features, or a list of which the first that fits is taken", whole=True),
+]
 Mappings = Annotated[object, _checked(_mappings)]
 
 
@@ -199,6 +204,14 @@ class AWQ(Modifier):
     n_grid: Annotated[int, Field(strict=True, ge=4), says("give a whole number of at least 4")] = 20
 
 
+class QuIP(Modifier):
+    """QuIP's rotation of linears' inputs, in blocks; it runs with the model, and is undone in the weights."""
+
+    targets: Annotated[object, _checked(_targets)]
+    transform_block_size: Sizes
+    ignore: Names = []
+
+
 class Quantizer(Modifier):
     """A modifier that quantises; a variant has exactly one."""
 
@@ -206,10 +219,8 @@ class Quantizer(Modifier):
     ignore: Names = []
     scheme: Annotated[object, _checked(_scheme)] = None
     config_groups: Annotated[object, _checked(_config_groups)] = None
-    group_size: Annotated[
-        Size | Annotated[list[Size], Field(min_length=1)],
-        says("give a number of input features, or a list of which the first that fits is taken", whole=True),
-    ] = 1
+    group_size: Sizes = 1
+    asymmetric_activations: Annotated[bool, Field(strict=True), says("give true or false")] = False
 
     @model_validator(mode="after")
     def _check(self) -> Quantizer:
@@ -252,16 +263,17 @@ class AutoRound(Quantizer):
 
 TRANSFORMS: Mapping[str, type[Modifier]] = {"SmoothQuantModifier": SmoothQuant, "AWQModifier": AWQ}
 """Modifier that moves ranges between layers -> its arguments."""
+ROTATES = "QuIPModifier"
 QUANTIZERS: Mapping[str, type[Modifier]] = {
     "GPTQModifier": GPTQ,
     "QuantizationModifier": Rounding,
     "AutoRoundModifier": AutoRound,
 }
 """Modifier that quantises -> its arguments."""
-MODIFIERS: Mapping[str, type[Modifier]] = {**TRANSFORMS, **QUANTIZERS}
+MODIFIERS: Mapping[str, type[Modifier]] = {**TRANSFORMS, ROTATES: QuIP, **QUANTIZERS}
 
 ROTATIONS = dict.fromkeys(
-    ("SpinQuantModifier", "QuIPModifier", "TransformModifier"),
-    f"it rotates heads and the residual stream, and rotated K and V {SHARED_CACHE}",
+    ("SpinQuantModifier", "TransformModifier"),
+    f"it rotates heads and the residual stream, and rotated K and V {SHARED_CACHE}; {ROTATES} rotates inputs",
 )
 """Keys of a variant that are refused -> the reason."""

@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, MergedConfig
 from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.module_names import HEAD
+from flexquant.checkpoint.schemes import rotates_in_passes
 from flexquant.policy.routes import RouteTable
 from flexquant.serving.draft_heads import (
     LOAD_FORMAT,
@@ -159,6 +160,13 @@ def _of_ranks(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
         yield "microbatches (drop --enable-dbo and --ubatch-size)"
     if parallel.prefill_context_parallel_size > 1:
         yield "prefill context parallelism, whose ranks see unlike passes (use --tensor-parallel-size)"
+    sources = sorted({routes.source(variant) for variant in routes.layers})
+    rotated = [name for name in sources if rotates_in_passes(merged.variants[name].quantization_config)]
+    if rotated and parallel.tensor_parallel_size > 1:
+        yield (
+            f"'{rotated[0]}', whose linears' inputs are rotated in each pass, under tensor parallelism, for "
+            "which vLLM has no rotations (use --pipeline-parallel-size, or choose a policy without it)"
+        )
     if parallel.enable_eplb:
         yield "moving experts among ranks (drop --enable-eplb): vLLM would move those of one variant"
     if vllm_config.model_config.is_moe and parallel.data_parallel_size > 1 and len(routes.plans) > 1:

@@ -124,6 +124,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import ScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+    from vllm.model_executor.layers.quantization.compressed_tensors.transform.module import HadamardTransform
     from vllm.model_executor.layers.quantization.utils import replace_parameter
     from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
 
@@ -212,6 +213,7 @@ MODULES = {
     ),
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16": "CompressedTensorsWNA16MoEMethod",  # noqa: E501
     "vllm.model_executor.layers.quantization.compressed_tensors.schemes": "CompressedTensorsWNA16",
+    "vllm.model_executor.layers.quantization.compressed_tensors.transform.module": "HadamardTransform",
     "vllm.model_executor.layers.quantization.utils": "replace_parameter",
     "vllm.model_executor.layers.quantization.utils.marlin_utils": "get__quant_fp8_method get_scale_perms",
     "vllm.model_executor.layers.quantization.utils.quant_utils": (

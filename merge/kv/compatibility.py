@@ -41,8 +41,11 @@ KV_ADVICE = (
     "(AWQ: no v_proj -> o_proj mapping; SpinQuant and QuIP: no rotation of attention heads)"
 )
 RESIDUAL_ADVICE = "use plans that run all layers in one variant, or quantise both without rotation"
-CACHE_TRANSFORMS = ("k_cache", "q_attn", "input", "output")
-"""Locations (compressed_tensors.transform.TransformLocation) of transforms that run with the model."""
+CACHE_TRANSFORMS = ("k_cache", "q_attn", "output")
+"""Locations (compressed_tensors.transform.TransformLocation) of transforms that run with the model.
+
+Those of inputs are undone where a linear's weight is read.
+"""
 ALIKE = ("llama", "qwen3", "phi3")
 """transformers models that can stand in for a missing one: plain, with norms of Q and K, fused matrices."""
 WITH_BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -102,7 +105,7 @@ class Pair:
 
 
 def rotation_difference(variant: Source, reference: Source) -> str:
-    """Return how the run-time rotations of K (SpinQuant's R3) differ; empty if they do not."""
+    """Return how the run-time rotations of K (SpinQuant's R3), or of outputs, differ; empty if not."""
     found: list[JsonObject] = []
     for source in (variant, reference):
         groups = (source.quantization_config.get("transform_config") or {}).get("config_groups") or {}

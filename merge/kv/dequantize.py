@@ -28,6 +28,7 @@ from flexquant.checkpoint.schemes import (
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import Source
 from flexquant.merge.kv.agreement import ScaledRows, row_numbers
+from flexquant.merge.kv.rotations import InputRotations, turned_back
 
 E4M3_MANTISSA, E4M3_MIN_EXPONENT = 3, -6
 FLOAT32_EXPONENT = 0x7F800000
@@ -40,6 +41,7 @@ class WeightReader:
         self.source = source
         self._memory = threading.local()  # one buffer a thread: allocating takes longer than filling
         self.schemes = LinearSchemes(source.quantization_config, source.owner, source.tensors)
+        self.rotations = InputRotations(source)
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return (out_features, in_features)."""
@@ -98,7 +100,8 @@ class WeightReader:
 class StoredLinear:
     """One Linear: its scheme, scales and zero points are in memory, its weight stays on disk.
 
-    Raises FlexQuantError for an unsupported scheme, and for NaN or infinite numbers in a scale.
+    Its matrix is for inputs before they are rotated. Raises FlexQuantError for an unsupported scheme or
+    rotation, and for NaN or infinite numbers in a scale.
     """
 
     def __init__(self, reader: WeightReader, module: str) -> None:
@@ -106,6 +109,7 @@ class StoredLinear:
         self.shape = reader.shape(module)
         """(out_features, in_features)."""
         self._stored = reader.stored(module)
+        self._rotation = reader.rotations.of(module, self.shape[1])
         if _is_float(self._stored):
             return
         self._args = reader.weight_args(module)
@@ -120,6 +124,10 @@ class StoredLinear:
 
         Raises FlexQuantError, naming the module, for NaN or infinite weights among them.
         """
+        stored = self._read(rows)
+        return stored if self._rotation is None else turned_back(stored, self._rotation)
+
+    def _read(self, rows: Sequence[range] | None) -> ScaledRows:
         rows = [range(self.shape[0])] if rows is None else rows
         raw = load_tensor(self._stored, rows)
         ones = torch.ones(len(raw), dtype=torch.float32)

@@ -177,7 +177,7 @@ class VariantWeights:
         )
         parameter = self.skeleton.rename(layer, local)
         of_matrix = own in WEIGHTS or QUANTISATION_PARAMETER.search(name) is not None
-        is_read = CACHE_SCALE.search(name) is not None
+        is_read = CACHE_SCALE.search(name) is not None or name in self.reader.rotations.tensors
         if parameter in self.skeleton.parameters[layer]:
             tensors.parameters[parameter] = ref
             is_read = True

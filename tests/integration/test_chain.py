@@ -31,13 +31,13 @@ QUANTIZE = programs.ROOT / ".venv/quantize/bin/flexquant"
 SETTINGS = Settings(batch_sizes=(4,), samples=8, prompt_tokens=32, tokens=16)
 
 
-RECIPES = {"qwen2": "default", "qwen3_moe": "experts-in-16-bit"}
+RECIPES = {"qwen2": "default", "qwen3": "rotated", "qwen3_moe": "experts-in-16-bit"}
 """Architecture -> recipe; not every CPU has kernels for quantised experts."""
 
 
 @pytest.fixture(scope="module", params=RECIPES)
 def chain(request, tmp_path_factory) -> dict[str, Path]:
-    """Return what `flexquant build` made of a small Qwen2, with biases on q, k and v, or of a mixture."""
+    """Return what `flexquant build` made of a small model; Qwen2 has biases on q, k and v."""
     if not QUANTIZE.exists():
         pytest.fail("the quantising environment is missing: run the tests with 'make test', which makes it")
     folder = tmp_path_factory.mktemp(request.param)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,23 @@ def test_it_answers_as_the_checkpoint_that_a_split_gives_back(nested: Path) -> N
     assert distance(in_int4.answers[0], int4.answers[0]) < 0.01
     assert {(p["phase"], p["plan"]) for p in routed.passes} == {("prefill", "w8a8"), ("decode", "w4a16")}
     assert {p["plan"] for p in mixed.passes} == {"w8a8", "w8a8+w4a16[1]"}
+
+
+def test_activations_with_zero_points_are_quantised_with_them(nested: Path, tmp_path: Path) -> None:
+    sources = {"w8a8": shutil.copytree(nested / "w8a8", tmp_path / "w8a8"), "w4a16": nested / "w4a16"}
+    config = json.loads((tmp_path / "w8a8" / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        group["input_activations"]["symmetric"] = False
+    (tmp_path / "w8a8" / "config.json").write_text(json.dumps(config))
+    merge_checkpoints(sources, tmp_path / "merged", nested="near")
+    split_checkpoint(tmp_path / "merged", "w8a8", tmp_path / "split")
+    (found,) = generate(tmp_path / "merged", ["w8a8"], PROMPTS, sampling=SAMPLING)
+    with_zero_points, symmetric = (
+        generate(folder, None, PROMPTS, sampling=SAMPLING)[0].answers[0]
+        for folder in (tmp_path / "split", nested / "split")
+    )
+    own, other = (distance(found.answers[0], split) for split in (with_zero_points, symmetric))
+    assert own < other / 2, (own, other)
 
 
 def test_it_takes_the_memory_of_half_of_its_weights(nested: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from flexquant.merge import merge_checkpoints
+from flexquant.quantization.oneshot import load_quantized
 from flexquant.quantization.recipe import SCHEMA, load_recipe
 from flexquant.quantization.vocabulary import MODIFIERS
 from tests.checkpoints import StateDict, make_checkpoint
@@ -102,6 +103,26 @@ def test_the_quantised_model_computes_what_the_source_computes(model: Path, vari
     assert relative_error(logits(variants / "w4a16"), expected) < 0.8
 
 
+def test_rotated_inputs_and_zero_points_of_activations_keep_what_is_computed(
+    model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    quantize(model, tmp_path / "out", "rotated", "w8a8")
+    section = quantizing.section(tmp_path / "out/w8a8")
+    (scheme,) = section["transform_config"]["config_groups"].values()
+    assert (scheme["type"], scheme["head_dim"]) == ("random-hadamard", 128)
+    assert group(tmp_path / "out/w8a8")["input_activations"]["symmetric"] is False
+    made = tensors(tmp_path / "out/w8a8")
+    (matrix,) = {name: t for name, t in made.items() if name.endswith("_input.weight")}.values()
+    assert torch.equal(matrix.float() @ matrix.float().t(), 128 * torch.eye(128))
+    ids = torch.tensor([list(b"def quantize(model, output): ...")])
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits
+        found = load_quantized(tmp_path / "out/w8a8")(ids).logits
+    assert relative_error(found, expected) < 0.1
+
+
 # Mistral's layers are Llama's: the full run finds a release of transformers that changes that.
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", pytest.param("mistral", marks=pytest.mark.full)])
 def test_the_default_recipe_on_other_architectures(tmp_path: Path, architecture: str) -> None:
@@ -159,14 +180,15 @@ def test_llmcompressors_own_groups_and_observers(small: Path, tmp_path: Path) ->
     assert report(Path(made.folder))["quantized_linears"] == 3
 
 
-def test_arguments_are_llmcompressors_but_for_two() -> None:
+def test_arguments_are_llmcompressors_but_for_three() -> None:
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.modifiers.transform.quip import QuIPModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 
-    ours = {"group_size", "first_token_weight"}
-    for modifier in (GPTQModifier, QuantizationModifier, AWQModifier, SmoothQuantModifier):
+    ours = {"group_size", "first_token_weight", "asymmetric_activations"}
+    for modifier in (GPTQModifier, QuantizationModifier, AWQModifier, SmoothQuantModifier, QuIPModifier):
         assert set(MODIFIERS[modifier.__name__].model_fields) - ours <= set(modifier.model_fields), modifier
 
 

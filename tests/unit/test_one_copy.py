@@ -20,8 +20,10 @@ from flexquant.serving.kernels import trial
 from flexquant.serving.kernels.choice import possible_kernels
 from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import kernel_of_layer
+from flexquant.serving.vllm_api import _custom_ops as ops
 from flexquant.serving.worker.one_copy import cpu as one_copy
 from flexquant.serving.worker.one_copy import cpu_layouts
+from flexquant.serving.worker.one_copy.operands import ROW, NestedWeights
 from tests import programs
 
 pytest.importorskip("vllm")
@@ -114,6 +116,38 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     places[:, 0] = -1
     nested = [column, cpu_layouts.packed_alike(difference, layout), places, values]
     assert torch.equal(int8_weights(packed, scale, zero, row, nested, INPUTS, layout), expected)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("kind", kinds())
+def test_nested_weights_take_activations_with_zero_points(
+    kind: Any, tokens: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(one_copy, "has_operators", lambda: False)
+    outputs, layout = 128, cpu_layouts.layout_of(kind)
+    kernel, linear, _ = made(kind, outputs, 32, None, zeros=True)
+    product = one_copy.CPUInt8Product(kernel, layout)
+    packed, scale, zero = product._weights(linear)
+    channel = one_copy.channel_scales(packed, scale, zero, INPUTS, layout)
+    difference = torch.randint(0, 256, (outputs, INPUTS // 2), dtype=torch.uint8)
+    places = torch.rand(outputs, INPUTS).argsort(1)[:, :2].int()
+    values = torch.randint(-128, 128, places.shape, dtype=torch.int8)
+    factors = channel, channel.reciprocal(), torch.rand(INPUTS) / 2 + 0.4
+    nested = NestedWeights(*factors, difference, places, values)
+    buffers = product.prepare(linear, nested, symmetric=False)
+    of_weights = [buffers[name] for name in one_copy.NESTED]
+    operands = packed, scale.float().contiguous(), zero, buffers[ROW], of_weights, INPUTS, layout
+    weight = int8_weights(*operands).double() * channel.double()
+    x, bias = torch.randn(tokens, INPUTS).relu().sub(0.1).bfloat16(), torch.randn(outputs).bfloat16()
+    quantised, of_token, middle = ops.onednn_scaled_int8_quant(x, None, None, False)
+    exact = (quantised.int() - middle).double() * of_token @ weight + bias
+    found = product.multiply(linear, buffers, x.float(), bias.float())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    unquantised = x.double() @ weight + bias
+    symmetric = product.multiply(linear, product.prepare(linear, nested), x.float(), bias.float())
+    assert (found - unquantised).norm() < 0.7 * (symmetric - unquantised).norm()
 
 
 @pytest.mark.skipif(not one_copy.has_amx_product(), reason="this CPU has no AMX, or vLLM no product for it")

@@ -21,7 +21,12 @@ from flexquant.quantization.recipe import (
     load_recipe,
     parse_recipe,
 )
-from flexquant.quantization.resolve import choose_group_size, resolve_variant, with_strengths
+from flexquant.quantization.resolve import (
+    choose_group_size,
+    quantization_groups,
+    resolve_variant,
+    with_strengths,
+)
 from flexquant.quantization.source_model import default_mappings, empty_model, resolve_mappings
 from tests.checkpoints import base_config
 
@@ -104,6 +109,10 @@ def with_argument(**arguments: Any) -> dict[str, Any]:
     return {"GPTQModifier": {**W8A8["GPTQModifier"], **arguments}}
 
 
+def rotating(target: str, size: int) -> dict[str, Any]:
+    return {"QuIPModifier": {"targets": [target], "transform_block_size": size}, **W8A8}
+
+
 def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
     return {modifier: arguments, **W8A8}
 
@@ -114,7 +123,7 @@ def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
         ({}, r"line 3: variants.v has the modifiers none; give exactly one of GPTQModifier, Quantization"),
         ({**W8A8, "QuantizationModifier": {"scheme": "W8A8"}}, r"exactly one of .*, as the last one"),
         ({**W8A8, "AWQModifier": {}}, r"has the modifiers GPTQModifier, AWQModifier; .* as the last one"),
-        ({"SparseGPTModifier": {}, **W8A8}, r"SparseGPTModifier is an unknown key; .* AWQModifier, GPTQ"),
+        ({"SparseGPTModifier": {}, **W8A8}, r"SparseGPTModifier is an unknown key; .* AWQModifier, QuIP"),
         (with_argument(dampening=1), r"line \d+: .*dampening is an unknown key; .* dampening_frac, actorder"),
         (with_argument(dampening_frac="x"), r'dampening_frac is "x"; give a number from 0 to 1'),
         (with_argument(actorder="group"), r"give one of static, weight, null"),
@@ -159,7 +168,7 @@ UNSAFE_MAPPINGS = [
 
 WHAT_ELSE_CHANGES_THE_CACHE = [
     ({"SpinQuantModifier": {}, **W8A8}, r"SpinQuantModifier is refused: it rotates heads .*one cache"),
-    ({"QuIPModifier": {}, **W8A8}, r"QuIPModifier is refused: it rotates"),
+    ({"TransformModifier": {}, **W8A8}, r"TransformModifier is refused: it .*; QuIPModifier rotates inputs"),
     (with_argument(kv_cache_scheme={"num_bits": 8}), r"kv_cache_scheme is refused: .* KV cache"),
     (with_argument(targets=["Embedding"]), r"remove 'Embedding': embeddings stay in 16 bit"),
     (with_argument(targets=["re:.*"]), r"embeddings stay in 16 bit"),
@@ -242,11 +251,41 @@ def test_the_first_group_size_that_divides_all(features: tuple[int, ...], size: 
             r"lacks 'model.layers.1.input_layernorm'",
         ),
         (W4A16, r"mlp\.down_proj has 200 input features.*128, 64, 32 divides"),
+        (
+            {"GPTQModifier": {**W4A16["GPTQModifier"], "asymmetric_activations": True}},
+            r"gives INT8 activations a zero point .* those for Linear are not in INT8 by token; remove it",
+        ),
+        (
+            rotating("re:.*down_proj$", 64),
+            r"cannot rotate the 200 inputs of .*down_proj in blocks of 64; give",
+        ),
+        (rotating("re:.*x_proj$", 64), r"QuIPModifier matches no linear"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(section: dict[str, Any], expected: str) -> None:
     with pytest.raises(FlexQuantError, match=expected):
         resolve(section, intermediate_size=200)
+
+
+def test_inputs_that_vllm_does_not_rotate_are_refused() -> None:
+    with pytest.raises(FlexQuantError, match=r"would rotate the inputs of .*kv_b_proj, .* add its name to"):
+        resolve(rotating("re:.*kv_b_proj$", 32), "deepseek_v2")
+    with pytest.raises(FlexQuantError, match=r"moves scales behind QuIPModifier; put it right before GPTQ"):
+        smoothing = {"SmoothQuantModifier": {"smoothing_strength": 0.5}}
+        parse({"v": {"QuIPModifier": rotating("re:.*down_proj$", 32)["QuIPModifier"], **smoothing, **W8A8}})
+
+
+def test_experts_keep_symmetric_activations() -> None:
+    """vLLM's kernels for experts have no zero points, and read none from a config."""
+    section = {"GPTQModifier": {**W8A8["GPTQModifier"], "asymmetric_activations": True}}
+    groups = {
+        architecture: quantization_groups(resolve(section, architecture).recipe.modifiers["GPTQModifier"])
+        for architecture in ("llama", "qwen3_moe")
+    }
+    assert [group.input_activations.symmetric for group in groups["llama"].values()] == [False]
+    experts, others = groups["qwen3_moe"].values()
+    assert (experts.targets, experts.input_activations.symmetric) == (["re:.*\\.experts\\..*"], True)
+    assert (others.targets, others.input_activations.symmetric) == (["Linear"], False)
 
 
 def test_the_choices_that_depend_on_the_model() -> None:

@@ -8,6 +8,7 @@
 - W8A8 for CPUs without VNNI. There oneDNN adds products of 8-bit pairs in 16 bits (``vpmaddubsw``), which
   overflows without a warning: every linear has a few percent of error. In fp32, 8-bit integers and their
   products are exact, and sums are exact to 7 digits.
+- Rotations of a linear's inputs, for which vLLM has operators on GPUs alone.
 
 :func:`provide_cpu_kernels` puts them in the place of vLLM's, each with a condition for deleting it.
 """
@@ -19,6 +20,7 @@ import functools
 import os
 import platform
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -28,6 +30,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.serving.vllm_api import (
     CPUInt8ScaledMMLinearKernel,
     CPUWNA16LinearKernel,
+    HadamardTransform,
     MPLinearKernel,
     MPLinearLayerConfig,
     ZentorchWNA16LinearKernel,
@@ -276,6 +279,24 @@ def _exact_int8_linear_shape(
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
 
 
+def rotation_on_cpu() -> Callable[..., torch.Tensor]:
+    """Return what takes the place of ``HadamardTransform.forward``."""
+    # Without such products in hardware 16 bits take ten times as long as 32.
+    in_16_bit = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+    def forward(rotation: HadamardTransform, x: torch.Tensor, part_id: int = 0) -> torch.Tensor:
+        """Return ``x`` [..., inputs] times the rotation's matrix, block by block, in its dtype."""
+        if part_id not in rotation.weight.partitions:
+            return x
+        stored = rotation.weight.partitions[part_id]
+        matrix = stored.t() if rotation.transforms[part_id].args.inverse else stored
+        matrix = matrix if in_16_bit else matrix.float()
+        blocks = x.unflatten(-1, (-1, len(matrix))).to(matrix.dtype)
+        return (blocks @ matrix).flatten(-2).to(x.dtype)
+
+    return forward
+
+
 def thread_memory(kept: threading.local, numbers: int, dtype: torch.dtype) -> torch.Tensor:
     """Return this thread's ``memory``, of at least ``numbers``: two threads may multiply at once."""
     memory: torch.Tensor | None = getattr(kept, "memory", None)
@@ -294,6 +315,9 @@ def provide_cpu_kernels() -> None:
     # a CPU without AVX512. Delete this once the oldest supported vLLM has the operator for AVX2 too.
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         _replace("CPUWNA16LinearKernel", TorchCPUInt4LinearKernel, "mp")
+    # vLLM's HadamardTransform (0.26 and 0.32) calls an operator for GPUs, or a product that only linears have
+    # on a CPU. Delete this once the oldest supported vLLM rotates on CPUs.
+    HadamardTransform.forward = rotation_on_cpu()  # type: ignore[method-assign]
     if platform.machine() not in ("x86_64", "AMD64"):
         return
     # vLLM's CPUInt8ScaledMMLinearKernel (0.26 and 0.32) passes s8 x s8 to oneDNN, which saturates without

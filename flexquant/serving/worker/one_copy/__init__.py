@@ -84,7 +84,8 @@ def nesting_in(source: nn.Module | None, quant_config: QuantizationConfig | None
     method_of = quant_config.get_quant_method
 
     def get_quant_method(layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        return NestedMethod(int4[prefix]) if prefix in int4 else method_of(layer, prefix)
+        method = method_of(layer, prefix)
+        return NestedMethod(int4[prefix], layer.scheme.input_symmetric) if prefix in int4 else method
 
     vars(quant_config)["get_quant_method"] = get_quant_method
     try:

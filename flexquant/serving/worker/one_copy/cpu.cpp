@@ -292,21 +292,29 @@ at::Tensor linear_by_amx(const at::Tensor& x, const at::Tensor& packed, const at
 }
 #endif
 
-// Write `out` [tokens, outputs] = sums * row scale * column scale + bias. `sums` are int32; scales and bias float32.
-// Rows of `out` may lie apart.
-void scale_sums(const at::Tensor& sums, const at::Tensor& row, const at::Tensor& column,
+// Write `out` [tokens, outputs] = (sums - zero point of the row * weights' sum of the column) * row scale * column scale
+// + bias. `sums` are int32, and changed; zero points, if any, and the weights' sums too; scales and bias float32. Rows of
+// `out` may lie apart.
+void scale_sums(at::Tensor sums, const at::Tensor& row, const std::optional<at::Tensor>& zero,
+                const std::optional<at::Tensor>& weight_sums, const at::Tensor& column,
                 const std::optional<at::Tensor>& bias, at::Tensor out) {
   const int64_t outputs = sums.size(1);
   TORCH_CHECK(sums.is_contiguous() && row.is_contiguous() && column.is_contiguous() && out.stride(1) == 1);
   TORCH_CHECK(row.numel() == sums.size(0) && column.numel() == outputs && out.sizes() == sums.sizes());
-  const auto* from = sums.data_ptr<int32_t>();
+  TORCH_CHECK(!zero || (zero->is_contiguous() && zero->numel() == row.numel() && weight_sums->is_contiguous() &&
+                        weight_sums->numel() == outputs));
+  auto* from = sums.data_ptr<int32_t>();
+  const int32_t* zeros = zero ? zero->data_ptr<int32_t>() : nullptr;
+  const int32_t* of_weights = zero ? weight_sums->data_ptr<int32_t>() : nullptr;
   const float *rows = row.data_ptr<float>(), *columns = column.data_ptr<float>();
   const float* biases = bias ? bias->data_ptr<float>() : nullptr;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "scale_sums", [&] {
     scalar_t* to = out.data_ptr<scalar_t>();
     for_rows(out, 16, [&](int64_t first, int64_t count) {
       for (int64_t m = first; m < first + count; m++) {
-        const int32_t* __restrict sum = from + m * outputs;
+        int32_t* __restrict sum = from + m * outputs;
+        if (zeros)
+          for (int64_t n = 0; n < outputs; n++) sum[n] -= zeros[m] * of_weights[n];
         scalar_t* __restrict result = to + m * out.stride(0);
         const float scale = rows[m];
         if (biases)
@@ -338,5 +346,8 @@ TORCH_LIBRARY(flexquant_one_copy, m) {
       "Tensor channel_scale, Tensor? bias, int block, bool in_halves, int most) -> Tensor",
       on_cpu(linear_by_amx));
 #endif
-  m.def("scale_sums(Tensor sums, Tensor row, Tensor column, Tensor? bias, Tensor(a!) out) -> ()", on_cpu(scale_sums));
+  m.def(
+      "scale_sums(Tensor(a!) sums, Tensor row, Tensor? zero, Tensor? weight_sums, Tensor column, Tensor? bias, "
+      "Tensor(b!) out) -> ()",
+      on_cpu(scale_sums));
 }

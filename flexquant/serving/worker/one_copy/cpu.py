@@ -46,6 +46,7 @@ from flexquant.serving.worker.one_copy.operands import (
     EXCEPTIONS,
     PLACES,
     ROW,
+    WEIGHT_SUMS,
     NestedWeights,
 )
 
@@ -70,7 +71,7 @@ _weights, _sums = threading.local(), threading.local()
 _library = torch.library.Library("flexquant", "FRAGMENT")
 _library.define(
     "one_copy_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, "
-    "Tensor channel_scale, Tensor? bias, int block, bool in_halves) -> Tensor"
+    "Tensor channel_scale, Tensor? weight_sums, Tensor? bias, int block, bool in_halves) -> Tensor"
 )
 
 
@@ -91,11 +92,12 @@ class CPUInt8Product:
         return min(inputs * outputs, max(AMX_WEIGHTS if self._for_amx else WEIGHTS, inputs * MULTIPLE))
 
     def prepare(
-        self, source: torch.nn.Module, nested: NestedWeights | None = None
+        self, source: torch.nn.Module, nested: NestedWeights | None = None, symmetric: bool = True
     ) -> dict[str, torch.Tensor]:
         """Return what :meth:`multiply` needs beside ``source``, once its weights are packed.
 
-        Without ``nested``, the INT8 weights are those nearest to the source's.
+        Without ``nested``, the INT8 weights are those nearest to the source's. ``symmetric``: activations,
+        which else have a zero point for each token.
         """
         inputs = self._kernel.config.partition_weight_shape[0]
         if nested is None:
@@ -103,7 +105,10 @@ class CPUInt8Product:
             return {CHANNEL_SCALE: scales, ROW: scales.reciprocal()}
         difference = packed_alike(unpack_nibbles(nested.difference).t(), self._layout)
         exceptions = {PLACES: nested.exception_input, EXCEPTIONS: nested.exception}
-        return {**nested.factors(), DIFFERENCE: difference, **exceptions}
+        buffers = {**nested.factors(), DIFFERENCE: difference, **exceptions}
+        if not symmetric:
+            buffers[WEIGHT_SUMS] = self._weight_sums(source, buffers, inputs)
+        return buffers
 
     def multiply(
         self,
@@ -113,22 +118,25 @@ class CPUInt8Product:
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype."""
-        operands = (
-            x,
-            *self._weights(source),
-            buffers[ROW],
-            [buffers[name] for name in NESTED if name in buffers],
-            buffers[CHANNEL_SCALE],
-            bias,
-            self._layout.block,
-            self._layout.in_halves,
-        )
+        nested = [buffers[name] for name in NESTED if name in buffers]
+        weights = x, *self._weights(source), buffers[ROW], nested, buffers[CHANNEL_SCALE]
+        sums, kept = buffers.get(WEIGHT_SUMS), (bias, self._layout.block, self._layout.in_halves)
         out: torch.Tensor = (
-            torch.ops.flexquant_one_copy.linear_by_amx(*operands, AMX_WEIGHTS)
-            if self._for_amx and x.dtype in AMX_TYPES
-            else torch.ops.flexquant.one_copy_linear(*operands)
+            torch.ops.flexquant_one_copy.linear_by_amx(*weights, *kept, AMX_WEIGHTS)
+            if self._for_amx and x.dtype in AMX_TYPES and sums is None  # it has no zero points
+            else torch.ops.flexquant.one_copy_linear(*weights, sums, *kept)
         )
         return out
+
+    def _weight_sums(
+        self, source: torch.nn.Module, buffers: Mapping[str, torch.Tensor], inputs: int
+    ) -> torch.Tensor:
+        """Return the sum of each output's nested INT8 weights, int32 [outputs]."""
+        packed, scale, zero = self._weights(source)
+        whole = scale.float().contiguous(), None if zero is None else zero.contiguous()
+        operands = packed, *whole, buffers[ROW], [buffers[name] for name in NESTED], inputs, self._layout
+        parts = slices(1, inputs, scale.shape[1])
+        return torch.cat([_int8_weights(*operands, part).sum(0, dtype=torch.int32) for part in parts])
 
     def _weights(self, layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return packed weights, scales [groups, outputs], and zero points, int32 in packs of 8, if any."""
@@ -173,24 +181,27 @@ def one_copy_linear(
     row: torch.Tensor,
     nested: list[torch.Tensor],
     channel_scale: torch.Tensor,
+    weight_sums: torch.Tensor | None,
     bias: torch.Tensor | None,
     block: int,
     in_halves: bool,
 ) -> torch.Tensor:
     """Return [tokens, outputs] for ``x`` [tokens, inputs] in its dtype, multiplied in INT8.
 
-    ``x`` is quantised per token. The INT4 weights become INT8 weights, which have the scales
-    ``channel_scale``, by ``row`` and ``nested``, the tensors of NESTED if they are nested.
+    ``x`` is quantised per token, with a zero point if there are ``weight_sums``. The INT4 weights become INT8
+    weights, which have the scales ``channel_scale``, by ``row`` and ``nested``, the tensors of NESTED if they
+    are nested.
     """
     layout, bias = Layout(block, in_halves), None if bias is None else bias.float()
     scale, zero = scale.float().contiguous(), None if zero is None else zero.contiguous()
-    quantized, of_token, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
+    quantized, *of_token = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, weight_sums is None)
     (tokens, inputs), outputs = x.shape, scale.shape[1]
     out = torch.empty(tokens, outputs, dtype=x.dtype)
     for part in slices(tokens, inputs, outputs):
         here = slice(part.start, part.stop)
         weights = _int8_weights(packed, scale, zero, row, nested, inputs, layout, part)
-        of_part = of_token, channel_scale[here], None if bias is None else bias[here]
+        sums_of_part = None if weight_sums is None else weight_sums[here]
+        of_part = *of_token, sums_of_part, channel_scale[here], None if bias is None else bias[here]
         if has_operators() and int8_product_is_exact():
             sums = thread_memory(_sums, tokens * len(part), torch.int32)
             sums = sums[: tokens * len(part)].view(tokens, len(part))
@@ -205,14 +216,18 @@ def _scaled_product(
     x: torch.Tensor,
     weights: torch.Tensor,
     row: torch.Tensor,
+    zero: torch.Tensor | None,
+    weight_sums: torch.Tensor | None,
     channel_scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return [tokens, outputs], float32, by PyTorch's operators."""
     if int8_product_is_exact():
-        scaled = torch._int_mm(x, weights).float().mul_(row).mul_(channel_scale)
+        sums = torch._int_mm(x, weights)
+        exact = sums if zero is None else sums.sub_(zero * weight_sums)
+        scaled = exact.float().mul_(row).mul_(channel_scale)
     else:
-        scaled = exact_int8_linear(x, row, weights.t(), channel_scale)
+        scaled = exact_int8_linear(x if zero is None else x.int() - zero, row, weights.t(), channel_scale)
     return scaled if bias is None else scaled.add_(bias)
 
 

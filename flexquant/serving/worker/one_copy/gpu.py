@@ -30,6 +30,7 @@ from flexquant.serving.worker.one_copy.operands import (
     EXCEPTIONS,
     PLACES,
     ROW,
+    WEIGHT_SUMS,
     NestedWeights,
 )
 
@@ -47,7 +48,8 @@ _memory: dict[torch.device, torch.Tensor] = {}
 _library = torch.library.Library("flexquant", "FRAGMENT")
 _library.define(
     "one_copy_gpu_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, "
-    "Tensor channel_scale, Tensor? bias, ScalarType precision, bool outputs_first) -> Tensor"
+    "Tensor channel_scale, Tensor? weight_sums, Tensor? bias, ScalarType precision, bool outputs_first) "
+    "-> Tensor"
 )
 
 
@@ -83,21 +85,26 @@ class GPUProduct:
         return inputs * outputs
 
     def prepare(
-        self, source: torch.nn.Module, nested: NestedWeights | None = None
+        self, source: torch.nn.Module, nested: NestedWeights | None = None, symmetric: bool = True
     ) -> dict[str, torch.Tensor]:
         """Return what :meth:`multiply` needs beside ``source``, once its weights are packed.
 
-        Without ``nested``, the weights are those nearest to the source's.
+        Without ``nested``, the weights are those nearest to the source's. ``symmetric``: activations, which
+        else have a zero point for each token.
         """
         packed, scale, zero = self._layout.tensors(self._kernel, source)
-        buffers = {} if zero is None else {ZERO: zero}
+        buffers, outputs_first = {} if zero is None else {ZERO: zero}, self._layout.outputs_first
         if nested is not None:
-            inputs = len(nested.column)
-            scratch(packed.device, inputs * scale.shape[1], INT8)
+            inputs, outputs = len(nested.column), scale.shape[1]
+            memory = scratch(packed.device, inputs * outputs, INT8).view(outputs, inputs)
             difference = packed_alike(unpack_nibbles(nested.difference), self._layout)
             exceptions = {PLACES: nested.exception_input, EXCEPTIONS: nested.exception}
-            return buffers | nested.factors() | {DIFFERENCE: difference} | exceptions
-        outputs_first = self._layout.outputs_first
+            buffers |= nested.factors() | {DIFFERENCE: difference} | exceptions
+            if not symmetric:
+                operands = packed, scale, zero, buffers[ROW], memory, outputs_first
+                weights = eight_bit_weights(*operands, [buffers[name] for name in NESTED])
+                buffers[WEIGHT_SUMS] = weights.sum(1, dtype=torch.int32)
+            return buffers
         channel_scale = channel_scales(packed, scale, zero, self._precision, outputs_first)
         buffers |= {CHANNEL_SCALE: channel_scale, ROW: channel_scale.reciprocal()}
         if (bias := getattr(source, "bias", None)) is not None:
@@ -121,6 +128,7 @@ class GPUProduct:
             buffers[ROW],
             [buffers[name] for name in NESTED if name in buffers],
             buffers[CHANNEL_SCALE],
+            buffers.get(WEIGHT_SUMS),
             None if bias is None else buffers.get(BIAS, bias),
             self._precision,
             self._layout.outputs_first,
@@ -137,6 +145,7 @@ def one_copy_gpu_linear(
     row: torch.Tensor,
     nested: list[torch.Tensor],
     channel_scale: torch.Tensor,
+    weight_sums: torch.Tensor | None,
     bias: torch.Tensor | None,
     precision: torch.dtype,
     outputs_first: bool,
@@ -145,21 +154,30 @@ def one_copy_gpu_linear(
     outputs, inputs = scale.shape[1], x.shape[1]
     out = scratch(x.device, inputs * outputs, precision).view(outputs, inputs)
     weights = eight_bit_weights(packed, scale, zero, row, out, outputs_first, nested)
-    return multiply_in_8_bit(x, weights, channel_scale, bias)
+    return multiply_in_8_bit(x, weights, channel_scale, bias, weight_sums)
 
 
 def multiply_in_8_bit(
-    x: torch.Tensor, weights: torch.Tensor, channel_scale: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    channel_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype, which is quantised per token.
 
-    ``weights`` int8 or float8_e4m3fn [outputs, inputs], ``channel_scale`` float32 [outputs].
+    ``weights`` int8 or float8_e4m3fn [outputs, inputs], ``channel_scale`` float32 [outputs]. With
+    ``weight_sums``, int32 [outputs], each token has a zero point; not in FP8.
     """
+    operand, of_weights = weights.t(), channel_scale[:, None]
     if weights.dtype == FP8:
         quantized, scales = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
-    else:
-        quantized, scales, _ = ops.scaled_int8_quant(x.contiguous(), None, None, symmetric=True)
-    return ops.cutlass_scaled_mm(quantized, weights.t(), scales, channel_scale[:, None], x.dtype, bias)
+        return ops.cutlass_scaled_mm(quantized, operand, scales, of_weights, x.dtype, bias)
+    quantized, scales, zero = ops.scaled_int8_quant(x.contiguous(), None, None, symmetric=weight_sums is None)
+    operands = quantized, operand, scales, of_weights, x.dtype
+    if weight_sums is None:
+        return ops.cutlass_scaled_mm(*operands, bias)
+    return ops.cutlass_scaled_mm_azp(*operands, weight_sums[None], zero, bias)
 
 
 def eight_bit_type(precision: str) -> torch.dtype:

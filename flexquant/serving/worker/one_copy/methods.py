@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FACTOR_BYTES = 8
 """Bytes of two float32 numbers for each output of a view: its scale, and the inverse."""
+SUM_BYTES = 4
+"""Bytes of the sum of a nested output's weights, where activations have zero points."""
 ADVICE = (
     "Marlin's and Humming's are, for multiples of 128 inputs and 64 outputs: drop --linear-backend and the "
     "option 'kernels', or take 8-bit 'weights' out of the policy"
@@ -62,6 +64,8 @@ class Int4Method(OneCopyMethod):
     source: LinearBase | None = None
     """The linear with the INT4 weights; None: the view itself."""
     _product: Product
+    _rotation: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What the source's inputs go through before its weights; None: nothing."""
     _relation = "from"
 
     def read(self, layer: LinearBase, where: str, precision: str = "int8") -> None:
@@ -78,6 +82,7 @@ class Int4Method(OneCopyMethod):
                 f"{where}: 8-bit weights cannot be computed from those of {its_name}, whose layout of "
                 f"{inputs} inputs and {outputs} outputs is not known; {ADVICE}"
             )
+        self._rotation = getattr(layer.quant_method, "input_transform", None)
         self._product, self.kernel_name = product, f"{product.precision} {self._relation} {its_name}"
 
     def make_ready(self, layer: LinearBase) -> None:
@@ -90,6 +95,7 @@ class Int4Method(OneCopyMethod):
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return [..., outputs] for ``x`` [..., inputs], in its dtype."""
         source = layer if self.source is None else self.source
+        x = x if self._rotation is None else self._rotation(x)
         out = self._product.multiply(source, layer._buffers, x.reshape(-1, x.shape[-1]), bias)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
@@ -100,8 +106,9 @@ class NestedMethod(Int4Method):
     source: LinearBase
     _relation = "nested in"
 
-    def __init__(self, source: LinearBase) -> None:
-        self.source = source
+    def __init__(self, source: LinearBase, symmetric: bool) -> None:
+        """``symmetric``: activations, which else have a zero point for each token."""
+        self.source, self._symmetric = source, symmetric
 
     def create_weights(
         self,
@@ -147,7 +154,7 @@ class NestedMethod(Int4Method):
         layer.register_parameter("weight", None)  # as of kernels that keep weights under no name
 
     def nbytes(self, layer: LinearBase) -> tuple[int, int]:
-        return super().nbytes(layer)[0], 0
+        return super().nbytes(layer)[0], 0 if self._symmetric else SUM_BYTES * linear_sizes(layer)[1]
 
     def make_ready(self, layer: LinearBase) -> None:
         names = ("scale", "row", "column", "difference", "exception_input", "exception")
@@ -159,7 +166,7 @@ class NestedMethod(Int4Method):
         places = places.int() - first
         places[(places < 0) | (places >= inputs)] = -1
         nested = NestedWeights(scale.flatten(), row.flatten(), column, difference, places, exceptions)
-        buffers = self._product.prepare(self.source, nested)
+        buffers = self._product.prepare(self.source, nested, self._symmetric)
         for part, name in zip(names[3:], (DIFFERENCE, PLACES, EXCEPTIONS), strict=True):
             layer.register_parameter(f"weight_{part}", nn.Parameter(buffers[name], requires_grad=False))
         layer._buffers = {**layer._buffers, **buffers}

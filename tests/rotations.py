@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Checkpoints as llmcompressor's QuIPModifier writes them: the inputs of down_proj are rotated, in blocks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import StateDict, make_checkpoint
+
+BLOCK = 32
+GROUP = "v"
+PART = f"{GROUP}_input"
+
+
+def rotation(seed: int = 0) -> torch.Tensor:
+    """Return a Hadamard matrix of ones and minus ones, with random signs of columns, [BLOCK, BLOCK]."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < BLOCK:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix * torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed)).sign()
+
+
+def make_rotated(folder: Path, scheme: str, matrix: torch.Tensor | None = None, **options) -> Path:
+    """Write a checkpoint as :func:`make_checkpoint` does; only the first layer has the matrix on disk.
+
+    Weights are rotated by :func:`rotation`. ``matrix`` is written in its place.
+    """
+    turn = rotation() / BLOCK**0.5
+
+    def turned(state: StateDict) -> StateDict:
+        return {
+            name: (w.float().view(len(w), -1, BLOCK) @ turn).flatten(1).to(w.dtype)
+            if name.endswith("down_proj.weight")
+            else w
+            for name, w in state.items()
+        }
+
+    make_checkpoint(folder, scheme=scheme, transform=turned, **options)
+    apply = [
+        {"targets": ["re:.*\\.down_proj$"], "location": "input"},
+        {"targets": ["re:.*\\.down_proj$"], "location": "weight_input", "inverse": True},
+    ]
+    group = {"type": "random-hadamard", "head_dim": BLOCK, "apply": apply}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["transform_config"] = {"config_groups": {GROUP: group}}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    stored = rotation() if matrix is None else matrix
+    tensors[f"model.layers.0.mlp.down_proj.{PART}.weight"] = stored.bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Rotated inputs of a linear are undone where its matrix is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints
+from flexquant.merge.formats import open_source
+from flexquant.merge.kv.dequantize import WeightReader
+from tests.checkpoints import make_checkpoint
+from tests.rotations import BLOCK, make_rotated, rotation
+
+DOWN = "model.layers.{}.mlp.down_proj"
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16", "fp8"])
+def test_the_matrix_and_its_noise_are_those_before_the_rotation(tmp_path: Path, scheme: str) -> None:
+    plain = load_file(make_checkpoint(tmp_path / "plain", scheme=None) / "model.safetensors")
+    reader = WeightReader(open_source("rotated", make_rotated(tmp_path / "rotated", scheme)))
+    for layer in range(2):
+        read, expected = reader.open(DOWN.format(layer)).read(), plain[f"{DOWN.format(layer)}.weight"].float()
+        error = (read.matrix() - expected).square()
+        assert 0.7 < error.mean() / read.variances().mean() < 1.4
+    part = reader.open(DOWN.format(0)).read([range(3, 9)]).matrix()
+    assert torch.equal(part, reader.open(DOWN.format(0)).read().matrix()[3:9])
+
+
+def test_layers_of_rotated_and_plain_linears_mix(tmp_path: Path) -> None:
+    sources = {
+        "w8a8": make_rotated(tmp_path / "w8a8", "w8a8"),
+        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16"),
+    }
+    merge_checkpoints(sources, tmp_path / "merged")
+    merged, _ = read_merged_config(tmp_path / "merged")
+    assert [sorted(group) for group in merged.mixable_groups] == [["w4a16", "w8a8"]]
+    with pytest.raises(
+        FlexQuantError, match="cannot be nested in 'w4a16': each pass rotates the inputs of .* 'w8a8'"
+    ):
+        merge_checkpoints(sources, tmp_path / "nested", nested="near")
+
+
+@pytest.mark.parametrize(
+    ("matrix", "problem"),
+    [
+        (rotation(1), r"layer 0 mlp\.down_proj"),
+        (torch.ones(2 * BLOCK, 2 * BLOCK), r"by 'v', whose matrix \[32, 32\] is not"),
+    ],
+    ids=["another", "of another size"],
+)
+def test_a_matrix_that_does_not_belong_to_the_weights_is_found(
+    tmp_path: Path, matrix: torch.Tensor, problem: str
+) -> None:
+    sources = {
+        "w8a8": make_rotated(tmp_path / "w8a8", "w8a8", matrix),
+        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16"),
+    }
+    with pytest.raises(FlexQuantError, match=problem):
+        merge_checkpoints(sources, tmp_path / "merged")
