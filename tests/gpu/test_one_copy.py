@@ -181,3 +181,19 @@ def test_a_gpu_serves_in_8_bit_from_16_bit(runner: str, precision: str, tmp_path
     )
     assert distance(in_16_bit, stock) < 0.03
     assert 0 < distance(in_8_bit, in_16_bit) < 0.5
+
+
+@pytest.mark.cuda
+def test_activations_with_zero_points_are_nearer_to_themselves() -> None:
+    from flexquant.serving.worker.one_copy.gpu import multiply_in_8_bit
+
+    x = torch.randn(70, 512, device=DEVICE).relu().sub(0.1).bfloat16()
+    weights = torch.randint(-128, 128, (256, 512), dtype=torch.int8, device=DEVICE)
+    scale, bias = (torch.rand(256, device=DEVICE) / 100 for _ in range(2))
+    expected = x.float() @ (weights * scale[:, None]).t() + bias
+    sums = weights.sum(1, dtype=torch.int32)
+    found, symmetric = (
+        multiply_in_8_bit(x, weights, scale, bias.bfloat16(), of_weights).float() - expected
+        for of_weights in (sums, None)
+    )
+    assert found.norm() < 0.8 * symmetric.norm() < 0.02 * expected.norm()

@@ -204,6 +204,20 @@ def test_slices_for_amx_and_other_types_give_the_same_outputs(
     assert (in_float32 - whole).norm() < 0.01 * whole.norm()
 
 
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zero points"])
+@pytest.mark.parametrize("bias", [None, torch.randn(96)], ids=["no bias", "bias"])
+def test_sums_are_scaled_without_the_zero_points(bias: torch.Tensor | None, zeros: bool) -> None:
+    assert one_copy.has_operators()
+    sums = torch.randint(-(1 << 30), 1 << 30, (5, 96), dtype=torch.int32)
+    row, column = torch.rand(5, 1), torch.rand(96)
+    middle, of_weights = torch.randint(-128, 128, (5, 1)).int(), torch.randint(-9999, 9999, (96,)).int()
+    exact = (sums - middle * of_weights if zeros else sums).float() * row * column
+    out = torch.empty(5, 128)[:, 16:112]
+    correction = (middle, of_weights) if zeros else (None, None)
+    torch.ops.flexquant_one_copy.scale_sums(sums, row, *correction, column, bias, out)
+    assert torch.equal(out, exact if bias is None else exact + bias)
+
+
 LOADED = "from flexquant.serving.worker.one_copy.cpu import has_operators; print(has_operators())"
 
 

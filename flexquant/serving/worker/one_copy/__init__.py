@@ -84,8 +84,10 @@ def nesting_in(source: nn.Module | None, quant_config: QuantizationConfig | None
     method_of = quant_config.get_quant_method
 
     def get_quant_method(layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        method = method_of(layer, prefix)
-        return NestedMethod(int4[prefix], layer.scheme.input_symmetric) if prefix in int4 else method
+        method, scheme = method_of(layer, prefix), getattr(layer, "scheme", None)
+        if prefix not in int4:
+            return method
+        return NestedMethod(int4[prefix], symmetric=getattr(scheme, "input_symmetric", True))
 
     vars(quant_config)["get_quant_method"] = get_quant_method
     try:

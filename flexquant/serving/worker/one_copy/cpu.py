@@ -194,21 +194,23 @@ def one_copy_linear(
     """
     layout, bias = Layout(block, in_halves), None if bias is None else bias.float()
     scale, zero = scale.float().contiguous(), None if zero is None else zero.contiguous()
-    quantized, *of_token = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, weight_sums is None)
+    is_symmetric = weight_sums is None
+    quantized, of_token, middle = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, is_symmetric)
     (tokens, inputs), outputs = x.shape, scale.shape[1]
     out = torch.empty(tokens, outputs, dtype=x.dtype)
     for part in slices(tokens, inputs, outputs):
         here = slice(part.start, part.stop)
         weights = _int8_weights(packed, scale, zero, row, nested, inputs, layout, part)
-        sums_of_part = None if weight_sums is None else weight_sums[here]
-        of_part = *of_token, sums_of_part, channel_scale[here], None if bias is None else bias[here]
+        zeros = None if middle is None or weight_sums is None else (middle, weight_sums[here])
+        of_outputs = channel_scale[here], None if bias is None else bias[here]
         if has_operators() and int8_product_is_exact():
             sums = thread_memory(_sums, tokens * len(part), torch.int32)
             sums = sums[: tokens * len(part)].view(tokens, len(part))
             torch._int_mm(quantized, weights, out=sums)
-            torch.ops.flexquant_one_copy.scale_sums(sums, *of_part, out[:, here])
+            scale_sums = torch.ops.flexquant_one_copy.scale_sums
+            scale_sums(sums, of_token, *(zeros or (None, None)), *of_outputs, out[:, here])
         else:
-            out[:, here] = _scaled_product(quantized, weights, *of_part)
+            out[:, here] = _scaled_product(quantized, weights, of_token, zeros, *of_outputs)
     return out
 
 
@@ -216,18 +218,22 @@ def _scaled_product(
     x: torch.Tensor,
     weights: torch.Tensor,
     row: torch.Tensor,
-    zero: torch.Tensor | None,
-    weight_sums: torch.Tensor | None,
+    zeros: tuple[torch.Tensor, torch.Tensor] | None,
     channel_scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return [tokens, outputs], float32, by PyTorch's operators."""
+    """Return [tokens, outputs], float32, by PyTorch's operators.
+
+    ``zeros`` are the tokens' zero points, int32 [tokens, 1], and the weights' sums, int32 [outputs].
+    """
     if int8_product_is_exact():
         sums = torch._int_mm(x, weights)
-        exact = sums if zero is None else sums.sub_(zero * weight_sums)
+        exact = sums if zeros is None else sums.sub_(zeros[0] * zeros[1])
         scaled = exact.float().mul_(row).mul_(channel_scale)
     else:
-        scaled = exact_int8_linear(x if zero is None else x.int() - zero, row, weights.t(), channel_scale)
+        scaled = exact_int8_linear(
+            x if zeros is None else x.int() - zeros[0], row, weights.t(), channel_scale
+        )
     return scaled if bias is None else scaled.add_(bias)
 
 
