@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER
+from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER, fused_name
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.source_model import ScaleMapping, default_mappings, gates, resolve_mappings
@@ -63,7 +63,10 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
                     smoothed = names
             modifiers[name] = arguments
         if (rotation := modifiers.get(ROTATES)) is not None:
-            rotation["transform_block_size"] = _block_size(rotation, model)
+            if (size := _block_size(rotation, model)) is None:
+                notes.append(f"without {ROTATES}, whose targets are all ignored in this model")
+                del modifiers[ROTATES]
+            rotation["transform_block_size"] = size
         quantizer = modifiers[recipe.quantizer]
         if quantizer.pop("asymmetric_activations", False):
             quantizer = modifiers[recipe.quantizer] = with_asymmetric_activations(quantizer, model)
@@ -121,8 +124,11 @@ def _check_strengths(strengths: object, smoothed: Sequence[str]) -> None:
             )
 
 
-def _block_size(arguments: JsonObject, model: PreTrainedModel) -> int:
-    """Return the first of the given sizes whose blocks the inputs that are to be rotated consist of."""
+def _block_size(arguments: JsonObject, model: PreTrainedModel) -> int | None:
+    """Return the first of the given sizes whose blocks the inputs that are to be rotated consist of.
+
+    None if the model has such linears, and all are ignored.
+    """
     from compressed_tensors.utils import match_named_modules
 
     given = arguments["transform_block_size"]
@@ -130,11 +136,24 @@ def _block_size(arguments: JsonObject, model: PreTrainedModel) -> int:
     found = dict(match_named_modules(model, arguments["targets"], arguments.get("ignore", ["lm_head"])))
     inputs = {name: getattr(module, "in_features", 0) for name, module in found.items()}
     if not found:
+        if dict(match_named_modules(model, arguments["targets"])):
+            return None
         raise FlexQuantError(f"{ROTATES} matches no linear of the model; correct 'targets'")
-    if kept := next((name for name in found if EXPERTS.match(name) or LATENT_UP.match(f"{name}.")), None):
-        raise FlexQuantError(
-            f"{ROTATES} would rotate the inputs of {kept}, which vLLM does not; add its name to 'ignore'"
-        )
+    fused: dict[str, list[str]] = {}
+    for name, _ in model.named_modules():
+        fused.setdefault(fused_name(name), []).append(name)
+    for name, module in found.items():
+        if others := {*fused[fused_name(name)]} - {*found}:
+            raise FlexQuantError(
+                f"{ROTATES} would rotate the inputs of {name} and not of {min(others)}, and vLLM multiplies "
+                "them at once; give 'targets' that match both"
+            )
+        is_rotated = not (EXPERTS.match(f"{name}.") or LATENT_UP.match(f"{name}.") or name == "lm_head")
+        if not is_rotated or getattr(module, "bias", None) is not None:
+            raise FlexQuantError(
+                f"{ROTATES} would rotate the inputs of {name}, which vLLM does not for "
+                "experts, what expands a latent cache, an lm_head or a bias; add its name to 'ignore'"
+            )
     fitting = (size for size in sizes if all(n and n % size == 0 for n in inputs.values()))
     if (size := next(fitting, None)) is None:
         name, number = next((name, n) for name, n in inputs.items() if not n or n % sizes[-1])
@@ -263,6 +282,8 @@ def with_asymmetric_activations(arguments: JsonObject, model: PreTrainedModel) -
     Those of experts keep their scheme, since vLLM's kernels for experts have no zero points. Raises
     FlexQuantError without dynamic 8-bit integer activations by token.
     """
+    from compressed_tensors.utils import match_named_modules
+
     groups: JsonObject = {}
     for name, group in quantization_groups(arguments).items():
         activations = group.input_activations
@@ -277,9 +298,10 @@ def with_asymmetric_activations(arguments: JsonObject, model: PreTrainedModel) -
                 f"asymmetric_activations gives INT8 activations a zero point for each token, and those for "
                 f"{', '.join(group.targets)} are not in INT8 by token; remove it, or choose W8A8"
             )
-        if any(EXPERTS.match(name) for name, _ in model.named_modules()):
+        matched = match_named_modules(model, group.targets, arguments.get("ignore", []))
+        if any(EXPERTS.match(f"{path}.") for path, _ in matched):
             symmetric = group.model_copy(update={"targets": ["re:.*\\.experts\\..*"]})
-            groups["experts"] = symmetric.model_dump(mode="json", exclude_defaults=True)
+            groups[f"{name}_experts"] = symmetric.model_dump(mode="json", exclude_defaults=True)
         activations.symmetric = False
         groups[name] = group.model_dump(mode="json", exclude_defaults=True)
     kept = {key: value for key, value in arguments.items() if key not in ("scheme", "targets")}

@@ -100,7 +100,9 @@ def as_published(draft: ModelConfig, variant: StoredVariant) -> None:
     if variant.is_in_16_bit:
         del draft.hf_config.quantization_config
     else:
-        draft.hf_config.quantization_config = copy.deepcopy(variant.quantization_config)
+        section = copy.deepcopy(variant.quantization_config)
+        section.pop("transform_config", None)  # of layers that are quantised; heads are stored in 16 bit
+        draft.hf_config.quantization_config = section
     draft.quantization = variant.quantization_config.get("quant_method")
 
 

@@ -15,6 +15,8 @@ from compressed_tensors.transform import TransformConfig, TransformLocation, Tra
 from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
 from compressed_tensors.utils.match import match_name
 
+from flexquant.checkpoint.loadable import ROUTERS
+from flexquant.checkpoint.module_names import EMBEDDINGS, EXPERTS, LATENT_UP
 from flexquant.checkpoint.safetensors_io import load_tensor
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import Source
@@ -45,13 +47,18 @@ class InputRotations:
         """Return what blocks of a linear's stored rows are multiplied by, float32 [block, block]; or None.
 
         None stands for inputs that are not rotated. Raises FlexQuantError for a rotation whose matrix is not
-        in the checkpoint, or does not fit.
+        in the checkpoint, or does not fit, and for inputs that vLLM would leave as they are.
         """
         found = None
+        if f"{module}.".endswith(tuple(f"{name}." for name in EMBEDDINGS)):
+            return None
         for name, scheme, args in self._online:
             if _fits(module, args.targets) and not _fits(module, args.ignore):
                 matrix = self._matrix(module, name, scheme, scheme.head_dim or inputs)
                 found = matrix if args.inverse else matrix.t()
+        by_itself = module.rpartition(".")[2] in (*ROUTERS, "lm_head")
+        if found is not None and (by_itself or EXPERTS.match(f"{module}.") or LATENT_UP.match(f"{module}.")):
+            raise self._error(module, "by its config, and not by vLLM, which has no such rotations for it")
         if found is not None and inputs % len(found):
             raise self._error(module, f"in blocks of {len(found)}, which do not divide its {inputs} inputs")
         return found

@@ -20,8 +20,12 @@ from flexquant.checkpoint.module_names import EXPERTS
 from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, verify_checkpoint
+from flexquant.quantization.oneshot import separate_experts
+from flexquant.quantization.recipe import Recipe, load_recipe
+from flexquant.quantization.resolve import ResolvedVariant, quantization_groups, resolve_variant
+from flexquant.quantization.source_model import empty_model
 from tests.architectures.models import random_model, small_config, split
-from tests.checkpoints import MIXTURES, make_checkpoint, write_checkpoint
+from tests.checkpoints import MIXTURES, base_config, make_checkpoint, write_checkpoint
 from tests.quantize.quantizing import OPTIONS, RTN, quantize, recipe, section
 from tests.readme import blocks
 from tests.vision import KINDS, make_vision_checkpoint
@@ -65,6 +69,30 @@ def test_experts_in_16_bit_are_stored_once(models, tmp_path):
         experts = [name for name in read_tensors(tmp_path / variant) if EXPERTS.match(name)]
         assert {name.rpartition(".")[2] for name in experts} == {"weight"}
     assert "model.layers.0.mlp.experts" in merged(tmp_path).shared_modules
+
+
+def test_experts_are_neither_rotated_nor_given_zero_points() -> None:
+    """vLLM has neither for experts, and reads no zero points for them from a config."""
+    config = base_config("qwen3_moe")
+    model = separate_experts(empty_model(config))
+
+    def resolved(by: Recipe) -> ResolvedVariant:
+        return resolve_variant(by.variants["w8a8"], model, config.model_type)
+
+    found = resolved(load_recipe("rotated"))
+    assert found.notes == ["without QuIPModifier, whose targets are all ignored in this model"]
+    experts, others = quantization_groups(found.recipe.modifiers["GPTQModifier"]).values()
+    assert (experts.targets, experts.input_activations.symmetric) == (["re:.*\\.experts\\..*"], True)
+    assert (others.targets, others.input_activations.symmetric) == (["Linear"], False)
+    arguments = {"ignore": ["lm_head"], "scheme": "W8A8", "asymmetric_activations": True}
+    of_attention = {"GPTQModifier": {**arguments, "targets": ["re:.*self_attn.*_proj$"]}}
+    alone = resolved(recipe(w8a8=of_attention)).recipe.modifiers["GPTQModifier"]
+    assert len(quantization_groups(alone)) == 1
+    rotation = {"targets": ["re:.*down_proj$"], "transform_block_size": 32}
+    with pytest.raises(
+        FlexQuantError, match=r"rotate the inputs of .*\.experts\.0\.down_proj, which vLLM does"
+    ):
+        resolved(recipe(w8a8={"QuIPModifier": rotation, "GPTQModifier": arguments}))
 
 
 ATTENTION = "model.layers.0.self_attn"

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,18 @@ def test_layers_of_rotated_and_plain_linears_mix(tmp_path: Path) -> None:
         FlexQuantError, match="cannot be nested in 'w4a16': each pass rotates the inputs of .* 'w8a8'"
     ):
         merge_checkpoints(sources, tmp_path / "nested", nested="near")
+
+
+def test_rotations_that_vllm_leaves_out_are_refused(tmp_path: Path) -> None:
+    folder = make_rotated(tmp_path / "w8a8", "w8a8")
+    config = json.loads((folder / "config.json").read_text())
+    (group,) = config["quantization_config"]["transform_config"]["config_groups"].values()
+    group["apply"][0]["targets"] = ["re:.*(down_proj|lm_head|embed_tokens)$"]
+    (folder / "config.json").write_text(json.dumps(config))
+    reader = WeightReader(open_source("rotated", folder))
+    with pytest.raises(FlexQuantError, match="'lm_head' .* are rotated by its config, and not by vLLM"):
+        reader.open("lm_head")
+    reader.open("model.embed_tokens")  # looked up, and not multiplied
 
 
 @pytest.mark.parametrize(

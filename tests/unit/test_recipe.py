@@ -23,7 +23,6 @@ from flexquant.quantization.recipe import (
 )
 from flexquant.quantization.resolve import (
     choose_group_size,
-    quantization_groups,
     resolve_variant,
     with_strengths,
 )
@@ -267,25 +266,23 @@ def test_what_does_not_fit_the_model_is_refused(section: dict[str, Any], expecte
         resolve(section, intermediate_size=200)
 
 
-def test_inputs_that_vllm_does_not_rotate_are_refused() -> None:
-    with pytest.raises(FlexQuantError, match=r"would rotate the inputs of .*kv_b_proj, .* add its name to"):
-        resolve(rotating("re:.*kv_b_proj$", 32), "deepseek_v2")
+@pytest.mark.parametrize(
+    ("target", "architecture", "found"),
+    [
+        ("re:.*kv_b_proj$", "deepseek_v2", "kv_b_proj, which vLLM does not"),
+        ("re:.*[qkv]_proj$", "qwen2", "[qk]_proj, which vLLM does not .* or a bias; add its name"),
+        ("re:.*gate_proj$", "llama", r"gate_proj and not of model\.layers\.0\.mlp\.up_proj"),
+    ],
+)
+def test_inputs_that_vllm_does_not_rotate_are_refused(target: str, architecture: str, found: str) -> None:
+    with pytest.raises(FlexQuantError, match=f"would rotate the inputs of .*{found}"):
+        resolve(rotating(target, 32), architecture)
+
+
+def test_what_is_rotated_is_not_smoothed_after() -> None:
+    smoothing = {"SmoothQuantModifier": {"smoothing_strength": 0.5}}
     with pytest.raises(FlexQuantError, match=r"moves scales behind QuIPModifier; put it right before GPTQ"):
-        smoothing = {"SmoothQuantModifier": {"smoothing_strength": 0.5}}
         parse({"v": {"QuIPModifier": rotating("re:.*down_proj$", 32)["QuIPModifier"], **smoothing, **W8A8}})
-
-
-def test_experts_keep_symmetric_activations() -> None:
-    """vLLM's kernels for experts have no zero points, and read none from a config."""
-    section = {"GPTQModifier": {**W8A8["GPTQModifier"], "asymmetric_activations": True}}
-    groups = {
-        architecture: quantization_groups(resolve(section, architecture).recipe.modifiers["GPTQModifier"])
-        for architecture in ("llama", "qwen3_moe")
-    }
-    assert [group.input_activations.symmetric for group in groups["llama"].values()] == [False]
-    experts, others = groups["qwen3_moe"].values()
-    assert (experts.targets, experts.input_activations.symmetric) == (["re:.*\\.experts\\..*"], True)
-    assert (others.targets, others.input_activations.symmetric) == (["Linear"], False)
 
 
 def test_the_choices_that_depend_on_the_model() -> None:

@@ -27,6 +27,7 @@ from flexquant.serving.kernels.layers import expert_layers, expert_weights, line
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     CPUDNNLGEMMHandler,
+    HadamardTransform,
     LinearBase,
     MoERunner,
     ParallelLMHead,
@@ -121,7 +122,8 @@ class WeightMemory:
             return  # scales of the KV cache, which vLLM frees once it has loaded them
         parameters = {name: p for name, p in module.named_parameters(recurse=False) if p.numel()}
         packed = list(packed_for_cpu(module))
-        for tensor in (*parameters.values(), *(p for p in packed if isinstance(p, torch.Tensor))):
+        matrices = module.weight.partitions.values() if isinstance(module, HadamardTransform) else ()
+        for tensor in (*parameters.values(), *matrices, *(p for p in packed if isinstance(p, torch.Tensor))):
             storage = tensor.untyped_storage()
             identity = storage.data_ptr() or id(tensor)  # without memory, the parameter itself
             yield Piece(identity, storage.nbytes() // tensor.itemsize, storage.nbytes())

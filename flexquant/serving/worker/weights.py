@@ -21,6 +21,7 @@ from flexquant.checkpoint.safetensors_io import is_finite
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
 from flexquant.serving.worker.adapters import check_unsmoothed
+from flexquant.serving.worker.rotations import RotationLoader
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -60,12 +61,14 @@ class VariantLoader:
             source = merged.variants[routes.source(name)]
             self._readers.setdefault(source.prefix, []).append(name)
             self._own_head[name] = source.own_head
+        self._rotations = RotationLoader(variants)
         self._by_reference = tuple(f"{module}." for module in merged.shared_modules)
 
     def wants(self, key: str) -> bool:
         """Whether a tensor of the merged checkpoint belongs to a variant and layer that were built."""
         prefix, name = self._split(key)
-        return bool(self._takers(prefix, name)) or self._is_compared(prefix, name)
+        is_needed = bool(self._takers(prefix, name) or self._rotated(prefix, name))
+        return is_needed or self._is_compared(prefix, name)
 
     def _readers_of(self, prefix: str) -> list[str]:
         return list(self._variants) if prefix == SHARED_PREFIX else self._readers.get(prefix, [])
@@ -86,6 +89,9 @@ class VariantLoader:
         loaded: dict[str, set[str]] = {name: set() for name in self._variants}
         norms: dict[str, dict[str, torch.Tensor]] = {}
         for prefix, tensors in self._runs(weights):
+            for key, tensor in tensors:
+                for name in self._rotated(prefix, key):
+                    self._rotations.load(name, key, tensor)
             for name in self._readers_of(prefix):
                 own = [(key, tensor) for key, tensor in tensors if name in self._takers(prefix, key)]
                 loaded[name] |= self._variants[name].load_weights(own)
@@ -93,6 +99,7 @@ class VariantLoader:
                 if self._is_compared(prefix, key):
                     norms.setdefault(key, {})[self._readers[prefix][0]] = tensor
         check_unsmoothed(norms)
+        self._rotations.finish()
         if missing := unwritten(parameters):
             name, _, parameter = missing[0].partition(".")
             raise FlexQuantError(
@@ -105,12 +112,16 @@ class VariantLoader:
 
     def _takers(self, prefix: str, key: str) -> list[str]:
         """Return the variants that a tensor is loaded into; for a shared module, only the first."""
-        if drafts(key, self._num_layers):
+        if drafts(key, self._num_layers) or self._rotated(prefix, key):
             return []
         readers = [name for name in self._readers_of(prefix) if not self._is_copy(name, key)]
         takers = [name for name in readers if is_in(key, self._layers[name])]
         held_once = prefix == SHARED_PREFIX and key.startswith(self._by_reference)
         return takers[:1] if held_once else takers
+
+    def _rotated(self, prefix: str, key: str) -> list[str]:
+        """Return the variants that have rotations of which a tensor holds the matrix."""
+        return [name for name in self._readers_of(prefix) if self._rotations.takes(name, key)]
 
     def _is_copy(self, name: str, key: str) -> bool:
         """Whether a variant's tensor is a copy of its embedding, under the name of the lm_head."""

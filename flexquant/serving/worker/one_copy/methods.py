@@ -82,6 +82,11 @@ class Int4Method(OneCopyMethod):
                 f"{where}: 8-bit weights cannot be computed from those of {its_name}, whose layout of "
                 f"{inputs} inputs and {outputs} outputs is not known; {ADVICE}"
             )
+        if getattr(layer.quant_method, "output_transform", None) is not None:
+            raise FlexQuantError(
+                f"{where}: 8-bit weights are not computed where outputs are rotated in each pass; take 8-bit "
+                "'weights' out of the policy"
+            )
         self._rotation = getattr(layer.quant_method, "input_transform", None)
         self._product, self.kernel_name = product, f"{product.precision} {self._relation} {its_name}"
 
