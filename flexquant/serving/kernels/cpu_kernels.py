@@ -292,7 +292,8 @@ def rotation_on_cpu() -> Callable[..., torch.Tensor]:
         matrix = stored.t() if rotation.transforms[part_id].args.inverse else stored
         matrix = matrix if in_16_bit else matrix.float()
         blocks = x.unflatten(-1, (-1, len(matrix))).to(matrix.dtype)
-        return (blocks @ matrix).flatten(-2).to(x.dtype)
+        scale = getattr(rotation, "scales", {}).get(part_id, 1.0)  # vLLM 0.26 keeps it beside the matrix
+        return (blocks @ matrix).flatten(-2).to(x.dtype) * scale
 
     return forward
 

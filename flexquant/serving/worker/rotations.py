@@ -28,8 +28,9 @@ class RotationLoader:
             for name, variant in variants.items()
         }
         self._filled: set[int] = set()
-        # vLLM divides each matrix once, by its address, which an earlier model in this process may have had.
-        HadamardTransform.scaled_data_ptrs.clear()
+        # vLLM (not 0.26) divides each matrix once, and knows it by its address, which an earlier model in this
+        # process may have had.
+        getattr(HadamardTransform, "scaled_data_ptrs", set()).clear()
 
     def takes(self, variant: str, key: str) -> bool:
         """Whether a tensor, by its name in the variant's own checkpoint, is one of its matrices."""
