@@ -28,8 +28,8 @@ class RotationLoader:
             for name, variant in variants.items()
         }
         self._filled: set[int] = set()
-        # vLLM (not 0.26) divides each matrix once, and knows it by its address, which an earlier model in this
-        # process may have had.
+        # vLLM (not 0.26) divides each matrix once, and knows it by its address, which another model in this
+        # process may have had before.
         getattr(HadamardTransform, "scaled_data_ptrs", set()).clear()
 
     def takes(self, variant: str, key: str) -> bool:
