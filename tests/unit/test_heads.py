@@ -131,7 +131,7 @@ def test_a_shared_head_is_loaded_for_all(tmp_path):
     merge_checkpoints(sources, tmp_path / "merged")
     found, _ = read_merged_config(tmp_path / "merged")
     routes = build_route_table(load_policy("phase"), sources, num_layers=2, max_tokens=64)
-    loader = VariantLoader(dict.fromkeys(sources), found, routes)
+    loader = VariantLoader({name: torch.nn.Module() for name in sources}, found, routes)
     assert found.shared_modules[0] == HEAD and loader.wants(f"shared.{HEAD}.weight")
 
 
