@@ -18,7 +18,7 @@ from flexquant.checkpoint.merged_config import SHARED, SHARED_PREFIX, MergedConf
 from flexquant.checkpoint.model_config import JsonObject, QuantizedNumbers
 from flexquant.checkpoint.module_names import EXPERTS, HEAD, describe_range, is_in, layer_number, ranges
 from flexquant.checkpoint.safetensors_io import TensorRef, total_bytes
-from flexquant.checkpoint.schemes import DIFFERENCE, logical_shapes
+from flexquant.checkpoint.schemes import DIFFERENCE, logical_shapes, rotates_in_passes
 from flexquant.documents.results import table_lines
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
@@ -270,6 +270,8 @@ def describe_scheme(quantization_config: JsonObject) -> str:
         for g in groups.values()
         if isinstance(g, dict)
     ]
+    if rotates_in_passes(quantization_config):
+        parts.append("rotated in each pass")
     return "; ".join(dict.fromkeys(parts)) or str(quantization_config.get("format") or "unknown scheme")
 
 
@@ -297,6 +299,8 @@ def _describe(arguments: QuantizedNumbers | None, what: str) -> str:
         return f"16-bit {what}"
     size, strategy = arguments.get("group_size"), str(arguments.get("strategy", "")).replace("_", " ")
     details = [f"group {size}" if size else strategy, "dynamic" if arguments.get("dynamic") else ""]
+    if what == "activations" and arguments.get("symmetric") is False:
+        details.append("asymmetric")
     extra = f" ({', '.join(filter(None, details))})" if any(details) else ""
     return f"{arguments.get('type', 'int')}{arguments.get('num_bits', '')} {what}{extra}"
 

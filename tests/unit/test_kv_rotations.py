@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.checkpoint.weight_bytes import describe_scheme
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.merge.formats import open_source
@@ -41,6 +42,9 @@ def test_layers_of_rotated_and_plain_linears_mix(tmp_path: Path) -> None:
     }
     merge_checkpoints(sources, tmp_path / "merged")
     merged, _ = read_merged_config(tmp_path / "merged")
+    section = merged.variants["w8a8"].quantization_config
+    section["config_groups"]["group_0"]["input_activations"]["symmetric"] = False
+    assert describe_scheme(section).endswith("activations (token, dynamic, asymmetric); rotated in each pass")
     assert [sorted(group) for group in merged.mixable_groups] == [["w4a16", "w8a8"]]
     with pytest.raises(
         FlexQuantError, match="cannot be nested in 'w4a16': each pass rotates the inputs of .* 'w8a8'"
