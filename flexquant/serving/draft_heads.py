@@ -101,7 +101,7 @@ def as_published(draft: ModelConfig, variant: StoredVariant) -> None:
         del draft.hf_config.quantization_config
     else:
         section = copy.deepcopy(variant.quantization_config)
-        section.pop("transform_config", None)  # of layers that are quantised; heads are stored in 16 bit
+        section.pop("transform_config", None)  # llmcompressor rotates no heads
         draft.hf_config.quantization_config = section
     draft.quantization = variant.quantization_config.get("quant_method")
 

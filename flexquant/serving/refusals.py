@@ -165,12 +165,12 @@ def _of_ranks(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
     if rotated and parallel.tensor_parallel_size > 1:
         yield (
             f"'{rotated[0]}', whose linears' inputs are rotated in each pass, under tensor parallelism, for "
-            "which vLLM has no rotations (use --pipeline-parallel-size, or choose a policy without it)"
+            "which vLLM has no rotations (drop --tensor-parallel-size, or choose a policy without it)"
         )
     if rotated and vllm_config.offload_config.uva.cpu_offload_gb > 0:
         yield (
-            f"'{rotated[0]}', whose linears' inputs are rotated in each pass, with weights on the host, "
-            "where vLLM cannot move it (drop --cpu-offload-gb, or choose a policy without it)"
+            f"'{rotated[0]}', whose linears' inputs are rotated in each pass, with weights on the host, to "
+            "which vLLM moves no rotations (drop --cpu-offload-gb, or choose a policy without it)"
         )
     if parallel.enable_eplb:
         yield "moving experts among ranks (drop --enable-eplb): vLLM would move those of one variant"
