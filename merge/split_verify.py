@@ -139,7 +139,7 @@ def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progre
     merged_config = checkpoint.source_config(source.name)
     of_all = checkpoint.provenance.config_from in (None, source.name)
     differences = model_differences(source.config, merged_config) if of_all else []
-    if source.quantization_config != merged_config["quantization_config"]:
+    if source.quantization_config != checkpoint.merged.variants[source.name].quantization_config:
         differences.append(("quantization_config", "...", "..."))
     if differences:
         raise FlexQuantError(

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from threading import RLock
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from flexquant.checkpoint.model_config import JsonObject, text_config
@@ -122,6 +123,16 @@ def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
     except Exception as e:  # a config class of transformers can raise anything
         raise _refused(config, place, e) from e
     return known
+
+
+def language_config(config: JsonObject, source: str | Path) -> Any:
+    """Return the language model's config, an object with transformers' attributes.
+
+    Of a model that transformers does not know, the attributes are the keys of ``config.json``, which is that
+    of ``source``. Raises FlexQuantError for a config that transformers refuses.
+    """
+    known = known_config(config, str(source))
+    return SimpleNamespace(**text_config(config)) if known is None else known.get_text_config()
 
 
 def check_heads(config: JsonObject, place: str) -> None:

@@ -26,7 +26,8 @@ KEY = "measured"
 """The key of a recipe under which a variant's losses are, by kind of text."""
 HELP = (
     "calibrate on text like your users' (--calibration FILE), or add to the recipe what it lacks of these: "
-    "zero points (scheme W4A16_ASYM), groups of 32 (group_size), trained scales (scale_distillation)"
+    "for INT4 zero points (scheme W4A16_ASYM), groups of 32 (group_size), trained scales "
+    "(scale_distillation); for W8A8 what the recipe 'rotated' has"
 )
 
 

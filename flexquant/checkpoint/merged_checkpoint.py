@@ -30,7 +30,7 @@ from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, read
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
 from flexquant.checkpoint.writer import MAX_THREADS, Progress, results_of
-from flexquant.documents.results import hash_file
+from flexquant.documents.results import digest_of, hash_file
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
@@ -80,6 +80,18 @@ def read_provenance(folder: Path) -> Provenance:
         return Provenance.model_validate(read_json(file))
     except ValidationError as e:
         raise FlexQuantError(f"{file} has {wrong_key(e)}; fetch or merge the checkpoint again") from e
+
+
+def weights_identity(folder: Path) -> dict[str, int | str]:
+    """Return what tells a checkpoint's weights: bytes of its files, and a digest of the recorded hashes.
+
+    A published checkpoint has no recorded hashes.
+    """
+    sizes: dict[str, int | str] = {
+        file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))
+    }
+    recorded = read_provenance(folder).tensors
+    return sizes | ({PROVENANCE_FILE: digest_of(recorded)} if recorded else {})
 
 
 def folder_label(folder: Path) -> str:
@@ -169,11 +181,14 @@ class MergedCheckpoint:
 
     def source_config(self, name: str) -> JsonObject:
         """Return the ``config.json`` that the variant had before merging (without ``_name_or_path``)."""
+        variant = self.merged.variants[name]
         config = {
             **self.config,
             "architectures": [self.merged.base_architecture],
-            "quantization_config": self.merged.variants[name].quantization_config,
+            "quantization_config": variant.quantization_config,
         }
+        if variant.is_in_16_bit:
+            del config["quantization_config"]
         origin = self.provenance.sources.get(name)
         if origin is not None and origin.transformers_version:
             config["transformers_version"] = origin.transformers_version

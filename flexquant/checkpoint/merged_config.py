@@ -19,6 +19,7 @@ from pydantic import Field, StrictBool, StrictStr, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from flexquant.checkpoint.folder import read_config, wrong_key
+from flexquant.checkpoint.loadable import COMPRESSED_TENSORS
 from flexquant.checkpoint.model_config import (
     AWQ,
     GPTQ,
@@ -82,7 +83,7 @@ class StoredVariant:
     prefix: StrictStr
     """Prefix of the variant's tensor keys, dot included."""
     quantization_config: JsonObject
-    """The source checkpoint's ``quantization_config`` (compressed-tensors); empty in 16 bit."""
+    """The source checkpoint's ``quantization_config`` (compressed-tensors); without groups in 16 bit."""
     own_head: StrictBool
     """Whether its lm_head differs from its embedding."""
     negative_scales: StrictBool
@@ -92,7 +93,10 @@ class StoredVariant:
 
     @property
     def is_in_16_bit(self) -> bool:
-        return not self.quantization_config
+        section = self.quantization_config
+        return not section or (
+            section.get("quant_method") == COMPRESSED_TENSORS and not section.get("config_groups")
+        )
 
     def to_json(self) -> JsonObject:
         return {key: value for key, value in vars(self).items() if key != "nested_in" or value is not None}

@@ -81,14 +81,21 @@ def parse_percent(text: str) -> float:
 
 
 def parse_number(text: str) -> float:
-    """Return the finite number (an argparse type)."""
+    """Return the finite number of at least 0 (an argparse type)."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
+    if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number such as 0.1")
     return value
+
+
+def parse_seed(text: str) -> int:
+    """Return the whole number of at least 0 (an argparse type)."""
+    if not COUNT.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 0")
+    return int(text)
 
 
 def parse_share(text: str) -> float:
@@ -180,7 +187,11 @@ def add_rows(parser: argparse.ArgumentParser, defaults: Settings, full: str) -> 
     }
     add_counts(parser, options)
     parser.add_argument(
-        "--seed", type=int, default=defaults.seed, metavar="N", help="seed of the rows (default: %(default)s)"
+        "--seed",
+        type=parse_seed,
+        default=defaults.seed,
+        metavar="N",
+        help="seed of the rows (default: %(default)s)",
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from flexquant.checkpoint.measured_loss import MAX_LOSS, PROMPT_TOKENS, LossByKind, loss_lines
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import format_bytes, format_report
-from flexquant.cli._arguments import add_shard_size, parse_names, parse_number, pick
+from flexquant.cli._arguments import add_shard_size, parse_names, parse_number, parse_seed, pick
 from flexquant.cli._stages import Stages
 from flexquant.quantization.quantizing import STAGES_BEFORE_VARIANTS, quantize_variants
 from flexquant.quantization.recipe import DEFAULT_RECIPE, builtin_recipes, load_recipe
@@ -69,7 +69,7 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     )
     add("--samples", type=int, metavar="N", help="calibration samples (default: the recipe's)")
     add("--length", type=int, metavar="N", help="tokens in a sample (default: the recipe's)")
-    add("--seed", type=int, metavar="N", help="seed of the samples (default: the recipe's)")
+    add("--seed", type=parse_seed, metavar="N", help="seed of the samples (default: the recipe's)")
     add(
         "--max-loss",
         type=parse_number,

@@ -185,6 +185,7 @@ def _read_dataset(name: str) -> Iterator[TextOrMessages]:
     with explained(
         f"'{name}' is neither a file nor a Hugging Face dataset that could be read",
         "give a text file, a .jsonl file, a folder of them or a dataset id",
+        (OSError, ValueError, RuntimeError),  # the last one for a dataset that is a script
     ):
         splits = load_dataset(name, streaming=True)
         records = splits["train"] if "train" in splits else next(iter(splits.values()), ())

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.built_model import build_config, load_tokenizer
+from flexquant.checkpoint.built_model import build_config, language_config, load_tokenizer
 from flexquant.checkpoint.folder import find_model, read_16_bit_config
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import CONFIG_FILE
-from flexquant.checkpoint.model_config import SETTINGS_FILES, count_layers, text_config
+from flexquant.checkpoint.model_config import SETTINGS_FILES, count_layers
 from flexquant.documents.texts import document_tokens, draw_rows, read_documents
 from flexquant.errors import FlexQuantError, UsageError, explained
 
@@ -68,9 +68,9 @@ class Subject:
         self.checkpoint = MergedCheckpoint.open(folder, published=True)
         self.folder = self.checkpoint.folder
         self.num_layers = count_layers(self.checkpoint.config)
-        config = text_config(self.checkpoint.config)
-        self.vocab_size: int = config["vocab_size"]
-        self.max_length: int | None = config.get("max_position_embeddings")
+        config = language_config(self.checkpoint.config, self.folder)
+        self.vocab_size: int = config.vocab_size
+        self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         """Most tokens of a sequence; None if the model has no limit."""
         self.tokenizer = load_tokenizer(self.folder)
 

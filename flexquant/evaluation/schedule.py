@@ -3,8 +3,9 @@
 """Plan the runs, and skip a run whose plans equal those of an earlier one.
 
 A forced row takes one prefill pass and decode passes of one batch size, so its scores depend on the plans of
-these passes only: runs with equal plans share their scores. (CUDA graphs pad a batch to the next captured
-size, and the policy sees the padded size; :class:`Passes` reports if another plan ran than was planned.)
+these passes, and on how their variants are derived: runs in which these are equal share their scores. (CUDA
+graphs pad a batch to the next captured size, and the policy sees the padded size; :class:`Passes` reports if
+another plan ran than was planned.)
 
 Answers end one by one, so the batch shrinks: answers are the same only if the policies agree on all passes up
 to that size.
@@ -95,7 +96,8 @@ def make_schedule(
                 max_decode_tokens=batch_size,
             )
             plans = routes.lookup("prefill", prompts), routes.lookup("decode", batch_size)
-            key = tuple(routes.intervals("prefill")), tuple(routes.intervals("decode"))
+            derived = frozenset(policy.derived.items())
+            key = tuple(routes.intervals("prefill")), tuple(routes.intervals("decode")), derived
             runs.append(
                 PolicyRun(
                     name,
@@ -103,12 +105,12 @@ def make_schedule(
                     batch_size,
                     routes,
                     *plans,
-                    same_as=measured.get(plans),
+                    same_as=measured.get((plans, derived)),
                     answers=answers,
                     answers_same_as=answered.get(key) if answers else None,
                 )
             )
-            measured.setdefault(plans, (name, batch_size))
+            measured.setdefault((plans, derived), (name, batch_size))
             if answers:
                 answered.setdefault(key, name)
     return runs

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+from flexquant.checkpoint.merged_checkpoint import weights_identity
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.module_names import describe_ranges
 from flexquant.checkpoint.weight_bytes import format_bytes
@@ -27,7 +28,7 @@ from flexquant.layers.sensitivity import SCHEMA as SENSITIVITY
 from flexquant.layers.sensitivity import policy_that_loads
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
-from flexquant.policy.rules import Policy, add_derivations, parse_policy
+from flexquant.policy.rules import Policy, parse_policy, with_derivations
 from flexquant.policy.schema import SCHEMA
 from flexquant.tuning.candidates import FROM_INT4, SOURCE, eight_bit, find_variants
 from flexquant.tuning.policy_file import TuningResult
@@ -61,8 +62,8 @@ def fit_checkpoint(
     variants = find_variants(merged, (*(names or merged.variants), SOURCE, FROM_INT4))
     losses, high = None, eight_bit(variants, merged)
     if sensitivity is not None and high is not None:
-        sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
-        losses = PlanLosses(sensitivity, high, (FROM_INT4, SOURCE), num_layers, sizes)
+        files = weights_identity(folder)
+        losses = PlanLosses(sensitivity, high, (FROM_INT4, SOURCE), num_layers, files)
     loaded = count_bytes(folder, policy_that_loads(variants), devices)
     if memory is None:
         assert kv_tokens is not None
@@ -75,11 +76,11 @@ class PlanLosses:
     """The KL divergence of decoding to a reference, in nats a token, of plans with two variants."""
 
     def __init__(
-        self, file: Path, high: str, lower: Sequence[str], num_layers: int, sizes: Mapping[str, int]
+        self, file: Path, high: str, lower: Sequence[str], num_layers: int, files: Mapping[str, int | str]
     ) -> None:
         """Read ``file``; of the variants ``lower``, the first that it has stands for all of them.
 
-        ``sizes`` are the bytes of the checkpoint's safetensors files. Raises UsageError for a file of another
+        ``files`` are what :func:`weights_identity` returns. Raises UsageError for a file of another
         checkpoint, or without layers that leave ``high``.
         """
         self.file = file
@@ -90,7 +91,7 @@ class PlanLosses:
             self._means = {plan: fmean(rows) for plan, rows in document["kl"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise UsageError(f"{file} cannot be read ({e!r}); {ADVICE}") from e
-        if found != {"schema": SENSITIVITY, "layers": num_layers, "files": dict(sizes)}:
+        if found != {"schema": SENSITIVITY, "layers": num_layers, "files": dict(files)}:
             raise UsageError(f"{file} is of another checkpoint, or by another release; {ADVICE}")
         there = [variant for variant in lower if variant in variants]
         if variants[:1] != [high] or not there:
@@ -192,8 +193,7 @@ class Fit:
         if 0 < most.twice < num_layers:
             last = self.candidates.pop(FROM_INT4)
             document = {"schema": SCHEMA, "rules": [{"use": Plan.from_layers(most.plans[0]).rule_use()}]}
-            document = add_derivations(document, most.plans[0], variants)
-            policy = parse_policy(document, "the plan that fits")
+            policy = parse_policy(with_derivations(document, variants.values()), "the plan that fits")
             self.candidates |= {most.names[0]: policy, FROM_INT4: last}
         self.remark = _remark(most, order, high, losses, can_mix=can_mix)
 

@@ -22,7 +22,7 @@ from flexquant.documents.yaml_document import to_yaml
 from flexquant.layers.searching import Budget, SearchResult, front
 from flexquant.layers.sensitivity import StudyDocument
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
-from flexquant.policy.rules import Policy, add_derivations, parse_policy
+from flexquant.policy.rules import Policy, parse_policy, with_derivations
 from flexquant.policy.schema import SCHEMA
 
 if TYPE_CHECKING:
@@ -148,10 +148,11 @@ def searched_policy_document(
     }
     takes_others = base.rules[place].when.phases != ("decode",)
     rules[place : place if takes_others else place + 1] = [rule]
-    document = add_derivations(document, found.chosen.layers, variants) | {
+    document |= {
         "description": f"decode by a searched plan, {budget}: {describe_layers(found.chosen.layers)}",
         "rules": rules,
     }
+    document = with_derivations(document, variants.values())
     parse_policy(document, "the searched policy")
     return document
 

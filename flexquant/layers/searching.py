@@ -23,7 +23,7 @@ from flexquant.errors import FlexQuantError, UsageError
 from flexquant.layers.sensitivity import Study, StudyDocument
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
-from flexquant.policy.rules import add_derivations, parse_policy
+from flexquant.policy.rules import parse_policy, with_derivations
 from flexquant.tuning.policy_file import TuningResult
 
 LAST = 3
@@ -239,8 +239,8 @@ def limit_loss(
         decodes = rule.get("when", {}).get("phase") == "decode"
         return {**rule, "use": Plan.from_layers(plan.layers).rule_use() if decodes else study.highest}
 
-    document = {**tuned.document, "rules": [limited(rule) for rule in tuned.document["rules"]]}
-    document = add_derivations(document, plan.layers, study.variants)
+    rules = [limited(rule) for rule in tuned.document["rules"]]
+    document = with_derivations({**tuned.document, "rules": rules}, study.variants.values())
     told = ", ".join(f"{variant} {loss:.3g}" for variant, loss in losses.items())
     of = found.document["reference"] or f"{study.highest} itself"
     notes = [

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
-from flexquant.checkpoint.merged_checkpoint import folder_label
+from flexquant.checkpoint.merged_checkpoint import folder_label, weights_identity
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, read_earlier, staged_file
 from flexquant.documents.results import hash_file
@@ -33,7 +33,7 @@ from flexquant.evaluation.engine import (
 from flexquant.evaluation.inputs import Settings, Subject, read_rows
 from flexquant.evaluation.measure import Scores, decode_forced, engine_options
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
-from flexquant.policy.rules import Policy, add_derivations
+from flexquant.policy.rules import Policy, with_derivations
 from flexquant.policy.schema import SCHEMA as POLICY_SCHEMA
 
 if TYPE_CHECKING:
@@ -49,11 +49,13 @@ class StudyDocument(TypedDict):
 
     schema: str
     checkpoint: str
-    files: dict[str, int]
-    """The checkpoint's safetensors files and their bytes."""
+    files: dict[str, int | str]
+    """What :func:`weights_identity` returns for the checkpoint."""
     reference: str | None
     variants: list[str]
     """The most precise one comes first."""
+    derive: JsonObject
+    """The derivations of those that are derived, as in a policy."""
     layers: int
     """Number of decoder layers."""
     settings: JsonObject
@@ -107,9 +109,10 @@ class Study:
         return {
             "schema": SCHEMA,
             "checkpoint": folder_label(self.subject.folder),
-            "files": {f.name: f.stat().st_size for f in sorted(self.subject.folder.glob("*.safetensors"))},
+            "files": weights_identity(self.subject.folder),
             "reference": None if self.reference is None else Path(self.reference).name,
             "variants": list(self.variants),
+            "derive": policy_that_loads(self.variants).get("derive", {}),
             "layers": self.subject.num_layers,
             "settings": {**asdict(self.settings), "batch_sizes": list(self.settings.batch_sizes)},
             "text": {"file": self.text.name, "sha256": hash_file(self.text)},
@@ -227,7 +230,7 @@ class Study:
         """Decode by another plan from now on."""
         prefill = {"when": {"phase": ["prefill", "mixed"]}, "use": self.highest}
         decode = {"use": Plan.from_layers(layers).rule_use()}
-        take_policy(llm, "plan", _with_rules([prefill, decode], {self.highest, *layers}, self.variants))
+        take_policy(llm, "plan", _with_rules([prefill, decode], self.variants))
 
     def _score(self, llm: LLM, rows: list[list[int]], folder: Path, **files: Path) -> Scores:
         (batch_size,) = self.settings.batch_sizes
@@ -238,9 +241,8 @@ def policy_that_loads(variants: Mapping[str, Policy]) -> JsonObject:
     """Return a policy that makes an engine load all layers of every variant."""
     *few, last = variants
     rules = [{"when": {"tokens": {"max": tokens}}, "use": use} for tokens, use in enumerate(few, 1)]
-    return _with_rules([*rules, {"use": last}], variants, variants)
+    return _with_rules([*rules, {"use": last}], variants)
 
 
-def _with_rules(rules: list[JsonObject], used: Iterable[str], variants: Mapping[str, Policy]) -> JsonObject:
-    """Return the policy of these rules, which use the variants ``used``."""
-    return add_derivations({"schema": POLICY_SCHEMA, "rules": rules}, used, variants)
+def _with_rules(rules: list[JsonObject], variants: Mapping[str, Policy]) -> JsonObject:
+    return with_derivations({"schema": POLICY_SCHEMA, "rules": rules}, variants.values())

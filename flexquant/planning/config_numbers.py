@@ -6,10 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
-from flexquant.checkpoint.built_model import known_config
-from flexquant.checkpoint.model_config import JsonObject, text_config
 from flexquant.errors import FlexQuantError
 
 KV_BYTES = 2
@@ -18,15 +15,6 @@ WITHOUT_CACHE = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "ml
 """Kinds of layers, as configs of transformers name them, that keep no KV cache."""
 ACTIVE_EXPERTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 """Names of the number of experts that a token goes through; most config classes map theirs to the first."""
-
-
-def language_config(config: JsonObject, source: str | Path) -> object:
-    """Return the language model's config, an object with transformers' attributes.
-
-    Of a model that transformers does not know, the attributes are the keys of ``config.json``.
-    """
-    known = known_config(config, str(source))
-    return SimpleNamespace(**text_config(config)) if known is None else known.get_text_config()
 
 
 @dataclass(frozen=True)
@@ -68,7 +56,7 @@ class Attention:
 
     @classmethod
     def read(cls, config: object, devices: int, source: str | Path) -> Attention:
-        """Read :func:`language_config`; ``source`` names the model in messages.
+        """Read what ``built_model.language_config`` returns; ``source`` names the model in messages.
 
         Sliding windows are counted as full attention, and states of layers without attention as nothing. A
         KV cache that several layers share is counted once. Raises FlexQuantError for a model without

@@ -172,14 +172,21 @@ def _find(
     return text if text in builtin_policies() else Path(text).name, policy
 
 
-def add_derivations(
-    document: JsonObject, variants: Iterable[str], policies: Mapping[str, Policy]
-) -> JsonObject:
-    """Return the document with the derivations in the policies of ``variants`` added."""
-    derived = dict(document.get("derive", {}))
-    for variant in sorted(set(variants)):
-        derived |= policies[variant].document.get("derive", {})
-    return {**document, "derive": derived} if derived else document
+def with_derivations(document: JsonObject, policies: Iterable[Policy]) -> JsonObject:
+    """Return the document with the derivations that its rules use: its own, else those of ``policies``."""
+    known: JsonObject = {}
+    for one in (*(policy.document for policy in policies), document):
+        known |= one.get("derive", {})
+    uses = [rule["use"] for rule in document["rules"]]
+    used = {
+        name
+        for use in uses
+        for name in ([use] if isinstance(use, str) else [use["default"], *use.get("layers", {}).values()])
+    }
+    derived = {name: how for name, how in known.items() if name in used}
+    rules = {key: document[key] for key in ("rules", "measured") if key in document}
+    others = {key: value for key, value in document.items() if key not in (*rules, "derive")}
+    return {**others, **({"derive": derived} if derived else {}), **rules}
 
 
 def _validate(document: Document, name: str) -> Policy:

@@ -115,7 +115,6 @@ def _made_with(source: SourceModel, settings: Calibration) -> JsonObject:
     """
     notices = find_files(source.folder, NOTICES)
     return {
-        "model": source.label,
         "weights_sha256": source.weights_sha256,
         "config_sha256": source.config_sha256,
         **{name: digest for name, digest in source.files_sha256.items() if name not in notices},
@@ -137,6 +136,7 @@ def _is_written(file: Path, expected: JsonObject, overwrite: bool) -> bool:
     def read(text: str) -> tuple[JsonObject, bool]:
         first, *others = map(json.loads, text.removesuffix("\n").split("\n"))
         header = first.pop("made_with")
+        header.pop("model", None)  # its label, in files of before
         if header.pop("text_sha256") != digest_of([first, *others]):
             header["text"] = "changed"
         return header, True

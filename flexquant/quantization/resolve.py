@@ -34,7 +34,7 @@ class ResolvedVariant:
     linears: Collection[str]
     """Names of the quantised linears."""
     group_size: int | None
-    """Input features that share one weight scale; None: one scale per output channel or tensor."""
+    """Input features that share one weight scale; None: one scale per channel or tensor, or several sizes."""
     smoothed: Sequence[str]
     """Names of the modules whose scales SmoothQuant may move."""
     notes: Sequence[str]
@@ -77,7 +77,7 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
                 f"{', '.join(left)} left in 16 bit: gates, which only a recipe that names them quantises"
             )
         linears = _quantized_linears(groups, quantizer, model)
-        group_size = _group_size(quantizer, groups, linears)
+        group_size = _group_size(quantizer, linears)
         if "group_size" in quantizer:
             quantizer["group_size"] = group_size
         if recipe.scale_distillation is not None:
@@ -220,20 +220,21 @@ def _check_distillable(linears: Mapping[str, tuple[int, QuantizationScheme]]) ->
             )
 
 
-def _group_size(
-    arguments: JsonObject,
-    groups: Mapping[str, QuantizationScheme],
-    linears: Mapping[str, tuple[int, QuantizationScheme]],
-) -> int | None:
+def _group_size(arguments: JsonObject, linears: Mapping[str, tuple[int, QuantizationScheme]]) -> int | None:
     grouped = {name: features for name, (features, scheme) in linears.items() if _is_grouped(scheme)}
     given = arguments.get("group_size")
     if not grouped:
         if given is not None:
             raise FlexQuantError("group_size is given, but the scheme has no groups; remove it")
         return None
-    if given is None:
-        given = next(scheme.weights.group_size for scheme in groups.values() if _is_grouped(scheme))
-    return choose_group_size(grouped, given if isinstance(given, list) else [given])
+    if given is not None:
+        return choose_group_size(grouped, given if isinstance(given, list) else [given])
+    sizes = {
+        choose_group_size({name: grouped[name]}, [scheme.weights.group_size])
+        for name, (_, scheme) in linears.items()
+        if name in grouped
+    }
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def choose_group_size(input_features: Mapping[str, int], sizes: Sequence[int]) -> int:
@@ -280,7 +281,7 @@ def with_asymmetric_activations(arguments: JsonObject, model: PreTrainedModel) -
     """Return the arguments of a quantising modifier, its 8-bit activations with a zero point for each token.
 
     Those of experts keep their scheme, since vLLM's kernels for experts have no zero points. Raises
-    FlexQuantError without dynamic 8-bit integer activations by token.
+    FlexQuantError without dynamic 8-bit integer activations by token, and where targets name experts.
     """
     from compressed_tensors.utils import match_named_modules
 
@@ -300,6 +301,11 @@ def with_asymmetric_activations(arguments: JsonObject, model: PreTrainedModel) -
             )
         matched = match_named_modules(model, group.targets, arguments.get("ignore", []))
         if any(EXPERTS.match(f"{path}.") for path, _ in matched):
+            if group.targets != ["Linear"]:
+                raise FlexQuantError(
+                    f"asymmetric_activations cannot leave out experts where {', '.join(group.targets)} names "
+                    "them; give targets: [Linear], or add 're:.*\\.experts\\..*' to 'ignore'"
+                )
             symmetric = group.model_copy(update={"targets": ["re:.*\\.experts\\..*"]})
             groups[f"{name}_experts"] = symmetric.model_dump(mode="json", exclude_defaults=True)
         activations.symmetric = False

@@ -58,8 +58,20 @@ NAMED_MAPPINGS = ("norms", "norms-and-up")
 NAMES = 'give a list of module names, classes or regular expressions such as "re:.*q_proj$"'
 
 
+def check_patterns(names: Sequence[str]) -> str | None:
+    """Return why one of the names, which may be regular expressions, is refused; None if none is."""
+    for name in names:
+        try:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        except re.error as e:
+            return f"correct '{name}', which is no regular expression ({e})"
+    return None
+
+
 def check_mapping(balance: Sequence[str], smooth: str) -> str | None:
     """Return why a mapping from ``smooth`` to the ``balance`` linears is refused; None if it is not."""
+    if problem := check_patterns([*balance, smooth]):
+        return problem
     for name, effect in (_CACHED | _UNBALANCED).items():
         if _may_match(name, smooth):
             fatal = SHARED_CACHE if name in _CACHED else "would change what the model computes"
@@ -76,6 +88,8 @@ def check_mapping(balance: Sequence[str], smooth: str) -> str | None:
 
 def check_targets(targets: Sequence[str]) -> str | None:
     """Return why the targets are refused, if they match embeddings or attention itself; else None."""
+    if problem := check_patterns(targets):
+        return problem
     for target in targets:
         if target == "Embedding" or _may_match("embed_tokens", target, layer="model."):
             return f"remove '{target}': embeddings stay in 16 bit, since the variants share them"
@@ -160,7 +174,12 @@ def split_mapping(mapping: object) -> tuple[list[str], str] | None:
 Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 AboveZero = Annotated[float, Field(strict=True, gt=0), says("give a number above 0")]
 Name = Annotated[str, Field(strict=True, min_length=1), says("give text")]
-Names = Annotated[list[Annotated[str, Field(strict=True)]], Field(min_length=1), says(NAMES, whole=True)]
+Names = Annotated[
+    list[Annotated[str, Field(strict=True)]],
+    Field(min_length=1),
+    says(NAMES, whole=True),
+    _checked(check_patterns),
+]
 Size = Annotated[int, Field(strict=True, ge=1)]
 Sizes = Annotated[
     Size | Annotated[list[Size], Field(min_length=1)],
@@ -209,6 +228,9 @@ class QuIP(Modifier):
 
     targets: Annotated[object, _checked(_targets)]
     transform_block_size: Sizes
+    transform_type: Annotated[
+        Literal["hadamard", "random-hadamard"], says("give one of hadamard, random-hadamard")
+    ] = "random-hadamard"
     ignore: Names = []
 
 

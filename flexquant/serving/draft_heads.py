@@ -103,7 +103,7 @@ def as_published(draft: ModelConfig, variant: StoredVariant) -> None:
         section = copy.deepcopy(variant.quantization_config)
         section.pop("transform_config", None)  # llmcompressor rotates no heads
         draft.hf_config.quantization_config = section
-    draft.quantization = variant.quantization_config.get("quant_method")
+    draft.quantization = None if variant.is_in_16_bit else variant.quantization_config.get("quant_method")
 
 
 def read_from_merged(vllm_config: VllmConfig, merged: MergedConfig) -> None:

@@ -52,6 +52,10 @@ def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str
             raise UsageError(
                 f"'{source}'{derived} is not a variant of the checkpoint: {', '.join(merged.variants)}"
             )
+        if variant in found and found[variant].derived != policy.derived:
+            raise UsageError(
+                f"{name} and another policy derive '{variant}' in different ways; rename the variant in one"
+            )
         found[variant] = policy
     if len(found) < 2:
         raise UsageError(

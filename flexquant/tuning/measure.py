@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
-from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint, folder_label
-from flexquant.checkpoint.model_config import JsonObject, text_config
+from flexquant.checkpoint.built_model import language_config
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint, folder_label, weights_identity
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import UsageError
 from flexquant.evaluation.comparison import Effort
 from flexquant.evaluation.engine import describe_machine, describe_versions
 from flexquant.evaluation.workers import Worker, start_workers
-from flexquant.planning.config_numbers import Attention, language_config
+from flexquant.planning.config_numbers import Attention
 from flexquant.policy.rules import Policy
 from flexquant.tuning.candidates import Memory
 from flexquant.tuning.objectives import Goal
@@ -78,16 +79,15 @@ class Measurement:
         """
         self._checkpoint = MergedCheckpoint.open(folder, published=True)
         self.variants = variants
-        self.grid = grid.fitting(text_config(self._checkpoint.config).get("max_position_embeddings"))
+        self.grid = grid.fitting(
+            getattr(language_config(self._checkpoint.config, folder), "max_position_embeddings", None)
+        )
         self.memory = Memory.of(self._checkpoint, variants, tensor_parallel_size)
         self._serving = {"tensor_parallel_size": tensor_parallel_size, "enforce_eager": enforce_eager}
         self.run = {
             "model": folder_label(folder),
             "variants": {name: policy.document for name, policy in variants.items()},
-            "files": {
-                file.name: [file.stat().st_size, file.stat().st_mtime_ns]
-                for file in sorted(folder.glob("*.safetensors"))
-            },
+            "files": weights_identity(folder),
             "context": self.grid.context,
             "limits": self.grid.engine_options(),
             "engine_arguments": self._serving,

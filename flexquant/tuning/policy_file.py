@@ -19,7 +19,7 @@ from flexquant.errors import UsageError
 from flexquant.evaluation.comparison import EQUAL, FEWEST_ROUNDS, percent
 from flexquant.evaluation.engine import describe_command
 from flexquant.policy.pass_times import UNITS, PassTimes, device_name, format_times
-from flexquant.policy.rules import Policy, add_derivations, parse_policy
+from flexquant.policy.rules import Policy, parse_policy, with_derivations
 from flexquant.policy.schema import SCHEMA
 from flexquant.serving.kernels import STAND_INS
 from flexquant.tuning.measure import Measurement
@@ -105,12 +105,13 @@ def tuned_policy_document(
     Its times are those of the variants; a plan with layers of several is left to the comments.
     """
     uses = {name: policy.document["rules"][0]["use"] for name, policy in candidates.items()}
-    description = {"schema": SCHEMA, "description": f"tuned for {goal}: {describe_decision(decision)}"}
     document = {
-        **add_derivations(description, decision.variants, candidates),
+        "schema": SCHEMA,
+        "description": f"tuned for {goal}: {describe_decision(decision)}",
         "rules": _rules(decision, uses),
         "measured": times.only([name for name in times.variants if uses.get(name, name) == name]).to_data(),
     }
+    document = with_derivations(document, candidates.values())
     parse_policy(document, "the tuned policy")
     return document
 

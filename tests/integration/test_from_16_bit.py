@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flexquant.merge import merge_checkpoints
 from flexquant.serving.kernels.layers import kernel_name
 from flexquant.serving.vllm_api import LinearBase
 from tests import programs
@@ -66,6 +67,19 @@ def test_in_int8_it_answers_as_the_checkpoint_of_the_rounded_weights(model: Path
     for policy in (IN_INT8, IN_INT8_TWICE):
         (ours,) = generate(model, [policy], SHORT, LONG, sampling=SAMPLING)
         assert ours.answers == stock.answers
+
+
+def test_merged_beside_a_variant_in_int8_it_answers_alike(model: Path, tmp_path: Path) -> None:
+    sources = {"bf16": model, "w8a8": write_int8(model, tmp_path / "w8a8")}
+    merge_checkpoints(sources, tmp_path / "merged")
+    by_layer = rules('- use: {default: w8a8, layers: {"0": bf16}}')
+    from_16_bit, stored, _ = generate(
+        tmp_path / "merged", ["prefill-8-bit", "w8a8", by_layer], SHORT, LONG, sampling=SAMPLING
+    )
+    (alone,) = generate(model, ["prefill-8-bit"], SHORT, LONG, sampling=SAMPLING)
+    (stock,) = generate(tmp_path / "w8a8", None, SHORT, LONG, sampling=SAMPLING)
+    assert from_16_bit.answers == alone.answers
+    assert stored.answers == stock.answers
 
 
 @pytest.mark.full

@@ -165,5 +165,7 @@ def test_the_command_tells_what_a_change_would_do(served: Served, monkeypatch: A
     monkeypatch.setenv(ADMIN_KEY, ADMIN)
     assert cli.main(["policy", "apply", "http://127.0.0.1:9", "w8a8"]) == 1
     assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
+    assert cli.main(["policy", "apply", "http://127.0.0.1:9a", "w8a8"]) == 1
+    assert "no answer from http://127.0.0.1:9a (nonnumeric port" in capsys.readouterr().err
     assert cli.main(["policy", "apply", "127.0.0.1:8000", "w8a8"]) == 1
     assert "no URL of a server" in capsys.readouterr().err

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import pytest
 
+from flexquant.merge import merge_checkpoints
 from tests.checkpoints import EXPERTS
 from tests.integration.conftest import engine
 from tests.integration.logprobs import assert_equal_but_for_ties
 from tests.integration.test_compile import SEVERAL, SIZES, answers_by_number
 from tests.integration.two_ranks import CORES, needs_two_cores, run, run_several
 from tests.policies import rules
+from tests.rotations import make_rotated
 from tests.states import make_variants, merge_twins
 
 pytestmark = [*needs_two_cores, pytest.mark.full]
@@ -63,6 +65,14 @@ def test_a_variant_of_which_a_rank_has_no_layer(tiny_merged, tmp_path, monkeypat
     assert first["w8a8"] == 0 < second["w8a8"]
     assert second["w4a16"] == 0 < first["w4a16"]
     assert_equal_to_one_rank(found.answers, merged, policy, monkeypatch)
+
+
+def test_inputs_are_rotated_by_a_matrix_that_lies_under_another_ranks_layer(tmp_path, monkeypatch):
+    """The checkpoint has it under layer 0 alone, which is on the first rank."""
+    sources = {scheme: make_rotated(tmp_path / scheme, scheme) for scheme in ("w8a8", "w4a16")}
+    merge_checkpoints(sources, tmp_path / "merged")
+    found = run_several(tmp_path / "merged", RANKS, tmp_path)
+    assert_equal_to_one_rank(found.answers, tmp_path / "merged", SEVERAL, monkeypatch)
 
 
 def test_with_tensor_parallel_ranks_too(folder, tmp_path):

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 from vllm.platforms import current_platform
 
+from flexquant.checkpoint.merged_checkpoint import weights_identity
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.cli import build_parser, main
 from flexquant.doctor.examining import count_bytes
@@ -204,8 +205,8 @@ def sensitivity_file(merged, file) -> Path:
     high = all_in("w8a8", 30)
     kl = {describe_layers(high): [0.01], describe_layers(all_in("w4a16", 30)): [0.2]}
     kl |= {describe_layers(with_layer(high, n, "w4a16")): [0.01 + n / 1e4] for n in range(30)}
-    sizes = {f.name: f.stat().st_size for f in merged.glob("*.safetensors")}
-    document = {"schema": SENSITIVITY, "layers": 30, "variants": ["w8a8", "w4a16"], "files": sizes, "kl": kl}
+    files = weights_identity(merged)
+    document = {"schema": SENSITIVITY, "layers": 30, "variants": ["w8a8", "w4a16"], "files": files, "kl": kl}
     file.write_text(json.dumps(document))
     return file
 

@@ -26,6 +26,7 @@ from flexquant.cli._arguments import (
     parse_counts,
     parse_number,
     parse_percent,
+    parse_seed,
     parse_share,
     parse_size,
 )
@@ -48,7 +49,9 @@ BAD = ["", "nan", "inf", "-inf", "1e999", "-1", "0x5", MANY, "1" * 5000, f"0.{'0
 
 
 @pytest.mark.parametrize("text", [*BAD, f"{MANY}GB", f"{MANY}.5TiB", f"{MANY}%", f"3,{MANY}", "nan%", "1GB1"])
-@pytest.mark.parametrize("parse", [parse_count, parse_counts, parse_size, parse_number, parse_percent])
+@pytest.mark.parametrize(
+    "parse", [parse_count, parse_counts, parse_seed, parse_size, parse_number, parse_percent]
+)
 def test_no_text_is_a_number_that_is_none(parse: Callable[[str], object], text: str) -> None:
     """Whatever is taken is finite."""
     try:
@@ -61,12 +64,13 @@ def test_no_text_is_a_number_that_is_none(parse: Callable[[str], object], text: 
 
 
 def test_shares_and_numbers() -> None:
-    assert (parse_share("1"), parse_share("0.25"), parse_number("-2.5")) == (1, 0.25, -2.5)
+    assert (parse_share("1"), parse_share("0.25"), parse_number("2.5"), parse_seed("0")) == (1, 0.25, 2.5, 0)
     for text in ("0", "1.1", "nan", "-0.5", "half"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a share above 0"):
             parse_share(text)
-    with pytest.raises(argparse.ArgumentTypeError, match="'nan' is not a number such as 0.1"):
-        parse_number("nan")
+    for text in ("nan", "-2.5"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a number such as 0.1"):
+            parse_number(text)
 
 
 def two_stages() -> None:

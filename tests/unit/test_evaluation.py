@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,15 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def subject(folder) -> Subject:
     return Subject(folder / "merged")
+
+
+def test_what_a_config_leaves_out_is_transformers_default(folder, tmp_path):
+    shutil.copytree(folder / "merged", tmp_path / "merged")
+    config = json.loads((tmp_path / "merged/config.json").read_text())
+    del config["vocab_size"], config["max_position_embeddings"]
+    (tmp_path / "merged/config.json").write_text(json.dumps(config))
+    found = Subject(tmp_path / "merged")
+    assert (found.vocab_size, found.max_length) == (32000, 2048)
 
 
 # token_scores
@@ -145,6 +155,15 @@ def test_answers_are_the_same_only_if_smaller_batches_are(subject, folder):
     assert runs["phase-batch", 8].answers_same_as == "phase"
     assert not runs["phase-batch", 8].needs_engine
     assert {size for (_, size), run in runs.items() if run.answers} == {8}
+
+
+def test_derivations_under_one_name_are_told_apart(subject, tmp_path):
+    for name, weights in (("a", "int4"), ("b", "int8")):
+        derived = f"derive: {{x: {{from: w4a16, activations: int8, weights: {weights}}}}}\n"
+        (tmp_path / f"{name}.yaml").write_text(rules("- use: x") + derived)
+    runs = schedule(subject, [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")], questions_tokens=100)
+    assert all(run.needs_engine for run in runs.values() if run.batch_size == 4)
+    assert runs["b.yaml", 8].same_as == ("b.yaml", 4)
 
 
 # candidates

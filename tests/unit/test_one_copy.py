@@ -18,7 +18,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 
 from flexquant.serving.kernels import trial
 from flexquant.serving.kernels.choice import possible_kernels
-from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel, provide_cpu_kernels
 from flexquant.serving.kernels.layers import kernel_of_layer
 from flexquant.serving.vllm_api import _custom_ops as ops
 from flexquant.serving.worker.one_copy import cpu as one_copy
@@ -58,6 +58,7 @@ def made(
 
 
 def kinds() -> list[Any]:
+    provide_cpu_kernels()
     kernel, *_ = made(TorchCPUInt4LinearKernel, outputs=64, group=64)
     return [kind for kind in possible_kernels(kernel) if cpu_layouts.layout_of(kind) is not None]
 

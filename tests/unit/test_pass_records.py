@@ -135,6 +135,15 @@ def test_all_passes_are_there_while_there_is_room(tmp_path: Path, caplog: pytest
     assert caplog.messages == []
 
 
+def test_the_first_line_takes_the_place_of_an_earlier_trace(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    assert write(file, 3) == [1, 2, 3]
+    before = file.read_bytes()
+    Trace(str(file), 1)  # as by a start that does not get as far as serving
+    assert file.read_bytes() == before
+    assert write(file, 2) == [1, 2]
+
+
 def test_a_full_disk_ends_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "trace.jsonl"
     with small_files(4096):

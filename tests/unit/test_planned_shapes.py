@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from flexquant.checkpoint.built_model import language_config
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
-from flexquant.planning.config_numbers import Attention, language_config
+from flexquant.planning.config_numbers import Attention
 from flexquant.planning.device import HUMMING, MARLIN, W4A8, W4A8_INT8, load_device
 from flexquant.planning.planned_model import QKV, REPLICATED, ROW_PARALLEL, Linear, ModelShape, PlannedModel
 from flexquant.planning.roofline import linear_seconds

@@ -20,7 +20,6 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import (
     DEFAULT_POLICY,
-    add_derivations,
     builtin_policies,
     choose_policy,
     default_name,
@@ -29,6 +28,7 @@ from flexquant.policy.rules import (
     load_policy,
     parse_policy,
     parse_policy_text,
+    with_derivations,
 )
 from flexquant.policy.schema import SCHEMA, Bounds, json_schema, parse_layers
 from tests import readme
@@ -274,17 +274,20 @@ def test_policies_go_by_their_names_in_results(tmp_path: Path) -> None:
         find_policies(["stored"], VARIANTS, tmp_path)
 
 
-def test_derivations_of_several_policies_are_added() -> None:
+def test_a_document_has_the_derivations_that_its_rules_use() -> None:
     derived = {name: {"from": "w4a16", "activations": "int8"} for name in ("one", "other", "third")}
     policies = {
         name: parse_policy(
             {"schema": SCHEMA, "rules": [{"use": name}], "derive": {name: derived[name]}}, name
         )
         for name in ("one", "other")
-    } | {"w8a8": parse_policy({"schema": SCHEMA, "rules": [{"use": "w8a8"}]}, "w8a8")}
-    document = {"rules": [], "derive": {"third": derived["third"]}}
-    assert add_derivations(document, ["one", "w8a8", "other"], policies) == {"rules": [], "derive": derived}
-    assert add_derivations({"rules": []}, ["w8a8"], policies) == {"rules": []}
+    }
+    own = {"third": derived["third"], "fourth": derived["third"]}
+    rules = [{"use": "w8a8"}, {"use": {"default": "one", "layers": {"0": "third"}}}]
+    found = with_derivations({"derive": own, "rules": rules}, policies.values())
+    assert found == {"derive": {name: derived[name] for name in ("one", "third")}, "rules": rules}
+    plain = {"rules": [{"use": {"default": "w8a8"}}]}
+    assert with_derivations({**plain, "derive": own}, policies.values()) == plain
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,12 @@ def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
         (with_argument(group_size=[]), r"group_size is \[\]; give a number of input features, or a list"),
         (with_argument(group_size=[128, 0]), r"group_size is .128, 0.; give a number of input"),
         (with_argument(observer={"input": "x"}, input_observer="x"), r"given beside weight_observer or"),
+        (
+            {"QuIPModifier": {**rotating("x", 64)["QuIPModifier"], "transform_type": "matrix"}, **W8A8},
+            r"transform_type is \"matrix\"; give one of hadamard, random-hadamard",
+        ),
+        (with_argument(targets=["re:*q_proj"]), r"correct 're:\*q_proj', which is no regular expression"),
+        (with_argument(ignore=["re:*lm_head"]), r"correct 're:\*lm_head', which is no regular expression"),
         (with_argument(observer="mse"), r"observer is \"mse\"; .*use weight_observer"),
         (with_argument(targets="Linear"), r"targets is \"Linear\"; give a list"),
         (with_argument(config_groups={"a": {"targets": ["Linear"]}}), r"needs either 'scheme', .* give one"),

@@ -174,6 +174,15 @@ def test_the_plan_takes_the_decode_passes_of_the_rule_for_so_many_sequences(
     assert document["rules"] == expected
 
 
+def test_a_derivation_that_no_rule_uses_any_more_goes() -> None:
+    derive = {"other": {"from": LOW, "activations": "int8"}}
+    rules = [{"when": {"phase": "decode"}, "use": "other"}, {"use": HIGH}]
+    base = parse_policy({"schema": SCHEMA, "rules": rules, "derive": derive}, "the policy")
+    found = SearchResult({}, MeasuredPlan((LOW, HIGH, HIGH), 0.1, 0.02), [])
+    document = searched_policy_document(base, found, {}, Budget(layers=2), 1)
+    assert "derive" not in document and document["rules"][0]["use"] == SEARCHED
+
+
 # whole searches, over a file that holds the results of all plans: no engine starts
 
 LAYERS = 4

@@ -33,6 +33,7 @@ from flexquant.tuning.policy_file import (
     unused_notes,
 )
 from flexquant.tuning.samples import CPU, GPU, QUICK_CPU, QUICK_GPU, Samples, check_decidable, undecided
+from tests.policies import rules
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 VARIANTS = ["w8a8", "w4a16"]
@@ -428,6 +429,14 @@ def test_the_most_precise_variant_comes_first(config):
     for there in (config, other_way_round):
         assert list(find_variants(there, None)) == ["w8a8", "w4a16"]
     assert list(find_variants(config, ["w4a8", "w4a16", "w8a8"])) == ["w8a8", "w4a16", "w4a8"]
+
+
+def test_two_ways_to_derive_a_variant_are_not_taken_for_one(config, tmp_path):
+    for name, weights in (("a", "int4"), ("b", "int8")):
+        derived = f"derive: {{x: {{from: w4a16, activations: int8, weights: {weights}}}}}\n"
+        (tmp_path / f"{name}.yaml").write_text(rules("- use: x") + derived)
+    with pytest.raises(UsageError, match="b.yaml and another policy derive 'x' in different ways"):
+        find_variants(config, [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")])
 
 
 def test_the_8_bit_variant_is_neither_that_in_16_bit_nor_one_that_only_stores_8(config):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -65,7 +66,7 @@ def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> JsonObje
             return answer
     except urllib.error.HTTPError as e:
         raise FlexQuantError(_refusal(e)) from e
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, http.client.HTTPException) as e:
         reason = getattr(e, "reason", e)
         raise FlexQuantError(f"no answer from {url} ({reason}); check that vllm serve runs there") from e
 

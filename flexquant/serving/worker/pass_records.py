@@ -147,9 +147,9 @@ class Trace:
     """
 
     def __init__(self, path: str, mib: int) -> None:
-        """Open the file; ``mib`` is its largest size in MiB."""
+        """Open the file, which the first line empties; ``mib`` is its largest size in MiB."""
         try:
-            self._file: BinaryIO | None = open(path, "wb", buffering=0)  # noqa: SIM115 - lives with the model
+            self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: SIM115 - lives with the model
         except OSError as e:
             raise FlexQuantError(f"cannot write the trace '{path}' ({e.strerror}); name another file") from e
         self._path, self._mib, self._size = path, mib, 0
@@ -165,13 +165,20 @@ class Trace:
             self._end(f"it may have {self._mib} MiB ('flexquant.trace_mib')")
             return
         try:
+            if not self._size:
+                self._cut()
             while line:  # a full disk takes a part of the line, and raises the error for the rest
                 line = line[self._file.write(line) :]
             self._size = size
         except OSError as e:
-            with suppress(OSError):  # a pipe cannot be truncated
-                self._file.truncate(self._size)
+            self._cut()
             self._end(f"it cannot be written ({e.strerror})")
+
+    def _cut(self) -> None:
+        """Remove what stands behind the lines that were written whole."""
+        with suppress(OSError):  # a pipe cannot be truncated
+            assert self._file is not None
+            self._file.truncate(self._size)
 
     def _end(self, why: str) -> None:
         logger.warning("the trace '%s' ends here, and serving goes on: %s", self._path, why)

@@ -77,7 +77,8 @@ def variant_vllm_config(
         # vLLM untied lm_head and embedding because of another variant's lm_head.
         model_config.hf_config.tie_word_embeddings = True
         model_config.hf_text_config.tie_word_embeddings = True
-    model_config.quantization = variant.quantization_config.get("quant_method")
+    quant_method = None if variant.is_in_16_bit else variant.quantization_config.get("quant_method")
+    model_config.quantization = quant_method
     config = copy.copy(vllm_config)
     config.model_config = model_config
     config.quant_config = VllmConfig.get_quantization_config(model_config, vllm_config.load_config)
@@ -161,7 +162,7 @@ def build_variant(
     config = variant_vllm_config(vllm_config, merged.variants[routes.source(name)], architecture)
     # --cpu-offload-gb needs layers with memory: vLLM copies each layer as soon as it is built.
     offloads = vllm_config.offload_config.uva.cpu_offload_gb > 0
-    # A variant in 16 bit is a checkpoint's only one, of which every layer is taken.
+    # For a variant in 16 bit vLLM asks nobody how to build a linear.
     needs_all = offloads or config.quant_config is None
     memory = nullcontext() if needs_all else memory_for(layers, config.quant_config)
     nesting = nesting_in(nested_in, config.quant_config)
