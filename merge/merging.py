@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from flexquant.merge.kv.compatibility import KVReport
 
 PROVENANCE_SCHEMA = "flexquant.provenance/v1"
-ANY_NUMBER_OF_TOKENS = 1 << 20
 
 
 def merge_checkpoints(
@@ -79,6 +79,10 @@ def merge_checkpoints(
         opened = with_config_of(config_from, opened)
     choices = {"tokenizer": tokenizer_from, "generation": generation_from, "processor": processor_from}
     plan, inner = plan_merge(opened, choices), dict[str, NestedVariant]()
+    names = [source.name for source in opened]
+    stored = policy_to_store(policy, names)
+    chosen = choose_policy(policy, stored)
+    build_route_table(chosen, names, plan.num_layers, sys.maxsize)  # before the weights are compared
     if nested is not None:
         plan, inner = nest(plan, nested)
     groups, files = list(plan.groups.values()), plan.sidecars.files
@@ -87,7 +91,8 @@ def merge_checkpoints(
         kv = check_kv_compatibility(plan.sources, kv_progress)
         if not kv.compatible and not allow_incompatible_kv:
             raise FlexQuantError(kv.message)
-        merged = _merged_config(plan, inner, kv, policy)
+        build_route_table(chosen, names, plan.num_layers, sys.maxsize, kv.mixable)
+        merged = _merged_config(plan, inner, kv, stored)
         digests = finish(progress)
         missed = {name: variant.missed() for name, variant in inner.items()}
         changed = {name: m.changed for name, m in missed.items()}
@@ -140,12 +145,9 @@ def _provenance(
 
 
 def _merged_config(
-    plan: MergePlan, inner: Mapping[str, NestedVariant], kv: KVReport, policy: str | None
+    plan: MergePlan, inner: Mapping[str, NestedVariant], kv: KVReport, policy: JsonObject | None
 ) -> MergedConfig:
-    """Return what the checkpoint says of itself; raise FlexQuantError for a policy that cannot be served."""
-    names = [source.name for source in plan.sources]
-    if policy is not None:
-        build_route_table(load_policy(policy), names, plan.num_layers, ANY_NUMBER_OF_TOKENS, kv.mixable)
+    """Return what the checkpoint says of itself, with the document of a ``policy``."""
     return MergedConfig(
         base_architecture=plan.sources[0].architecture,
         variants={
@@ -161,7 +163,7 @@ def _merged_config(
         shared_modules=plan.shared_modules,
         mixable=tuple(map(tuple, kv.mixable)),
         rescaled=tuple(kv.rescaled),
-        policy=policy_to_store(policy, names),
+        policy=policy,
         kv_compatibility={**kv.to_json()},
         draft_heads=plan.draft_heads,
     )

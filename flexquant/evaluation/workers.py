@@ -214,6 +214,7 @@ class PassRunner:
         Each sequence has a prompt of ``context`` tokens. Passes are counted for ``seconds``, at least
         MIN_STEPS and at most MAX_STEPS, from the second pass in which all sequences decode.
         """
+        self._check_room(sequences, context)
         requests = [self._add(self._prompt(context)) for _ in range(sequences)]
         waiting = set(requests)
         while waiting:
@@ -228,6 +229,16 @@ class PassRunner:
         self._engine.abort_request(requests)
         self._engine.reset_prefix_cache()  # returns once the running pass has ended
         return elapsed / steps
+
+    def _check_room(self, sequences: int, context: int) -> None:
+        """Raise FlexQuantError if the KV cache has too few blocks: some sequences would wait for others."""
+        cache = self._engine.vllm_config.cache_config
+        needed = sequences * -(-(context + MIN_STEPS) // cache.block_size)
+        if cache.num_gpu_blocks is not None and needed >= cache.num_gpu_blocks:  # one block is never used
+            raise FlexQuantError(
+                f"{sequences} sequences of {context} tokens need {needed} blocks of the KV cache, which has "
+                f"{cache.num_gpu_blocks - 1}; lower --max-batch, or set VLLM_CPU_KVCACHE_SPACE on a CPU"
+            )
 
     def _step(self) -> list[RequestOutput]:
         """Run the engine until a pass yields outputs, and return them."""

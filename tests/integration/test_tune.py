@@ -22,6 +22,8 @@ from flexquant.checkpoint.merged_checkpoint import weights_identity
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.cli import build_parser, main
 from flexquant.doctor.examining import count_bytes
+from flexquant.errors import FlexQuantError
+from flexquant.evaluation.workers import PassRunner
 from flexquant.layers.sensitivity import SCHEMA as SENSITIVITY
 from flexquant.layers.sensitivity import policy_that_loads
 from flexquant.merge import merge_checkpoints
@@ -263,6 +265,8 @@ def test_layers_are_chosen_for_a_memory(real_merged, tmp_path):
     with engine(real_merged, str(output), max_model_len=256) as llm:
         ((tokens, _),) = answers(llm, ["The capital of France is"], max_tokens=4)
         (found,) = llm.apply_model(lambda model: sum(model.weight_bytes.values()))
+        with pytest.raises(FlexQuantError, match="need 1000000 blocks of the KV cache, which has"):
+            PassRunner(llm).decode(1_000_000, 16, seconds=0)
     assert len(tokens) == 4 and found <= 1.01 * memory
 
 

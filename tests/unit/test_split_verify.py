@@ -58,6 +58,23 @@ def test_split_without_provenance(sources, merged, tmp_path):
     assert read_tensors(tmp_path / "plain").keys() == read_tensors(sources["w8a8"]).keys()
 
 
+def test_a_variant_in_16_bit_comes_back_without_a_section(sources, tmp_path):
+    bf16 = make_checkpoint(tmp_path / "bf16", scheme=None)
+    merge_checkpoints({**sources, "bf16": bf16}, tmp_path / "merged")
+    assert verify_checkpoint(tmp_path / "merged", {"bf16": bf16})
+    split_checkpoint(tmp_path / "merged", "bf16", tmp_path / "plain")
+    assert "quantization_config" not in config_of(tmp_path / "plain")
+    assert_equal(tensors_of(tmp_path / "plain"), tensors_of(bf16))
+
+
+@pytest.mark.parametrize("policy", ["phaze", "fp8-phase-batch"])
+def test_a_policy_is_checked_before_the_weights_are_compared(sources, tmp_path, policy):
+    with pytest.raises(FlexQuantError, match="phaze|fp8"):
+        merge_checkpoints(
+            sources, tmp_path / "merged", policy=policy, kv_progress=lambda *_: pytest.fail("compared")
+        )
+
+
 def test_split_refuses(merged, tmp_path):
     with pytest.raises(FlexQuantError, match="no variant 'fp8'; it has w8a8, w4a16"):
         split_checkpoint(merged, "fp8", tmp_path / "plain")
