@@ -3,8 +3,8 @@
 """Import names of vLLM that vLLM does not promise to keep.
 
 Each name is looked up in vLLM when it is imported from here, so a process loads only the modules of vLLM that
-it needs. :data:`MODULES` says where; type checkers take the imports, whose groups say after which change in
-vLLM or in FlexQuant their names are not needed any more. A test compares the two. ``make check-vllm`` has
+it needs. Type checkers take the imports, and the lookup reads in this file where they are from. Their groups
+say after which change in vLLM or in FlexQuant their names are not needed any more. ``make check-vllm`` has
 mypy compare FlexQuant with the types of each supported vLLM.
 """
 
@@ -12,6 +12,8 @@ mypy compare FlexQuant with the types of each supported vLLM.
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -168,86 +170,21 @@ if TYPE_CHECKING:
 
 SUPPORTED = ("0.26.0", "0.33.0")
 """Oldest and newest version of vLLM on which all names were checked."""
-MODULES = {
-    "vllm": "_custom_ops envs",
-    "vllm._custom_ops": "CPUDNNLGEMMHandler",
-    "vllm.compilation": "monitor",
-    "vllm.compilation.backends": "set_model_tag",
-    "vllm.compilation.breakable_cudagraph": "is_breakable_cudagraph_enabled",
-    "vllm.compilation.cuda_graph": "CUDAGraphWrapper",
-    "vllm.compilation.wrapper": "TorchCompileWithNoGuardsWrapper",
-    "vllm.config": "LoadConfig SpeculativeConfig get_current_vllm_config_or_none set_current_vllm_config",
-    "vllm.distributed": (
-        "cleanup_dist_env_and_memory init_distributed_environment initialize_model_parallel "
-        "model_parallel_is_initialized"
-    ),
-    "vllm.distributed.parallel_state": "get_world_group get_pp_group get_tp_group",
-    "vllm.distributed.utils": "get_pp_indices",
-    "vllm.forward_context": "BatchDescriptor ForwardContext override_forward_context get_forward_context",
-    "vllm.lora.model_manager": "LoRAModelManager",
-    "vllm.model_executor.kernels.linear": (
-        "init_int8_linear_kernel register_linear_kernel _POSSIBLE_FP8_KERNELS "
-        "_POSSIBLE_INT8_KERNELS _POSSIBLE_KERNELS is_supported_and_can_implement_kernel"
-    ),
-    "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel": "MPLinearKernel MPLinearLayerConfig",
-    "vllm.model_executor.kernels.linear.mixed_precision.cpu": "CPUWNA16LinearKernel",
-    "vllm.model_executor.kernels.linear.mixed_precision.cutlass": "CutlassW4A8LinearKernel",
-    "vllm.model_executor.kernels.linear.mixed_precision.humming": "HummingLinearKernel",
-    "vllm.model_executor.kernels.linear.mixed_precision.machete": "MacheteLinearKernel",
-    "vllm.model_executor.kernels.linear.mixed_precision.marlin": "MarlinLinearKernel",
-    "vllm.model_executor.kernels.linear.mixed_precision.zentorch": "ZentorchWNA16LinearKernel",
-    "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel": "ScaledMMLinearKernel",
-    "vllm.model_executor.kernels.linear.scaled_mm.cpu": "CPUInt8ScaledMMLinearKernel",
-    "vllm.model_executor.kernels.linear.scaled_mm.zentorch": "ZentorchInt8ScaledMMLinearKernel",
-    "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",
-    "vllm.model_executor.layers.fused_moe": "UnquantizedFusedMoEMethod",
-    "vllm.model_executor.layers.fused_moe.runner.moe_runner": "MoERunner",
-    "vllm.model_executor.layers.linear": "LinearBase ReplicatedLinear UnquantizedLinearMethod",
-    "vllm.model_executor.layers.mamba.abstract": "MambaBase",
-    "vllm.model_executor.layers.quantization": (
-        "QUANTIZATION_METHODS get_quantization_config register_quantization_config"
-    ),
-    "vllm.model_executor.layers.quantization.base_config": "QuantizationConfig QuantizeMethodBase",
-    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors": (
-        "CompressedTensorsConfig"
-    ),
-    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16": "CompressedTensorsWNA16MoEMethod",  # noqa: E501
-    "vllm.model_executor.layers.quantization.compressed_tensors.schemes": "CompressedTensorsWNA16",
-    "vllm.model_executor.layers.quantization.compressed_tensors.transform.module": "HadamardTransform",
-    "vllm.model_executor.layers.quantization.utils": "replace_parameter",
-    "vllm.model_executor.layers.quantization.utils.marlin_utils": "get__quant_fp8_method get_scale_perms",
-    "vllm.model_executor.layers.quantization.utils.quant_utils": (
-        "unpack_cols unpack_quantized_values_into_int32"
-    ),
-    "vllm.model_executor.layers.rotary_embedding": "_ROPE_DICT",
-    "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
-    "vllm.model_executor.model_loader": "DefaultModelLoader register_model_loader",
-    "vllm.model_executor.model_loader.utils": "initialize_model",
-    "vllm.model_executor.models.config": "MODELS_CONFIG_MAP VerifyAndUpdateConfig",
-    "vllm.model_executor.models.interfaces": (
-        "SupportsEagle SupportsEagle3 SupportsLoRA SupportsMRoPE "
-        "SupportsMultiModal SupportsPP supports_mrope supports_multimodal"
-    ),
-    "vllm.scalar_type": "scalar_types",
-    "vllm.sequence": "IntermediateTensors",
-    "vllm.transformers_utils.config": "HFConfigParser register_config_parser",
-    "vllm.transformers_utils.repo_utils": "get_hf_file_to_dict",
-    "vllm.triton_utils": "tl triton",
-    "vllm.usage.usage_lib": "UsageContext",
-    "vllm.utils.argparse_utils": "FlexibleArgumentParser",
-    "vllm.utils.torch_utils": "set_default_torch_dtype",
-    "vllm.v1.attention.backend": "AttentionBackend CommonAttentionMetadata subclass_attention_backend",
-    "vllm.v1.engine.async_llm": "AsyncLLM",
-    "vllm.v1.engine.core_client": "AsyncMPClient",
-    "vllm.v1.sample.logits_processor": "AdapterLogitsProcessor",
-    "vllm.v1.worker": "gpu_model_runner",
-    "vllm.v1.worker.gpu": "model_runner",
-    "vllm.v1.worker.gpu.input_batch": "InputBatch",
-    "vllm.v1.worker.gpu.model_states.default": "DefaultModelState",
-    "vllm.v1.worker.gpu.model_states.mamba_hybrid": "MambaHybridModelState",
-}
-"""Module of vLLM -> the names that are imported from it, with spaces between them."""
-_MODULE_OF = {name: module for module, names in MODULES.items() for name in names.split()}
+
+
+def _module_of() -> dict[str, str]:
+    """Return name -> the module of vLLM that the imports above take it from."""
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {
+        alias.name: node.module
+        for node in imports
+        if node.module and node.module.partition(".")[0] == "vllm"
+        for alias in node.names
+    }
+
+
+_MODULE_OF = _module_of()
 
 
 def __getattr__(name: str) -> object:

@@ -71,7 +71,7 @@ def test_in_int8_it_answers_as_the_checkpoint_of_the_rounded_weights(model: Path
 
 def test_merged_beside_a_variant_in_int8_it_answers_alike(model: Path, tmp_path: Path) -> None:
     sources = {"bf16": model, "w8a8": write_int8(model, tmp_path / "w8a8")}
-    merge_checkpoints(sources, tmp_path / "merged")
+    merge_checkpoints(sources, tmp_path / "merged", policy="w8a8")
     by_layer = rules('- use: {default: w8a8, layers: {"0": bf16}}')
     from_16_bit, stored, _ = generate(
         tmp_path / "merged", ["prefill-8-bit", "w8a8", by_layer], SHORT, LONG, sampling=SAMPLING

@@ -58,9 +58,10 @@ def test_split_without_provenance(sources, merged, tmp_path):
     assert read_tensors(tmp_path / "plain").keys() == read_tensors(sources["w8a8"]).keys()
 
 
-def test_a_variant_in_16_bit_comes_back_without_a_section(sources, tmp_path):
+def test_a_variant_in_16_bit_comes_back_without_a_section(tmp_path):
     bf16 = make_checkpoint(tmp_path / "bf16", scheme=None)
-    merge_checkpoints({**sources, "bf16": bf16}, tmp_path / "merged")
+    w8a8 = make_checkpoint(tmp_path / "w8a8", scheme="w8a8")
+    merge_checkpoints({"w8a8": w8a8, "bf16": bf16}, tmp_path / "merged", policy="w8a8")
     assert verify_checkpoint(tmp_path / "merged", {"bf16": bf16})
     split_checkpoint(tmp_path / "merged", "bf16", tmp_path / "plain")
     assert "quantization_config" not in config_of(tmp_path / "plain")
