@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
@@ -37,10 +37,6 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 """Phases of passes: prompt chunks only, sequences in generation only, both."""
 Activations = Literal["int8", "fp8"]
 DerivedWeights = Literal["int4", "int8", "fp8"]
-NO_MOMENTS = (
-    "FlexQuant no longer tells moments of decoding apart ('since_prompt', 'unsure'), since no measurement "
-    "showed a gain over chance; remove it, and tell decode passes apart by 'batch_size' or 'tokens'"
-)
 
 
 def parse_layers(text: str) -> tuple[int, int]:
@@ -120,8 +116,6 @@ class When(Section):
     """Sequences of a decode pass."""
     tokens: Bounds = Bounds.model_construct()
     """Tokens of a pass, padding included."""
-
-    refused: ClassVar[Mapping[str, str]] = {"since_prompt": NO_MOMENTS, "unsure": NO_MOMENTS}
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -224,8 +218,6 @@ class PolicySection(Section):
     ] = {}
     """Variants computed from a checkpoint's, while loading or (8-bit `weights`) in each pass, by name."""
     measured: PassTimes | None = None
-
-    refused: ClassVar[Mapping[str, str]] = {"experimental": NO_MOMENTS}
 
     @field_validator("rules")
     @classmethod

@@ -15,7 +15,7 @@ the smoothed module's output: down_proj's input is up_proj's output times the ac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -216,53 +216,23 @@ class SearchedSmoothQuant(SmoothQuantModifier):
 
 
 def smoothing_report(smoothing: SearchedSmoothQuant) -> JsonObject | None:
-    """Return every strength's output MSE for each mapping, and totals compared with one strength for all.
+    """Return the strength of each mapping, and where it was searched the output MSE at every strength.
 
-    ``summed_mse`` is dominated by the layers with the largest outputs; ``relative_mse`` is therefore the mean
-    over mappings of MSE divided by the outputs' mean square. None if nothing was smoothed.
+    ``mse_gain`` is the summed MSE with REFERENCE for all mappings, divided by that with the chosen strengths.
+    None if nothing was smoothed.
     """
-    chosen, errors, power = smoothing.chosen, smoothing.errors, smoothing.power
+    chosen, errors = smoothing.chosen, smoothing.errors
     if not chosen:
         return None
+    mappings: JsonObject = {name: {"chosen": alpha} for name, alpha in chosen.items()}
     if not errors:
-        return {"mappings": {name: {"chosen": alpha} for name, alpha in chosen.items()}}
-    alphas = [a for a in next(iter(errors.values())) if a is not None]
-    best = min(alphas, key=lambda a: math.fsum(found[a] for found in errors.values()))
-    ways: dict[str, Mapping[str, float | None]] = {
-        "per_mapping": chosen,
-        "best_single": dict.fromkeys(errors, best),
-        f"all_{REFERENCE}": dict.fromkeys(errors, REFERENCE),
-        "none": dict.fromkeys(errors, None),
-    }
-
-    def ratio(a: float, b: float) -> float | None:
-        return a / b if b else None
-
-    sums = {way: math.fsum(errors[n][by[n]] for n in errors) for way, by in ways.items()}
-    shares = {
-        way: math.fsum(errors[n][by[n]] / power[n] for n in errors if power[n]) / len(errors)
-        for way, by in ways.items()
-    }
-    return {
-        "best_single_alpha": best,
-        "summed_mse": sums,
-        "relative_mse": shares,
-        "ratios_to_per_mapping": {
-            measure: {way: ratio(found[way], found["per_mapping"]) for way in ways if way != "per_mapping"}
-            for measure, found in (("summed_mse", sums), ("relative_mse", shares))
-        },
-        "mappings": {
-            name: {
-                "chosen": chosen[name],
-                "mse": found[chosen[name]],
-                f"mse_at_{REFERENCE}": found[REFERENCE],
-                f"ratio_{REFERENCE}_to_chosen": ratio(found[REFERENCE], found[chosen[name]]),
-                "output_mean_square": power[name],
-                "mse_by_alpha": {("none" if a is None else str(a)): e for a, e in found.items()},
-            }
-            for name, found in errors.items()
-        },
-    }
+        return {"mappings": mappings}
+    for name, found in errors.items():
+        mappings[name]["output_mean_square"] = smoothing.power[name]
+        mappings[name]["mse_by_alpha"] = {("none" if a is None else str(a)): e for a, e in found.items()}
+    best = math.fsum(found[chosen[name]] for name, found in errors.items())
+    reference = math.fsum(found[REFERENCE] for found in errors.values())
+    return {"mse_gain": reference / best if best else None, "mappings": mappings}
 
 
 def smoothing_scales(

@@ -156,7 +156,7 @@ def quantize_in_memory(
     model = load_model(source)
     modifiers = build_modifiers(variant, sum(map(len, tensors)))
     run_modifiers(model, tokenizer, modifiers, tensors, seed, show)
-    findings: Report = {"smoothing": None, "sensitivities": None, "distillation": None}
+    findings: Report = {"smoothing": None, "distillation": None}
     recipe = variant.recipe
     for modifier in modifiers:
         if isinstance(modifier, SearchedSmoothQuant):

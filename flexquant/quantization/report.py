@@ -100,8 +100,6 @@ class Report(TypedDict, total=False):
     notes: list[str]
     smoothing: JsonObject | None
     """What :func:`flexquant.quantization.modifiers.smoothing_report` returns."""
-    sensitivities: None
-    """Always None; kept, since equal inputs are to give equal bytes."""
     distillation: JsonObject | None
     """Mean KL divergence of every epoch, in nats a token; None if no scales were trained."""
     files: Mapping[str, str]
@@ -174,7 +172,6 @@ def read_quantized(variant: ResolvedVariant, folder: Path, kept: bool, seconds: 
     """Describe the finished ``folder`` of a variant, from its files and its report."""
     report = read_report(folder) or {}
     smoothing = report.get("smoothing") or {}
-    gain = smoothing.get("ratios_to_per_mapping", {}).get("summed_mse", {})
     return QuantizedVariant(
         name=variant.recipe.name,
         folder=str(folder),
@@ -183,7 +180,7 @@ def read_quantized(variant: ResolvedVariant, folder: Path, kept: bool, seconds: 
         num_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         group_size=variant.group_size,
         smoothed=sum(m["chosen"] is not None for m in smoothing.get("mappings", {}).values()),
-        mse_gain=next((ratio for way, ratio in gain.items() if way.startswith("all_")), None),
+        mse_gain=smoothing.get("mse_gain"),
         losses=read_losses({variant.recipe.name: folder / RECIPE}).get(variant.recipe.name, {}),
     )
 

@@ -29,16 +29,6 @@ CONDITIONS = {
         "use 'tokens' instead",
     ),
     "batch size without phase": ("{batch_size: {max: 4}}", ".batch_size", "use 'tokens' instead"),
-    "since_prompt": (
-        "{phase: decode, since_prompt: {max: 4}}",
-        ".since_prompt is refused: FlexQuant no longer tells moments of decoding apart",
-        "no measurement showed a gain over chance; remove it, and tell decode passes apart by 'batch_size'",
-    ),
-    "unsure": (
-        "{phase: decode, unsure: false}",
-        ".unsure is refused: FlexQuant no longer tells moments of decoding apart",
-        "remove it",
-    ),
     "tokens a number": ("{tokens: 4}", ".tokens is 4", "min, max"),
     "tokens empty": ("{tokens: {}}", ".tokens is empty", "min, max"),
     "bound zero": ("{tokens: {min: 0}}", ".tokens.min is 0", "at least 1"),
@@ -143,13 +133,6 @@ BAD = {
         5,
         "rules[0].when.batchsize is an unknown key",
         "phase, batch_size, tokens",
-    ),
-    "a trigger": (
-        rules("- when: {phase: decode, unsure: true}", "  use: w8a8", "- use: w8a8")
-        + 'experimental:\n  trigger: {schedule: "10"}\n',
-        6,
-        "experimental is refused: FlexQuant no longer tells moments of decoding apart",
-        "remove it",
     ),
     "unknown bound": (
         rules("- when: {tokens: {", "    maximum: 4}}", "  use: w8a8", "- use: w8a8"),
