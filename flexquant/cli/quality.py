@@ -176,15 +176,17 @@ def search(args: argparse.Namespace) -> JsonObject:
     )
     from flexquant.layers.searching import Budget, Search
     from flexquant.policy.plans import describe_layers
-    from flexquant.policy.rules import find_measured
+    from flexquant.policy.rules import choose_policy
 
     budget = Budget(args.max_kl, args.max_slowdown, args.layers)
     study = study_of(args)
-    measured = find_measured(args.policy, study.subject.checkpoint.merged.policy)
-    if measured is None:
-        raise UsageError(f"{args.folder} stores no measured times; give a tuned policy as --policy")
-    times, base = measured
-    searching = Search(study, times, budget, args.sequences)
+    base = choose_policy(args.policy, study.subject.checkpoint.merged.policy)
+    if base.measured is None:
+        raise UsageError(
+            f"the policy '{base.name}' has no measured times (key 'measured'); give as --policy one that "
+            "'flexquant tune' wrote"
+        )
+    searching = Search(study, base.measured, budget, args.sequences)
     with writable_folder(args.output, "--output") as folder:
         found = searching.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
     document = searched_policy_document(base, found, dict(study.variants), budget, args.sequences)

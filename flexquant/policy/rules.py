@@ -115,21 +115,6 @@ def choose_policy(given: str | None = None, stored: JsonObject | None = None) ->
     return load_policy(DEFAULT_POLICY if given is None else given)
 
 
-def find_measured(given: str | None, stored: JsonObject | None = None) -> tuple[PassTimes, Policy] | None:
-    """Return the measured times of the policy that :func:`choose_policy` chooses, and the policy.
-
-    None if the checkpoint's or the default policy has no times. Raises FlexQuantError if ``given`` has none.
-    """
-    policy = choose_policy(given, stored)
-    if policy.measured is not None:
-        return policy.measured, policy
-    if given is not None:
-        raise FlexQuantError(
-            f"{given} has no measured times (key 'measured'); give a policy that 'flexquant tune' wrote"
-        )
-    return None
-
-
 def default_name(stored: JsonObject | None) -> str:
     """Return the name of serving's default policy for :func:`find_policies`."""
     return DEFAULT_POLICY if stored is None else STORED

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from flexquant.policy.rules import (
     builtin_policies,
     choose_policy,
     default_name,
-    find_measured,
     find_policies,
     load_policy,
     parse_policy,
@@ -200,16 +198,6 @@ def test_the_default_is_found_among_the_policies_that_are_compared(stored: dict 
     name = default_name(stored)
     (policy,) = find_policies([name], ["w8a8", "w4a16"], "merged", stored).values()
     assert policy.document == choose_policy(None, stored).document
-
-
-def test_measured_times_are_those_of_the_chosen_policy() -> None:
-    tuned = load_policy(TUNED)
-    assert find_measured(TUNED) == (tuned.measured, tuned)
-    stored = replace(tuned, name="the checkpoint's policy")
-    assert find_measured(None, tuned.document) == (tuned.measured, stored)
-    assert find_measured(None, STORED) is None and find_measured(None) is None
-    with pytest.raises(FlexQuantError, match="w8a8 has no measured times .*flexquant tune"):
-        find_measured("w8a8", tuned.document)
 
 
 FOLDER = Path(flexquant.policies.__file__).parent

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.cli import main
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings, Subject
 from flexquant.layers.report import (
@@ -280,6 +281,13 @@ def test_results_of_another_study_are_not_gone_on_with(
         study = replace(study, variants=dict(reversed(study.variants.items())))
     with pytest.raises(UsageError, match=f"has results with other {changed}; give another --output"):
         Search(study, TIMES, Budget(layers=1)).run(file, overwrite=False, progress=print)
+
+
+def test_a_policy_without_times_is_refused(merged: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    arguments = ["--text", str(tmp_path / "text.txt"), "--max-kl", "1", "--output", str(tmp_path / "out")]
+    assert main(["search", str(merged), *arguments]) == 2
+    assert "the policy 'phase-batch' has no measured times" in capsys.readouterr().err
 
 
 def test_times_of_every_variant_are_needed(study: Study) -> None:
