@@ -224,8 +224,9 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
     variants = {}
     for name in (*eights, source):
         if rotates_in_passes(sources[name].quantization_config):
+            eight = name if name in eights else eights[0]
             raise FlexQuantError(
-                f"'{eights[0]}' cannot be nested in '{source}': each pass rotates the inputs of linears of "
+                f"'{eight}' cannot be nested in '{source}': each pass rotates the inputs of linears of "
                 f"'{name}'; {TWO_COPIES}"
             )
     for name in eights:

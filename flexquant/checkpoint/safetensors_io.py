@@ -4,8 +4,8 @@
 
 A file has an 8-byte little-endian header length, that many bytes of JSON (name -> dtype, shape, data
 offsets), and the tensors' bytes, which tile the rest of the file without gap or overlap
-(https://github.com/huggingface/safetensors#format). Tensors are never decoded here, except by
-:func:`load_tensor`.
+(https://github.com/huggingface/safetensors#format). Only :func:`load_tensor` and :func:`read_finite` decode
+tensors.
 """
 
 from __future__ import annotations

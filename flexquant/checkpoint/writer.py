@@ -3,8 +3,8 @@
 """Write tensors into safetensors shards: plan the files, then stream byte ranges into them.
 
 A few threads each take one tensor at a time: they read a chunk, write it at its place and add it to the hash.
-Python releases the GIL in all three steps, and each thread holds only one chunk in memory. The caller can do
-other work while shards are written, and can cancel.
+Python releases the GIL in all three steps, and each thread holds only one chunk in memory, or one tensor that
+is converted. The caller can do other work while shards are written, and can cancel.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def engine_options(
     from vllm.platforms import current_platform
 
     most = max(batch_size * prompt_tokens, batch_tokens or 0)
-    # The trace, with which the passes are checked, does not see replays of full CUDA graphs.
+    # Goes once a GPU has shown that the trace counts the passes of full CUDA graphs too.
     graphs = {} if current_platform.is_cpu() else {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
     return {
         **graphs,

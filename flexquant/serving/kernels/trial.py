@@ -55,7 +55,7 @@ logger = init_logger("vllm.flexquant.kernels")
 CLEARLY = 0.95
 """Share of the first kernel's time below which another kernel is chosen."""
 TIMEOUT = 600
-"""Largest number of seconds for all trials of a start."""
+"""Largest number of seconds for all trials of a start on a CPU."""
 COLD_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Bytes of all copies of a layer; like a model's, its weights then come from memory, not from caches."""
 MAX_COPIES = 8
