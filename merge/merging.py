@@ -79,12 +79,12 @@ def merge_checkpoints(
         opened = with_config_of(config_from, opened)
     choices = {"tokenizer": tokenizer_from, "generation": generation_from, "processor": processor_from}
     plan, inner = plan_merge(opened, choices), dict[str, NestedVariant]()
+    if nested is not None:
+        plan, inner = nest(plan, nested)
     names = [source.name for source in opened]
     stored = policy_to_store(policy, names)
     chosen = choose_policy(policy, stored)
     build_route_table(chosen, names, plan.num_layers, sys.maxsize)  # before the weights are compared
-    if nested is not None:
-        plan, inner = nest(plan, nested)
     groups, files = list(plan.groups.values()), plan.sidecars.files
     writing = writing_checkpoint(output, groups, files, overwrite=overwrite, max_shard_size=max_shard_size)
     with writing as (stage, finish):

@@ -17,6 +17,7 @@ from flexquant.merge.formats import Source, open_source
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from tests.architectures.models import random_model, small_config, split
 from tests.checkpoints import StateDict, make_checkpoint, write_checkpoint
+from tests.policies import rules
 from tests.unit.edits import Edit, in_float32
 
 
@@ -29,8 +30,10 @@ def compare_and_refuse(sources: Sequence[Source], folder: Path) -> KVReport:
     found = check_kv_compatibility(sources)
     if not found.compatible:
         folder.mkdir()
+        (policy := folder.with_suffix(".yaml")).write_text(rules(f"- use: {sources[0].name}"))
+        folders = {source.name: source.folder for source in sources}
         with pytest.raises(FlexQuantError) as refused:
-            merge_checkpoints({source.name: source.folder for source in sources}, folder / "merged")
+            merge_checkpoints(folders, folder / "merged", policy=str(policy))
         assert str(refused.value) == found.message
         assert not list(folder.iterdir())
     return found
