@@ -182,12 +182,13 @@ class MergedCheckpoint:
     def source_config(self, name: str) -> JsonObject:
         """Return the ``config.json`` that the variant had before merging (without ``_name_or_path``)."""
         variant = self.merged.variants[name]
+        section = variant.quantization_config
         config = {
             **self.config,
             "architectures": [self.merged.base_architecture],
-            "quantization_config": variant.quantization_config,
+            "quantization_config": section,
         }
-        if variant.is_in_16_bit:
+        if variant.is_in_16_bit and not (section.get("kv_cache_scheme") or section.get("transform_config")):
             del config["quantization_config"]
         origin = self.provenance.sources.get(name)
         if origin is not None and origin.transformers_version:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -26,6 +26,7 @@ from flexquant.evaluation.inputs import Subject
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Policy, default_name, find_policies
+from flexquant.policy.schema import Derivation
 
 
 def find_candidates(subject: Subject, names: Sequence[str] | None) -> dict[str, Policy]:
@@ -96,8 +97,9 @@ def make_schedule(
                 max_decode_tokens=batch_size,
             )
             plans = routes.lookup("prefill", prompts), routes.lookup("decode", batch_size)
-            derived = frozenset(policy.derived.items())
-            key = tuple(routes.intervals("prefill")), tuple(routes.intervals("decode")), derived
+            intervals = [*routes.intervals("prefill"), *routes.intervals("decode")]
+            key = tuple(intervals), _derivations(policy, (row.plan for row in intervals))
+            passes = plans, _derivations(policy, plans)
             runs.append(
                 PolicyRun(
                     name,
@@ -105,15 +107,21 @@ def make_schedule(
                     batch_size,
                     routes,
                     *plans,
-                    same_as=measured.get((plans, derived)),
+                    same_as=measured.get(passes),
                     answers=answers,
                     answers_same_as=answered.get(key) if answers else None,
                 )
             )
-            measured.setdefault((plans, derived), (name, batch_size))
+            measured.setdefault(passes, (name, batch_size))
             if answers:
                 answered.setdefault(key, name)
     return runs
+
+
+def _derivations(policy: Policy, plans: Iterable[Plan]) -> frozenset[tuple[str, Derivation]]:
+    """Return how those variants of the plans are derived that are."""
+    variants = {variant for plan in plans for variant in plan.variants}
+    return frozenset((name, how) for name, how in policy.derived.items() if name in variants)
 
 
 @dataclass(frozen=True)

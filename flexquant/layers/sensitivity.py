@@ -208,6 +208,7 @@ class Study:
         def read(text: str) -> tuple[JsonObject, StudyDocument]:
             document = json.loads(text)
             document["kl"].items()  # raises AttributeError if it is no mapping
+            document.setdefault("derive", {})  # earlier files have none
             return {key: document.get(key) for key in described} | {"kl": {}}, document
 
         found = read_earlier(

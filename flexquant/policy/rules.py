@@ -158,9 +158,9 @@ def _find(
 
 
 def with_derivations(document: JsonObject, policies: Iterable[Policy]) -> JsonObject:
-    """Return the document with the derivations that its rules use: its own, else those of ``policies``."""
+    """Return the document with the derivations that its rules use: those of ``policies``, else its own."""
     known: JsonObject = {}
-    for one in (*(policy.document for policy in policies), document):
+    for one in (document, *(policy.document for policy in policies)):
         known |= one.get("derive", {})
     uses = [rule["use"] for rule in document["rules"]]
     used = {

@@ -62,7 +62,8 @@ def check_patterns(names: Sequence[str]) -> str | None:
     """Return why one of the names, which may be regular expressions, is refused; None if none is."""
     for name in names:
         try:
-            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+            if name.startswith("re:"):
+                re.compile(name[3:])
         except re.error as e:
             return f"correct '{name}', which is no regular expression ({e})"
     return None

@@ -97,13 +97,13 @@ def drafts_with_other_merged(vllm_config: VllmConfig) -> bool:
 
 def as_published(draft: ModelConfig, variant: StoredVariant) -> None:
     """Give a draft that has the config of a merged checkpoint the section of the variant with the heads."""
-    if variant.is_in_16_bit:
+    if not variant.quantization_config:
         del draft.hf_config.quantization_config
     else:
         section = copy.deepcopy(variant.quantization_config)
         section.pop("transform_config", None)  # llmcompressor rotates no heads
         draft.hf_config.quantization_config = section
-    draft.quantization = None if variant.is_in_16_bit else variant.quantization_config.get("quant_method")
+    draft.quantization = variant.quantization_config.get("quant_method")
 
 
 def read_from_merged(vllm_config: VllmConfig, merged: MergedConfig) -> None:

@@ -250,8 +250,9 @@ def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:
     sources = {routes.source(variant) for variant in last}
     if len(sources) > 1 and not any(map(HEAD.search, merged.shared_modules)):
         return False
-    quantised = [config for s in sources if (config := merged.variants[s].quantization_config)]
-    is_16_bit = all(any("lm_head" in name for name in config.get("ignore") or ()) for config in quantised)
+    quantised = [variant for s in sources if not (variant := merged.variants[s]).is_in_16_bit]
+    ignored = [variant.quantization_config.get("ignore") or () for variant in quantised]
+    is_16_bit = all(any("lm_head" in name for name in names) for names in ignored)
     return is_16_bit or not last & routes.derived.keys()
 
 

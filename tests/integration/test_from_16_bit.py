@@ -73,13 +73,14 @@ def test_merged_beside_a_variant_in_int8_it_answers_alike(model: Path, tmp_path:
     sources = {"bf16": model, "w8a8": write_int8(model, tmp_path / "w8a8")}
     merge_checkpoints(sources, tmp_path / "merged", policy="w8a8")
     by_layer = rules('- use: {default: w8a8, layers: {"0": bf16}}')
-    from_16_bit, stored, _ = generate(
+    from_16_bit, stored, mixed = generate(
         tmp_path / "merged", ["prefill-8-bit", "w8a8", by_layer], SHORT, LONG, sampling=SAMPLING
     )
     (alone,) = generate(model, ["prefill-8-bit"], SHORT, LONG, sampling=SAMPLING)
     (stock,) = generate(tmp_path / "w8a8", None, SHORT, LONG, sampling=SAMPLING)
     assert from_16_bit.answers == alone.answers
     assert stored.answers == stock.answers
+    assert 0 < distance(mixed.answers[1], stored.answers[1]) < 0.2
 
 
 @pytest.mark.full

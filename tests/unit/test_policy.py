@@ -270,7 +270,8 @@ def test_a_document_has_the_derivations_that_its_rules_use() -> None:
         )
         for name in ("one", "other")
     }
-    own = {"third": derived["third"], "fourth": derived["third"]}
+    in_fp8 = {"from": "w4a16", "activations": "fp8"}
+    own = {"third": derived["third"], "fourth": in_fp8, "one": in_fp8}
     rules = [{"use": "w8a8"}, {"use": {"default": "one", "layers": {"0": "third"}}}]
     found = with_derivations({"derive": own, "rules": rules}, policies.values())
     assert found == {"derive": {name: derived[name] for name in ("one", "third")}, "rules": rules}

@@ -283,11 +283,14 @@ def test_results_of_another_study_are_not_gone_on_with(
         Search(study, TIMES, Budget(layers=1)).run(file, overwrite=False, progress=print)
 
 
-def test_a_policy_without_times_is_refused(merged: Path, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize(("given", "name"), [([], "phase-batch"), (["--policy", "phase"], "phase")])
+def test_a_policy_without_times_is_refused(
+    merged: Path, tmp_path: Path, capsys: Any, given: list[str], name: str
+) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     arguments = ["--text", str(tmp_path / "text.txt"), "--max-kl", "1", "--output", str(tmp_path / "out")]
-    assert main(["search", str(merged), *arguments]) == 2
-    assert "the policy 'phase-batch' has no measured times" in capsys.readouterr().err
+    assert main(["search", str(merged), *arguments, *given]) == 2
+    assert f"the policy '{name}' has no measured times" in capsys.readouterr().err
 
 
 def test_times_of_every_variant_are_needed(study: Study) -> None:

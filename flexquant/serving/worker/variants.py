@@ -66,7 +66,7 @@ def variant_vllm_config(
     """Return the config that vLLM would have for the variant's own checkpoint."""
     model_config = copy.copy(vllm_config.model_config)
     model_config.hf_config = copy.deepcopy(model_config.hf_config)
-    if variant.is_in_16_bit:
+    if not variant.quantization_config:
         del model_config.hf_config.quantization_config
     else:
         model_config.hf_config.quantization_config = copy.deepcopy(variant.quantization_config)
@@ -77,8 +77,7 @@ def variant_vllm_config(
         # vLLM untied lm_head and embedding because of another variant's lm_head.
         model_config.hf_config.tie_word_embeddings = True
         model_config.hf_text_config.tie_word_embeddings = True
-    quant_method = None if variant.is_in_16_bit else variant.quantization_config.get("quant_method")
-    model_config.quantization = quant_method
+    model_config.quantization = variant.quantization_config.get("quant_method")
     config = copy.copy(vllm_config)
     config.model_config = model_config
     config.quant_config = VllmConfig.get_quantization_config(model_config, vllm_config.load_config)
@@ -162,7 +161,7 @@ def build_variant(
     config = variant_vllm_config(vllm_config, merged.variants[routes.source(name)], architecture)
     # --cpu-offload-gb needs layers with memory: vLLM copies each layer as soon as it is built.
     offloads = vllm_config.offload_config.uva.cpu_offload_gb > 0
-    # For a variant in 16 bit vLLM asks nobody how to build a linear.
+    # A published checkpoint in 16 bit has one variant, of which every layer is taken.
     needs_all = offloads or config.quant_config is None
     memory = nullcontext() if needs_all else memory_for(layers, config.quant_config)
     nesting = nesting_in(nested_in, config.quant_config)
