@@ -116,11 +116,11 @@ def says_one_thing(state: StateDict) -> StateDict:
     return state
 
 
-def test_without_a_chat_template_all_of_it_is_plain_text(small: Path, finished: Path) -> None:
+def test_without_a_chat_template_all_of_it_is_plain_text(finished: Path) -> None:
     found = records(finished)
     assert all(record["text"].strip() and "messages" not in record for record in found)
     header = found[0]["made_with"]
-    assert (header["model"], header["samples"], header["length"], header["seed"]) == (small.name, 4, 64, 0)
+    assert (header["samples"], header["length"], header["seed"]) == (4, 64, 0)
 
 
 def test_a_model_without_an_end_token_writes_text(own: Path, tmp_path: Path) -> None:
@@ -199,6 +199,14 @@ def test_licences_decide_nothing_about_the_text_but_code_and_chat_template_do(
             write(own, finished)
         found = write(own, finished, overwrite=True)
     assert any("messages" in record for record in found)
+
+
+def test_the_name_of_the_models_folder_decides_nothing_about_the_text(
+    small: Path, finished: Path, tmp_path: Path
+) -> None:
+    before = records(finished)
+    renamed = shutil.copytree(small, tmp_path / "renamed")
+    assert write(renamed, finished) == before
 
 
 def test_a_recipe_without_calibration_writes_nothing(small: Path, tmp_path: Path) -> None:
