@@ -88,11 +88,31 @@ def test_experts_are_neither_rotated_nor_given_zero_points() -> None:
     of_attention = {"GPTQModifier": {**arguments, "targets": ["re:.*self_attn.*_proj$"]}}
     alone = resolved(recipe(w8a8=of_attention)).recipe.modifiers["GPTQModifier"]
     assert len(quantization_groups(alone)) == 1
+    of_some = {"GPTQModifier": {**arguments, "targets": ["re:.*\\.down_proj$"]}}
+    with pytest.raises(FlexQuantError, match=r"cannot leave out experts where re:\.\*.* names them"):
+        resolved(recipe(w8a8=of_some))
     rotation = {"targets": ["re:.*down_proj$"], "transform_block_size": 32}
     with pytest.raises(
         FlexQuantError, match=r"rotate the inputs of .*\.experts\.0\.down_proj, which vLLM does"
     ):
         resolved(recipe(w8a8={"QuIPModifier": rotation, "GPTQModifier": arguments}))
+
+
+@pytest.mark.parametrize(("of_down", "problem"), [(64, None), (96, "down_proj has 256 input features")])
+def test_groups_of_several_sizes_divide_their_own_linears(of_down: int, problem: str | None) -> None:
+    config = base_config("llama")
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    groups = {
+        name: {"targets": [target], "weights": {**weights, "group_size": size}}
+        for name, target, size in (("a", r"re:.*\.q_proj$", 32), ("b", r"re:.*\.down_proj$", of_down))
+    }
+    by = recipe(v={"QuantizationModifier": {"config_groups": groups, "ignore": ["lm_head"]}})
+    model = empty_model(config)
+    if problem is None:
+        assert resolve_variant(by.variants["v"], model, config.model_type).group_size is None
+        return
+    with pytest.raises(FlexQuantError, match=problem):
+        resolve_variant(by.variants["v"], model, config.model_type)
 
 
 ATTENTION = "model.layers.0.self_attn"
