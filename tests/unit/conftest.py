@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.speed.shapes import SHAPES
 from benchmarks.speed.synthetic import SCHEMES, write_checkpoint
+from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
 from flexquant.merge import merge_checkpoints
 from flexquant.planning.device import Device, load_device
 from tests.checkpoints import make_checkpoint
@@ -51,6 +52,11 @@ def w4a16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return merge_of(tmp_path_factory.mktemp("int8"), "w8a8")
+
+
+@pytest.fixture(scope="session")
+def config(merged: Path) -> MergedConfig:
+    return read_merged_config(merged)[0]
 
 
 def merge_of(folder: Path, eight_bit: str, policy: str | None = None, **options: object) -> Path:

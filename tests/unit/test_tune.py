@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
-from flexquant.checkpoint.merged_config import StoredVariant
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.comparison import Effort
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import find_policies, load_policy, parse_policy
-from flexquant.tuning.candidates import FROM_INT4, Memory, eight_bit, find_variants
+from flexquant.tuning.candidates import FROM_INT4, Memory, find_variants
 from flexquant.tuning.measure import Measurement, measure_rounds
 from flexquant.tuning.objectives import Goal, decide, parse_slo
 from flexquant.tuning.policy_file import (
@@ -33,7 +32,6 @@ from flexquant.tuning.policy_file import (
     unused_notes,
 )
 from flexquant.tuning.samples import CPU, GPU, QUICK_CPU, QUICK_GPU, Samples, check_decidable, undecided
-from tests.policies import rules
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 VARIANTS = ["w8a8", "w4a16"]
@@ -417,60 +415,3 @@ def test_what_was_measured_on_real_machines_is_decided_as_it_was_there(name):
     goal, text = policy.description.removeprefix("tuned for ").split(": ", 1)
     found = decided(samples, goal, policy.measured.variants)
     assert describe_decision(found) == text
-
-
-@pytest.fixture(scope="module")
-def config(merged):
-    return MergedCheckpoint.open(merged).merged
-
-
-def test_the_most_precise_variant_comes_first(config):
-    other_way_round = replace(config, variants=dict(reversed(config.variants.items())))
-    for there in (config, other_way_round):
-        assert list(find_variants(there, None)) == ["w8a8", "w4a16"]
-    assert list(find_variants(config, ["w4a8", "w4a16", "w8a8"])) == ["w8a8", "w4a16", "w4a8"]
-
-
-def test_two_ways_to_derive_a_variant_are_not_taken_for_one(config, tmp_path):
-    for name, weights in (("a", "int4"), ("b", "int8")):
-        derived = f"derive: {{x: {{from: w4a16, activations: int8, weights: {weights}}}}}\n"
-        (tmp_path / f"{name}.yaml").write_text(rules("- use: x") + derived)
-    with pytest.raises(UsageError, match="b.yaml and another policy derive 'x' in different ways"):
-        find_variants(config, [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")])
-
-
-def test_the_8_bit_variant_is_neither_that_in_16_bit_nor_one_that_only_stores_8(config):
-    """Activations of 8 bits are what makes it fast."""
-    stored = dict(config.variants)
-    section = stored["w8a8"].quantization_config
-    groups = {
-        "bf16": {},
-        "w8a16": {"g": {**section["config_groups"]["group_0"], "input_activations": None}},
-        "w4a16": stored["w4a16"].quantization_config["config_groups"],
-        "w8a8": section["config_groups"],
-    }
-    every = {v: StoredVariant("", section | {"config_groups": own}, True, False) for v, own in groups.items()}
-    for names, expected in (
-        (["bf16", "w8a16", "w8a8", "w4a16", FROM_INT4], "w8a8"),
-        (["bf16", "w8a16", "w4a16", FROM_INT4], "w8a16"),
-        (["bf16", "w4a16", FROM_INT4], None),
-    ):
-        some = replace(config, variants={name: own for name, own in every.items() if name in names})
-        assert eight_bit(find_variants(some, names), some) == expected
-
-
-@pytest.mark.parametrize(
-    ("there", "names", "message"),
-    [
-        (VARIANTS, ["w8a8", "phase"], "'phase' runs passes or layers in several variants"),
-        (VARIANTS, ["w8a8"], "there is nothing to choose from but w8a8"),
-        (VARIANTS, ["w8a8", "w2a2"], "unknown policy 'w2a2'"),
-        *(
-            (["w8a8"], ["w8a8", derived], f"'w4a16', from which '{derived}' is derived, is not a variant")
-            for derived in ("w4a8", FROM_INT4)
-        ),
-    ],
-)
-def test_what_cannot_be_tuned(config, there, names, message):
-    with pytest.raises(FlexQuantError, match=message):
-        find_variants(replace(config, variants={name: config.variants[name] for name in there}), names)
