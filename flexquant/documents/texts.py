@@ -174,7 +174,7 @@ def _read_file(path: Path) -> Iterator[TextOrMessages]:
                 where = f"{path}, line {number}"
                 try:
                     record = json.loads(line)
-                except json.JSONDecodeError as e:
+                except (json.JSONDecodeError, RecursionError) as e:
                     raise FlexQuantError(f"{where} is not JSON ({e})") from e
                 yield _text_of(record, where)
 

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flexquant.merge import merge_checkpoints
-from flexquant.serving.kernels.layers import kernel_name
+from flexquant.serving.kernels.layers import kernel_name, linear_sizes
 from flexquant.serving.vllm_api import LinearBase
+from flexquant.serving.vllm_api import _custom_ops as ops
 from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import answers, engine, generate
@@ -42,8 +43,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_int8(model: Path, output: Path) -> Path:
     """Write the W8A8 checkpoint whose weights are those of the model, rounded."""
-    from flexquant.serving.vllm_api import _custom_ops as ops
-
     make_checkpoint(output, "qwen2", "w8a8")
     file, weights = output / "model.safetensors", load_file(model / "model.safetensors")
     state = load_file(file)
@@ -101,15 +100,23 @@ def test_routers_experts_and_logits_stay_in_16_bit(tmp_path: Path) -> None:
         layers = model.variants["int8"].model.layers[0].named_modules()
         return {path: "16 bit)" in kernel_name(m) for path, m in layers if isinstance(m, LinearBase)}
 
+    def copied(model: Any) -> int:
+        """Return the bytes of a weight and a scale an output, as vLLM's operator gives them."""
+        linears = [m for m in model.variants["int8"].modules() if isinstance(m, LinearBase)]
+        sizes = [linear_sizes(m) for m in linears if "16 bit)" not in kernel_name(m)]
+        made = (ops.scaled_int8_quant(torch.ones(outputs, inputs)) for inputs, outputs in sizes)
+        return sum(part.nbytes for weight, scales, _ in made for part in (weight, scales))
+
     with engine(folder, IN_INT8) as llm:
         (in_16_bit,) = llm.apply_model(kernels)
         (nbytes,) = llm.apply_model(lambda model: model.weight_bytes)
+        (expected,) = llm.apply_model(copied)
         layers = llm.apply_model(lambda model: model.variants["bf16"].model.layers)
         assert llm.generate(SHORT, use_tqdm=False)
     assert in_16_bit == {"self_attn.qkv_proj": False, "self_attn.o_proj": False, "mlp.gate": True}
     freed = layers[0][0].self_attn.o_proj.weight.numel() == 0
     assert freed == torch.cpu._is_avx512_supported(), "where it can, vLLM packs a weight, and frees it"
-    assert 0 < nbytes["int8"] < nbytes["bf16"] / 2
+    assert 0 < nbytes["int8"] == expected < nbytes["bf16"] / 2
 
 
 def test_a_draft_model_in_the_same_format_is_left_to_vllm(model: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -119,16 +120,20 @@ def test_a_trial_that_fails_leaves_vllms_first_kernel_and_nothing_behind(cache, 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", json.dumps({"key": {}, "chosen": TORCH}), None],
-    ids=["empty", "list", "nothing", "another key", "another kernel"],
+    ["", "[]", "{}", json.dumps({"key": {}, "chosen": TORCH}), "[" * 100_000, None, os.mkfifo],
+    ids=["empty", "list", "nothing", "another key", "too deep", "another kernel", "a pipe"],
 )
 def test_what_is_no_trial_of_this_layer_is_not_believed(cache, monkeypatch, content):
     layer = {**LAYER, "kernels": [STOCK, TORCH]}
     file = remember(cache, layer, chosen="os:system")
-    if content is not None:
+    if isinstance(content, str):
         file.write_text(content)
+    elif content is not None:
+        file.unlink()
+        content(file)
     monkeypatch.setattr(sys, "executable", "/nowhere")
     assert find_fastest([layer]) == [STOCK]
+    file.unlink()
     remember(cache, layer)
     assert find_fastest([layer]) == [TORCH]
 

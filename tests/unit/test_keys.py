@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_checkpoint import weights_identity
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, read_merged_config
+from flexquant.documents.texts import read_documents
+from flexquant.errors import FlexQuantError
 from flexquant.evaluation.inputs import Settings, Subject
+from flexquant.layers.memory_fit import PlanLosses
 from flexquant.layers.sensitivity import Study
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.plans import Plan
@@ -33,7 +37,7 @@ from flexquant.serving.worker.one_copy import cpu as one_copy
 from flexquant.serving.worker.plan_views import plan_key
 from flexquant.tuning.candidates import find_variants
 from flexquant.tuning.measure import Measurement
-from flexquant.tuning.samples import QUICK_CPU
+from flexquant.tuning.samples import QUICK_CPU, Samples
 from tests.checkpoints import flip_a_byte, make_checkpoint
 from tests.keys import assert_whole
 
@@ -173,6 +177,21 @@ def test_weights_are_told_by_their_content(folders: Path, tmp_path: Path) -> Non
     assert weights_identity(tmp_path / "merged") == weights_identity(folders / "merged"), (
         "policies compute nothing"
     )
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda file: Samples.load(file, {}),
+        lambda file: PlanLosses(file, "w8a8", ["w4a16"], 2, {}),
+        lambda file: [*read_documents(file.rename(file.with_suffix(".jsonl")))],
+    ],
+    ids=["samples", "sensitivities", "text"],
+)
+def test_what_is_nested_too_deep_is_told(read: Callable[[Path], Any], tmp_path: Path) -> None:
+    (tmp_path / "kept.json").write_text("[" * 100_000)
+    with pytest.raises(FlexQuantError, match="kept.*recursion"):
+        read(tmp_path / "kept.json")
 
 
 def test_samples_of_tuning(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

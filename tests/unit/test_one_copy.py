@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from flexquant.serving.kernels.choice import possible_kernels
 from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel, provide_cpu_kernels
 from flexquant.serving.kernels.layers import kernel_of_layer
 from flexquant.serving.vllm_api import _custom_ops as ops
+from flexquant.serving.vllm_api import envs
 from flexquant.serving.worker.one_copy import cpu as one_copy
 from flexquant.serving.worker.one_copy import cpu_layouts
 from flexquant.serving.worker.one_copy.operands import ROW, NestedWeights
@@ -227,6 +229,57 @@ def test_a_compiler_that_fails_leaves_the_operators_of_pytorch(compiler: str, tm
     own = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "CXX": compiler}
     done = programs.run([sys.executable, "-c", LOADED], timeout=90, environment={**os.environ, **own})
     assert done.stdout.splitlines()[-1] == "False"
+
+
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-4096]), "it is damaged"),
+        (lambda file: file.write_bytes(b""), "it is damaged"),
+        (lambda file: file.chmod(0o666), "other than this one and root can change it"),
+        (lambda file: file.chmod(0o775), "other than this one and root can change it"),
+        (lambda file: file.parent.chmod(0o777), "at every start"),
+        pytest.param(lambda file: os.chown(file, 12345, -1), "can change it", marks=only_root),
+        pytest.param(lambda file: os.chown(file.parent, 12345, -1), "at every start", marks=only_root),
+    ],
+)
+def test_loops_that_are_damaged_or_that_others_can_change_are_compiled_anew(
+    change: Any,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The compiler is a copy of what it has made before."""
+    assert one_copy.has_operators()
+    key = one_copy.digest_of(one_copy.loops_key())[:16]
+    (made,) = (Path(envs.VLLM_CACHE_ROOT) / "flexquant/one_copy").glob(f"{key}-*.so")
+    kept = tmp_path / "flexquant/one_copy" / made.name
+    kept.parent.mkdir(parents=True, mode=0o700)
+    shutil.copy2(made, kept)
+    done: list[str] = []
+
+    def compiled(*_: Any, build_directory: str, **__: Any) -> None:
+        done.append("compiled")
+        assert Path(build_directory).stat().st_mode & 0o077 == 0
+        shutil.copy(made, build_directory)
+
+    def start() -> list[str]:
+        done.clear()
+        assert one_copy.has_operators.__wrapped__()
+        return [*done]
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr("torch.utils.cpp_extension.load", compiled)
+    monkeypatch.setattr(torch.ops, "load_library", lambda file: done.append(file.name))
+    assert start() == [kept.name]
+    change(kept)
+    assert start() == ["compiled"]
+    assert f"does not load {kept}: " in caplog.text and reason in caplog.text
+    assert start() == (["compiled"] if reason == "at every start" else [kept.name])
 
 
 @pytest.mark.full
