@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from random import Random
@@ -296,17 +297,14 @@ def test_english_is_known_and_words_come_from_the_vocabulary(loaded: tuple[Any, 
     assert vocabulary_word(loaded[1], Random(0)) == ENGLISH.openings[0]
 
 
-def test_its_key_has_all_that_the_text_depends_on(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_key_has_all_that_the_text_depends_on(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = read_source(small), Calibration(data=SELF, **FEW)
-    key = lambda source=model, settings=settings: _made_with(source, settings)  # noqa: E731
-    files = model.files_sha256
+    files = [{**model.files_sha256, name: ""} for name in model.files_sha256]
     changes = [
         *(("source", replace(model, **{name: "another"})) for name in ("weights_sha256", "config_sha256")),
-        *(("source", replace(model, files_sha256={**files, name: ""})) for name in files),
+        *(("source", replace(model, files_sha256=others)) for others in files),
         *(("settings", settings.model_copy(update={name: 5})) for name in ("samples", "length", "seed")),
         ("flexquant.quantization.calibration.versions", lambda: {"torch": "9.9"}),
         ("platform.python_version", lambda: "3.99"),
     ]
-    assert_whole(key, changes, monkeypatch)
+    assert_whole(partial(_made_with, source=model, settings=settings), changes, monkeypatch)

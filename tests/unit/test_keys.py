@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +44,13 @@ from tests.keys import assert_whole
 KERNELS = {"layers.0.mlp": ("Marlin", "vllm.Marlin")}
 
 
-def merged_config(
-    architecture: str = "LlamaForCausalLM", nested_in: str | None = None, **groups: int
-) -> MergedConfig:
+def merged_config(architecture: str = "Llama", nested_in: str | None = None, **groups: int) -> MergedConfig:
     """Return a section of three variants; ``groups`` are the sizes of the groups of their weights."""
-    variants = {
-        name: StoredVariant(
-            f"{name}.",
-            {"config_groups": {"group_0": {"weights": {"num_bits": bits, "group_size": groups.get(name)}}}},
-            own_head=True,
-            negative_scales=False,
-            nested_in=nested_in if name == "w8a8" else None,
-        )
-        for name, bits in (("w8a8", 8), ("w4a16", 4), ("other", 4))
-    }
+    variants = {}
+    for name, bits in (("w8a8", 8), ("w4a16", 4), ("other", 4)):
+        scheme = {"config_groups": {"weights": {"num_bits": bits, "group_size": groups.get(name)}}}
+        of = nested_in if name == "w8a8" else None
+        variants[name] = StoredVariant(f"{name}.", scheme, True, False, nested_in=of)
     return MergedConfig(architecture, variants)
 
 
@@ -65,82 +58,69 @@ def derived(**how: str) -> dict[str, Derivation]:
     return {"computed": Derivation.model_validate({"from": "w4a16", "activations": "int8", **how})}
 
 
-MERGED, INT8 = merged_config(other=64), derived()
-
-
-def plan_parts(
-    layers: tuple[str, ...] = ("w8a8", "computed"),
-    merged: MergedConfig = MERGED,
-    how: dict[str, Derivation] = INT8,
-    kernels: dict[str, Any] = KERNELS,
-) -> dict[str, Any]:
-    return plan_key(Plan.from_layers(layers), merged, how, kernels)
-
-
 def test_compiled_code_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, merged = Plan.from_layers(("w8a8", "computed")), merged_config()
+    key = partial(plan_key, plan=plan, merged=merged, derived=derived(), kernels=KERNELS)
     changes = [
-        ("layers", ("computed", "w8a8")),
-        ("layers", ("w8a8", "w4a16")),
-        *(("merged", merged_config(other=64, **{name: 32})) for name in ("w8a8", "w4a16")),
-        ("merged", merged_config("Qwen2ForCausalLM", other=64)),
-        ("merged", merged_config(nested_in="w4a16", other=64)),
-        ("merged", merged_config(nested_in="other", other=64)),
-        ("merged", merged_config(nested_in="other", other=32)),
-        ("how", derived(activations="fp8")),
-        ("how", derived(weights="int8")),
-        ("how", derived(weights="fp8")),
-        ("kernels", {"layers.0.mlp": ("Marlin", "humming.Marlin")}),
-        ("kernels", {"layers.1.mlp": ("Marlin", "vllm.Marlin")}),
+        *(("plan", Plan.from_layers(layers)) for layers in (("computed", "w8a8"), ("w8a8", "w4a16"))),
+        *(("merged", merged_config(**{name: 32})) for name in ("w8a8", "w4a16")),
+        ("merged", merged_config("Qwen2")),
+        *(("merged", merged_config(nested_in="other", other=size)) for size in (32, 64)),
+        *(
+            ("derived", derived(**how))
+            for how in ({"activations": "fp8"}, {"weights": "int8"}, {"weights": "fp8"})
+        ),
+        *(
+            ("kernels", {path: ("Marlin", kind)})
+            for path, kind in (("layers.0.mlp", "humming.Marlin"), ("b", "c"))
+        ),
         ("flexquant.serving.worker.plan_views.__version__", "9.9"),
     ]
-    assert_whole(plan_parts, changes, monkeypatch)
+    assert_whole(key, changes, monkeypatch)
     # A new threshold in the policy compiles nothing anew, nor does another scheme that the plan does not run.
-    assert plan_parts() == plan_parts(merged=merged_config(other=32))
+    assert key() == key(merged=merged_config(other=32))
 
 
 @pytest.mark.parametrize("is_cpu", [True, False], ids=["CPU", "GPU"])
 def test_trials_of_kernels(is_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "version").write_text("another driver\n")
-    layer = {"inputs": 256, "outputs": 128, "dtype": "bfloat16", "group_size": 64}
+    of_layer = {"inputs": 256, "outputs": 128, "dtype": "bfloat16", "group_size": 64}
 
-    def parts(sizes: tuple[int, ...] = (1,), kernels: tuple[str, ...] = ("m:A",), **changed: Any) -> Any:
-        act_type = changed.pop("act_type", None)
-        linear = trial.new_layer({**layer, **changed}, TorchCPUInt4LinearKernel)
+    def key(sizes: Any = (1,), kernels: Any = ("m:A",), act_type: Any = None, **changed: Any) -> Any:
+        linear = trial.new_layer({**of_layer, **changed}, TorchCPUInt4LinearKernel)
         kernel: Any = kernel_of_layer(linear)
         kernel.config = replace(kernel.config, act_type=act_type)
-        request = _request(linear, sizes, [*kernels])
         with monkeypatch.context() as patch:
             patch.setattr(type(current_platform), "is_cpu", lambda _: is_cpu)
-            return {**trial._circumstances(), **request}
+            return {**trial._circumstances(), **_request(linear, sizes, [*kernels])}
 
     module = trial.__name__
-    here: list[tuple[str, Any]] = [(f"{module}.cpu_identity", lambda: ["flags: sse"])]
-    here.append((f"{module}.torch.get_num_threads", lambda: 99))
-    if not is_cpu:
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-        here = [(f"{module}.torch.cuda.get_device_name", lambda: "another GPU")]
-        here.append((f"{module}.DRIVER", tmp_path / "version"))
+    (tmp_path / "driver").write_text("another driver\n")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    of_cpu = [(f"{module}.cpu_identity", lambda: ["sse"]), ("torch.get_num_threads", lambda: 99)]
+    of_gpu = [(f"{module}.DRIVER", tmp_path / "driver"), ("torch.cuda.get_device_name", lambda: "another")]
     changes = [
-        *here,
-        (f"{module}.__version__", "9.9"),
-        (f"{module}.versions_of", lambda _: {"vllm": "9.9"}),
+        *(of_cpu if is_cpu else of_gpu),
+        *[(f"{module}.__version__", "9.9"), (f"{module}.versions_of", lambda _: {"vllm": "9.9"})],
         *[("inputs", 512), ("outputs", 256), ("dtype", "float16"), ("group_size", 32), ("zero_points", True)],
-        *[("act_type", torch.int8), ("act_type", torch.float8_e4m3fn)],
-        *[("sizes", (1, 2)), ("kernels", ("m:B",))],
+        *[
+            ("act_type", torch.int8),
+            ("act_type", torch.float8_e4m3fn),
+            ("sizes", (2,)),
+            ("kernels", ("m:B",)),
+        ],
     ]
-    assert_whole(parts, changes, monkeypatch)
+    assert_whole(key, changes, monkeypatch)
 
 
 def test_compiled_loops_of_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu.cpp").write_text("other loops")
-    module = one_copy.__name__
-    changes = [
-        (f"{module}.SOURCE", tmp_path / "cpu.cpp"),
-        (f"{module}.FLAGS", ["-O2"]),
-        ("torch.__version__", "9.9"),
-        (f"{module}.cpu_identity", lambda: ["flags: sse"]),
-    ]
-    assert_whole(one_copy.loops_key, changes, monkeypatch)
+    new = {
+        "SOURCE": tmp_path / "cpu.cpp",
+        "FLAGS": [],
+        "cpu_identity": lambda: ["sse"],
+        "torch.__version__": "",
+    }
+    assert_whole(one_copy.loops_key, [(f"{one_copy.__name__}.{n}", v) for n, v in new.items()], monkeypatch)
 
 
 def copied(folder: Path, to: Path) -> Path:
@@ -160,113 +140,84 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_weights_are_told_by_their_content(folders: Path, tmp_path: Path) -> None:
-    for name in ("merged", "w8a8", "model"):
-        copy = copied(folders / name, tmp_path / "renamed" / name)
-        assert weights_identity(copy) == weights_identity(folders / name)
-    tensors = load_file(folders / "w8a8/model.safetensors")
-    scaled = copied(folders / "w8a8", tmp_path / "scaled")
-    tripled = {key: 3 * value if key.endswith("scale") else value for key, value in tensors.items()}
-    save_file(tripled, scaled / "model.safetensors", metadata={"format": "pt"})
-    rotated = copied(folders / "w8a8", tmp_path / "rotated")
-    config = json.loads((rotated / "config.json").read_text())
-    (rotated / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
-    for other, folder in ((scaled, "w8a8"), (rotated, "w8a8"), (folders / "changed/merged", "merged")):
-        assert weights_identity(other) != weights_identity(folders / folder)
+    renamed, scaled, configured = (copied(folders / "w8a8", tmp_path / name) for name in ("a", "b", "c"))
+    tensors = load_file(scaled / "model.safetensors")
+    tensors = {name: 3 * tensor if name.endswith("scale") else tensor for name, tensor in tensors.items()}
+    save_file(tensors, scaled / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((configured / "config.json").read_text())
+    (configured / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    published = weights_identity(folders / "w8a8")
+    assert weights_identity(renamed) == published
+    assert published not in (weights_identity(scaled), weights_identity(configured))
+    merged = weights_identity(folders / "merged")
+    assert merged != weights_identity(folders / "changed/merged"), "with the recorded hashes of before"
     sources = {name: folders / name for name in ("w8a8", "w4a16")}
     merge_checkpoints(sources, tmp_path / "merged", policy="w8a8")
-    assert weights_identity(tmp_path / "merged") == weights_identity(folders / "merged"), (
-        "policies compute nothing"
-    )
+    assert weights_identity(tmp_path / "merged") == merged, "a policy computes nothing"
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda file: Samples.load(file, {}),
-        lambda file: PlanLosses(file, "w8a8", ["w4a16"], 2, {}),
-        lambda file: [*read_documents(file.rename(file.with_suffix(".jsonl")))],
-    ],
-    ids=["samples", "sensitivities", "text"],
-)
-def test_what_is_nested_too_deep_is_told(read: Callable[[Path], Any], tmp_path: Path) -> None:
-    (tmp_path / "kept.json").write_text("[" * 100_000)
-    with pytest.raises(FlexQuantError, match="kept.*recursion"):
-        read(tmp_path / "kept.json")
+def test_what_is_nested_too_deep_is_told(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text("[" * 100_000)
+    losses = partial(PlanLosses, kept, "w8a8", ["w4a16"], 2, {})
+    for read in (partial(Samples.load, kept, {}), losses, lambda: [*read_documents(kept)]):
+        with pytest.raises(FlexQuantError, match="kept.*recursion"):
+            read()
+
+
+VERSIONS = ("describe_versions", lambda: {"vllm": "9.9"})
+MACHINE = ("describe_machine", lambda: {"cpu": "", "gpu": "another"})
+LABEL = ("folder_label", lambda _: "another")
 
 
 def test_samples_of_tuning(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variants = find_variants(read_merged_config(folders / "merged")[0], None)
 
-    def parts(folder: str = "merged", variants: Any = variants, grid: Any = QUICK_CPU, **options: Any) -> Any:
+    def key(folder: str = "merged", variants: Any = variants, grid: Any = QUICK_CPU, **options: Any) -> Any:
         return Measurement(folders / folder, variants, grid, tmp_path / "samples.json", **options).run
 
-    module = "flexquant.tuning.measure"
     changes = [
-        ("folder", "changed/merged"),
-        ("variants", dict([*variants.items()][:1])),
-        ("grid", replace(QUICK_CPU, context=16)),
-        ("grid", QUICK_CPU.up_to(max_batch=512)),
+        *[("folder", "changed/merged"), ("variants", dict([*variants.items()][:1]))],
+        *[("grid", replace(QUICK_CPU, context=16)), ("grid", QUICK_CPU.up_to(max_batch=512))],
         *[("tensor_parallel_size", 2), ("enforce_eager", True)],
-        (f"{module}.folder_label", lambda folder: "another"),
-        (f"{module}.describe_machine", lambda: {"gpu": "another"}),
-        (f"{module}.describe_versions", lambda: {"vllm": "9.9"}),
+        *((f"flexquant.tuning.measure.{name}", value) for name, value in (VERSIONS, MACHINE, LABEL)),
     ]
-    assert_whole(parts, changes, monkeypatch)
+    assert_whole(key, changes, monkeypatch)
 
 
 def test_sensitivities_of_layers(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder, text in (("", "The quick brown fox. "), ("other", "Jumps over the lazy dog. ")):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / "text.txt").write_text(text * 40)
-    variants = find_variants(read_merged_config(folders / "merged")[0], ["w8a8", "w4a16"])
-    derives = find_variants(read_merged_config(folders / "merged")[0], ["w8a8", "w4a8"])
+    for name in ("text.txt", "other.txt"):
+        (tmp_path / name).write_text(f"The quick {name} jumps over the lazy dog. " * 40)
+    two, derives = (
+        find_variants(read_merged_config(folders / "merged")[0], ["w8a8", name]) for name in ("w4a16", "w4a8")
+    )
     few = Settings(batch_sizes=(2,), samples=2, prompt_tokens=8, tokens=4)
 
-    def parts(
-        folder: str = "merged",
-        variants: Any = variants,
-        text: str = "text.txt",
-        reference: str | None = "model",
-        settings: Settings = few,
+    def key(
+        folder: str = "merged", variants: Any = two, text: str = "text.txt", of: Any = "model", how: Any = few
     ) -> Any:
-        of = None if reference is None else str(folders / reference)
-        study = Study(Subject(folders / folder), variants, tmp_path / text, of, settings)
-        described = dict(study.described())
-        assert described.pop("kl") == {} and described.pop("schema") and described.pop("layers") == 2
-        return described
+        study = Study(Subject(folders / folder), variants, tmp_path / text, of and str(folders / of), how)
+        never_alike = {"kl", "schema", "layers"}  # the number of layers is the model's
+        return {part: value for part, value in study.described().items() if part not in never_alike}
 
-    module = "flexquant.layers.sensitivity"
     changes = [
-        ("folder", "changed/merged"),
-        ("variants", dict(reversed(variants.items()))),
-        ("variants", derives),
-        ("text", "other/text.txt"),
-        *[("reference", "changed/model"), ("reference", None)],
-        *(("settings", replace(few, **{name: 4})) for name in ("samples", "seed", "prompt_tokens")),
-        (f"{module}.folder_label", lambda folder: "another"),
-        (f"{module}.read_rows", lambda *_: [[1, 2]]),
-        (f"{module}.describe_machine", lambda: {"gpu": "another", "cpu": ""}),
-        (f"{module}.describe_versions", lambda: {"vllm": "9.9"}),
+        *[("folder", "changed/merged"), ("variants", dict(reversed(two.items()))), ("variants", derives)],
+        *[("text", "other.txt"), ("of", "changed/model"), ("of", None)],
+        *(("how", replace(few, **{name: 4})) for name in ("samples", "seed", "prompt_tokens")),
+        *((f"flexquant.layers.sensitivity.{name}", value) for name, value in (VERSIONS, MACHINE, LABEL)),
+        ("flexquant.layers.sensitivity.read_rows", lambda *_: [[1, 2]]),  # with another tokenizer
     ]
-    assert_whole(parts, changes, monkeypatch)
+    assert_whole(key, changes, monkeypatch)
 
 
 def test_variants_that_a_resumed_build_keeps(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = read_source(folders / "model")
-    recipe, other = (load_recipe("default").variants[name] for name in ("w4a16", "w8a8"))
-
-    def parts(source: Any = model, recipe: Any = recipe, rows: Any = ((1, 2),), seed: int = 0) -> Any:
-        return variant_inputs(source, recipe, rows, seed)
-
+    model, recipes = read_source(folders / "model"), load_recipe("default").variants
+    files = [{**model.files_sha256, name: ""} for name in model.files_sha256]
     changes = [
-        ("source", read_source(folders / "changed/model")),
-        ("source", replace(model, config_sha256="another")),
-        *(
-            ("source", replace(model, files_sha256={**model.files_sha256, name: ""}))
-            for name in model.files_sha256
-        ),
-        ("recipe", other),
-        *[("rows", ((1, 3),)), ("rows", None), ("seed", 1)],
+        *[("source", read_source(folders / "changed/model")), ("source", replace(model, config_sha256=""))],
+        *(("source", replace(model, files_sha256=others)) for others in files),
+        *[("recipe", recipes["w8a8"]), ("rows", [[1, 3]]), ("rows", None), ("seed", 1)],
         ("flexquant.quantization.report.versions", lambda: {"flexquant": "9.9"}),
     ]
-    assert_whole(parts, changes, monkeypatch)
+    key = partial(variant_inputs, source=model, recipe=recipes["w4a16"], rows=[[1, 2]], seed=0)
+    assert_whole(key, changes, monkeypatch)

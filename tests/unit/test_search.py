@@ -279,7 +279,7 @@ def test_results_of_another_study_are_not_gone_on_with(
         study = replace(study, settings=replace(study.settings, seed=3))
     else:
         study = replace(study, variants=dict(reversed(study.variants.items())))
-    with pytest.raises(UsageError, match=f"has results with other {changed}; give another --output"):
+    with pytest.raises(UsageError, match=f"has results with other {changed}(, rows)?; give another --output"):
         Search(study, TIMES, Budget(layers=1)).run(file, overwrite=False, progress=print)
 
 

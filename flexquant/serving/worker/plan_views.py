@@ -128,10 +128,7 @@ def is_compiled(inner: nn.Module) -> TypeGuard[TorchCompileWithNoGuardsWrapper]:
 
 
 def plan_key(
-    plan: Plan,
-    merged: MergedConfig,
-    derived: Mapping[str, Derivation],
-    kernels: Mapping[str, Sequence[str]],
+    plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivation], kernels: Mapping[str, Sequence[str]]
 ) -> JsonObject:
     """Return what a plan's compiled code depends on beside vLLM's own key.
 
@@ -148,13 +145,8 @@ def plan_key(
             "nested_in": nested_in,
             "derivation": derivation and [derivation.activations, derivation.weights],
         }
-    return {
-        "flexquant": __version__,
-        "architecture": merged.base_architecture,
-        "layers": plan.layers,
-        "schemes": schemes,
-        "kernels": kernels,
-    }
+    model = {"architecture": merged.base_architecture, "layers": plan.layers, "schemes": schemes}
+    return {"flexquant": __version__, **model, "kernels": kernels}
 
 
 def give_own_compile_state(

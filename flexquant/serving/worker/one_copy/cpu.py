@@ -246,12 +246,8 @@ def _output_shape(x: torch.Tensor, packed: object, scale: torch.Tensor, *_: obje
 
 def loops_key() -> JsonObject:
     """Return what the compiled loops depend on."""
-    return {
-        "source": SOURCE.read_text(encoding="utf-8"),
-        "flags": FLAGS,
-        "torch": torch.__version__,
-        "cpu": cpu_identity(),
-    }
+    source = SOURCE.read_text(encoding="utf-8")
+    return {"source": source, "flags": FLAGS, "torch": torch.__version__, "cpu": cpu_identity()}
 
 
 @functools.cache
@@ -278,10 +274,7 @@ def has_operators() -> bool:
 
 
 def _load_kept(folder: Path, key: str) -> bool:
-    """Load the loops that an earlier start has compiled; False if there are none that can be trusted.
-
-    The name of their file has the SHA-256 of its content.
-    """
+    """Load the loops that an earlier start has compiled; False if there are none that can be trusted."""
     for library in folder.glob(f"{key}-*.so"):
         try:
             if not (_is_only_ours(folder) and _is_only_ours(library)):
@@ -304,19 +297,16 @@ def _compile(folder: Path, key: str) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_kept = _is_only_ours(folder) and os.access(folder, os.W_OK)
     if not is_kept:
-        logger.warning(
-            "FlexQuant compiles its loops at every start, as %s is not a folder that this user can write to "
-            "and others cannot; remove it, or set VLLM_CACHE_ROOT to another",
-            folder,
-        )
+        problem = "FlexQuant compiles its loops at every start: let this user alone be able to write to %s"
+        logger.warning(problem, folder)
     # A folder of this process's own: PyTorch's lock in it would outlive a process that is killed.
     with tempfile.TemporaryDirectory(dir=folder if is_kept else None) as build:
         load("one_copy", [str(SOURCE)], extra_cflags=FLAGS, build_directory=build, is_python_module=False)
         if is_kept:
             library = next(Path(build).glob("*.so"))
             library.chmod(0o755)
-            for damaged in folder.glob(f"{key}-*.so"):
-                damaged.unlink(missing_ok=True)
+            for refused in folder.glob(f"{key}-*.so"):
+                refused.unlink(missing_ok=True)
             os.replace(library, folder / f"{key}-{hash_file(library)}.so")
 
 
