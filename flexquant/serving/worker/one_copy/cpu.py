@@ -264,7 +264,7 @@ def has_operators() -> bool:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         logger.warning(
             "FlexQuant computes INT8 weights slowly, as its loops could not be compiled (%s); install g++ "
-            "and ninja, and let VLLM_CACHE_ROOT be a folder that can be written to",
+            "and ninja",
             reason,
         )
         return False
@@ -297,17 +297,21 @@ def _compile(folder: Path, key: str) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_kept = _is_only_ours(folder) and os.access(folder, os.W_OK)
     if not is_kept:
-        problem = "FlexQuant compiles its loops at every start: let this user alone be able to write to %s"
-        logger.warning(problem, folder)
+        logger.warning(
+            "FlexQuant compiles its loops at every start, as other users can write to %s, or this one cannot; "
+            "make it a folder that this user alone can write to",
+            folder,
+        )
     # A folder of this process's own: PyTorch's lock in it would outlive a process that is killed.
     with tempfile.TemporaryDirectory(dir=folder if is_kept else None) as build:
         load("one_copy", [str(SOURCE)], extra_cflags=FLAGS, build_directory=build, is_python_module=False)
         if is_kept:
             library = next(Path(build).glob("*.so"))
             library.chmod(0o755)
-            for refused in folder.glob(f"{key}-*.so"):
+            kept = folder / f"{key}-{hash_file(library)}.so"
+            for refused in {*folder.glob(f"{key}-*.so")} - {kept}:
                 refused.unlink(missing_ok=True)
-            os.replace(library, folder / f"{key}-{hash_file(library)}.so")
+            os.replace(library, kept)
 
 
 def _is_only_ours(path: Path) -> bool:
