@@ -130,7 +130,7 @@ def test_results_of_another_study_are_kept(
 ) -> None:
     before = (folder / "sensitivity" / "sensitivity.json").read_bytes()
     assert cli.main([*measuring, "--seed", "3"]) == 2
-    assert "has results with other settings; give another --output, or --overwrite" in capsys.readouterr().err
+    assert "has results with other settings, rows; give another --output" in capsys.readouterr().err
     assert (folder / "sensitivity" / "sensitivity.json").read_bytes() == before
 
 
