@@ -298,7 +298,7 @@ def _compile(folder: Path, key: str) -> None:
         is_kept = _is_only_ours(folder) and os.access(folder, os.W_OK)
     if not is_kept:
         logger.warning(
-            "FlexQuant compiles its loops at every start, as other users can write to %s, or this one cannot; "
+            "FlexQuant compiles its loops at every start, as other users can write to %s or this one cannot; "
             "make it a folder that this user alone can write to",
             folder,
         )
