@@ -285,12 +285,10 @@ def describe_mixing(report: CheckpointReport) -> str:
 
 def describe_kv(kv_compatibility: JsonObject) -> str:
     """Return one sentence on whether the variants' KV caches are interchangeable."""
-    if not kv_compatibility:
-        return "not compared"
-    if kv_compatibility.get("compatible"):
-        return "interchangeable between the variants, as compared when merging"
+    if kv_compatibility["compatible"]:
+        return "interchangeable between the variants"
     return (
-        f"NOT interchangeable, merged all the same: {kv_compatibility.get('message', 'no reason recorded')}"
+        f"NOT interchangeable between the variants: {kv_compatibility.get('message', 'no reason recorded')}"
     )
 
 

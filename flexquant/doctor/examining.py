@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.loadable import check_loadable
+from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, check_loadable
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import QUANT_METHOD, SHARED
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.weight_bytes import describe_kv
 from flexquant.doctor import Finding
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.engine import describe_machine, describe_versions, environment
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from flexquant.serving.worker.model import FlexQuantForCausalLM
+
+IN_16_BIT: JsonObject = {"quant_method": COMPRESSED_TENSORS, "config_groups": {}}
+"""What a section that says nothing means."""
 
 
 def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
@@ -46,8 +50,11 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
         checkpoint = MergedCheckpoint.open(folder, published=True)
         merged = checkpoint.merged
         yield Finding("ok", "checkpoint", f"{merged.base_architecture} as {', '.join(merged.variants)}")
+        if not merged.may_share_cache(merged.variants):
+            yield Finding("note", "KV cache", describe_kv(merged.kv_compatibility))
         for name, variant in merged.variants.items():
-            check_loadable(variant.quantization_config, checkpoint.variant_tensors(name), f"variant '{name}'")
+            section = {**IN_16_BIT, **variant.quantization_config}
+            check_loadable(section, checkpoint.variant_tensors(name), f"variant '{name}'")
         yield from _examine_with_vllm(folder, arguments)
     except Exception as e:  # anything that stops vllm serve is a finding
         sentence = " ".join(str(e).split()) or type(e).__name__

@@ -20,7 +20,7 @@ from flexquant.checkpoint.module_names import describe_ranges
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import route_changes
 from flexquant.policy.schema import PHASES
-from flexquant.serving.config import ServedPolicy, clip_to_server
+from flexquant.serving.config import ServedPolicy, check_caches, clip_to_server
 from flexquant.serving.kernels.layers import kernel_names
 from flexquant.serving.messages import PolicyEffects, PolicyRefusal, RankMetrics, RankStatus, ServedPolicyData
 from flexquant.serving.worker.plan_views import decoder_path, is_compiled
@@ -108,6 +108,7 @@ def change_policy(
                 f"/flexquant, and apply {policy.name} again"
             )
         after = clip_to_server(model.vllm_config, model.merged, policy)
+        check_caches(model.vllm_config, model.merged, after.name, before.routes, after.routes)
         if not after.routes.ignores_phase():
             model.observer.check_phases()
         if problem := next(problems(model, after), None):
