@@ -209,9 +209,9 @@ def check_caches(vllm_config: VllmConfig, merged: MergedConfig, policy: str, *ta
         return
     consent = json.dumps({OPTIONS_KEY: {"allow_incompatible_kv": True}})
     raise FlexQuantError(
-        f"{policy} lets {' and '.join(used)} read one KV cache, and the merge did not find that they can; use "
-        f"a policy of one variant, or, to serve it all the same, add --additional-config '{consent}'. Recorded "
-        f"is: {merged.kv_compatibility.get('message') or 'no reason'}"
+        f"{policy} lets {' and '.join(used)} read one KV cache, and the merge did not find that they can; "
+        "take a policy of one variant, and no KV connector, or, to serve it all the same, add "
+        f"--additional-config '{consent}'. Recorded is: {merged.kv_compatibility.get('message')}"
     )
 
 

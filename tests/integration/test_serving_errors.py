@@ -16,6 +16,7 @@ from examples.vllm_server import ServerError, vllm_serve
 from flexquant.errors import FlexQuantError
 from flexquant.serving.worker.pass_records import trace_file
 from tests.checkpoints import EXPERTS
+from tests.foreign import write_foreign
 from tests.integration.conftest import edited_json, engine
 from tests.policies import rules
 from tests.states import make_variants, merge_twins
@@ -47,6 +48,8 @@ def edited(merged, tmp_path, **section):
     folder = shutil.copytree(merged, tmp_path / "edited")
     with edited_json(folder / "config.json") as config:
         config["quantization_config"] |= section
+        for key in [key for key, value in section.items() if value is None]:
+            del config["quantization_config"][key]
     return folder
 
 
@@ -77,12 +80,60 @@ def test_a_policy_that_does_not_fit(merged, tmp_path, policy, found):
             ["'model.layers.99.mlp.experts'", "4 decoder layers", "merge it again"],
         ),
         ({"schema_version": 3}, "phase", ["version 3", "upgrade"]),
+        ({"base_architecture": "NewForCausalLM"}, "phase", ["cannot build NewForCausalLM", "update vLLM"]),
+        ({"base_architecture": "FlexQuantForCausalLM"}, "phase", ["cannot build FlexQuantForCausalLM"]),
     ],
 )
 def test_a_checkpoint_whose_section_does_not_fit(merged, tmp_path, section, policy, found):
     folder = edited(merged, tmp_path, **section)
     message = refusal(folder, **flexquant(policy=written(policy, tmp_path)))
     assert all(part in message for part in found)
+
+
+ALLOWED = {"allow_incompatible_kv": True}
+APART = {"kv_compatibility": {"compatible": False, "message": "k_proj is doubled"}}
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "found"),
+    [
+        (APART, {}, "phase-batch lets w4a16 and w8a8 read one KV cache"),
+        (APART | {"mixable": [["w8a8"], ["w4a16"]]}, flexquant(policy="phase"), "k_proj is doubled"),
+        (APART, flexquant(policy="w4a16") | {"kv_transfer_config": CONNECTOR}, "a KV connector lets w4a16"),
+        (APART, flexquant(policy="one-copy"), None),
+        (APART, flexquant(policy="w8a8"), None),
+        (APART, flexquant(**ALLOWED), None),
+        ({"kv_compatibility": None}, {}, "the merge did not compare them"),
+        ({"kv_compatibility": None}, flexquant(policy="w8a8"), None),
+    ],
+)
+def test_caches_that_the_merge_did_not_find_alike_are_not_shared(merged, tmp_path, section, options, found):
+    folder = edited(merged, tmp_path, **section)
+    if found is None:
+        configure(folder, **options)
+    else:
+        message = refusal(folder, **options)
+        assert found in message and '{"flexquant": {"allow_incompatible_kv": true}}' in message
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
+def test_the_method_that_a_published_checkpoint_is_in_may_be_named(tiny_merged, tmp_path, method):
+    folder = source = tiny_merged() / "w4a16"
+    if method != "compressed-tensors":
+        folder = write_foreign(source, tmp_path / method, method)
+    published = {"config_format": "flexquant", "max_num_batched_tokens": 256}
+    for named in (None, "flexquant", method):
+        assert configure(folder, quantization=named, **published).model_config.quantization == "flexquant"
+    other = "awq" if method == "gptq" else "gptq"
+    assert f"--quantization {other} is not the format of" in refusal(folder, quantization=other, **published)
+    if method != "compressed-tensors":  # what vLLM calls it on a GPU
+        configure(folder, quantization=f"{method}_marlin", **published)
+
+
+def test_a_merged_checkpoint_drafts_for_no_other(merged):
+    drafting = {"method": "draft_model", "model": str(merged), "num_speculative_tokens": 2}
+    assert "drafts of a merged checkpoint, but" in refusal(merged, speculative_config=drafting)
 
 
 def written(policy: str, folder: Path) -> str:
@@ -152,7 +203,7 @@ def test_adapters_for_variants_that_merging_compared_with_one_that_is_not_served
     merged, tmp_path, rescaled, named
 ):
     variants = json.loads((merged / "config.json").read_text())["quantization_config"]["variants"]
-    variants["third"] = variants["w4a16"]
+    variants["third"] = variants["w4a16"] | {"prefix": "third."}
     folder = edited(merged, tmp_path, variants=variants, mixable=[list(variants)], rescaled=rescaled)
     policy = written(rules("- {when: {phase: decode}, use: w4a16}", "- use: third"), tmp_path)
     message = refusal(folder, enable_lora=True, **flexquant(policy=policy))
