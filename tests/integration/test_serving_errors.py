@@ -7,15 +7,21 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from examples.vllm_server import ServerError, vllm_serve
+from flexquant.doctor.examining import built_without_weights
 from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints
+from flexquant.policy.rules import load_policy
+from flexquant.serving.config import served_policy
 from flexquant.serving.worker.pass_records import trace_file
-from tests.checkpoints import EXPERTS
+from flexquant.serving.worker.worker_extension import change_policy
+from tests.checkpoints import EXPERTS, make_checkpoint
 from tests.foreign import write_foreign
 from tests.integration.conftest import edited_json, engine
 from tests.policies import rules
@@ -115,6 +121,19 @@ def test_caches_that_the_merge_did_not_find_alike_are_not_shared(merged, tmp_pat
     else:
         message = refusal(folder, **options)
         assert found in message and '{"flexquant": {"allow_incompatible_kv": true}}' in message
+
+
+def test_a_cache_that_one_variant_wrote_is_not_handed_to_another_by_a_change(tmp_path):
+    """A server of the nested variant alone has the weights of the other one too."""
+    pair = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "w4a16")}
+    merge_checkpoints(pair, tmp_path / "merged", nested="near")
+    folder = edited(tmp_path / "merged", tmp_path, **APART)
+    said = pytest.raises(FlexQuantError, match="w4a16 lets w4a16 and w8a8 read one KV cache")
+    for consent, expected in (({}, said), (ALLOWED, nullcontext())):
+        config = configure(folder, **flexquant(policy="w8a8", **consent))
+        with built_without_weights(config) as model, expected:
+            after = served_policy(config, model.merged, load_policy("w4a16"))
+            change_policy(model, after, None, None)
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
