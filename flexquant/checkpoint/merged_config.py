@@ -55,8 +55,6 @@ SHARED = "shared"
 """Key, in place of a variant's name, of what several variants share; no variant can have this name."""
 SHARED_PREFIX = f"{SHARED}."
 VARIANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
-NAMES = "lower-case letters, digits, '-' and '_', starting with a letter or digit, and not 'shared'"
-"""What names of variants are made of."""
 NOT_COMPARED = {"compatible": False, "message": "the merge did not compare them"}
 """What is read where a merge has recorded nothing of the KV caches."""
 METHODS = (COMPRESSED_TENSORS, AWQ, GPTQ)
@@ -78,7 +76,10 @@ def served_architecture(base_architecture: str) -> str:
 def check_variant_name(name: str) -> None:
     """Raise :class:`FlexQuantError` unless ``name`` can prefix tensor keys and appear in a policy."""
     if name == SHARED or not VARIANT_NAME.fullmatch(name):
-        raise FlexQuantError(f"'{name}' is not a variant name: use {NAMES}")
+        raise FlexQuantError(
+            f"'{name}' is not a variant name: use lower-case letters, digits, '-' and '_', "
+            "starting with a letter or digit, and not 'shared'"
+        )
 
 
 @dataclass(frozen=True)
@@ -102,18 +103,6 @@ class StoredVariant:
         return not section or (
             section.get("quant_method") == COMPRESSED_TENSORS and not section.get("config_groups")
         )
-
-    @property
-    def has_sound_section(self) -> bool:
-        """Whether the section is of a format that is served, and its groups are JSON objects."""
-        section, methods = self.quantization_config, METHODS[:1] if self.prefix else METHODS
-        groups = section.get("config_groups", {})
-        are_objects = isinstance(groups, dict) and all(
-            isinstance(group, dict) and isinstance(group.get("weights") or {}, dict)
-            for group in groups.values()
-        )
-        is_in_16_bit = "quant_method" not in section and not groups
-        return are_objects and (is_in_16_bit or section.get("quant_method") in methods)
 
     def to_json(self) -> JsonObject:
         return {key: value for key, value in vars(self).items() if key != "nested_in" or value is not None}
@@ -231,28 +220,38 @@ class MergedConfig:
         """Yield what has a wrong value, its key, the value, and what it should be."""
         whole, names = "quantization_config", ", ".join(self.variants)
         for name, variant in self.variants.items():
-            owner, is_only = f"variant '{name}'", len(self.variants) == 1
-            source = self.variants.get(variant.nested_in or "")
-            if name == SHARED or not VARIANT_NAME.fullmatch(name):
-                yield whole, "a variant", name, f"a name of {NAMES}"
-            if variant.prefix != f"{name}." and not (is_only and variant.prefix == ""):
+            check_variant_name(name)
+            owner, stored = f"variant '{name}'", variant.quantization_config
+            is_published = len(self.variants) == 1 and variant.prefix == ""
+            if variant.prefix != f"{name}." and not is_published:
                 yield owner, "prefix", variant.prefix, f"'{name}.'"
-            if not variant.has_sound_section:
-                yield owner, whole, variant.quantization_config, f"one of {COMPRESSED_TENSORS}"
+            methods = METHODS if is_published else METHODS[:1]
+            is_known = stored.get("quant_method") in methods or stored in ({}, {"config_groups": {}})
+            groups = stored.get("config_groups", {})
+            are_objects = isinstance(groups, dict) and all(
+                isinstance(group, dict) and isinstance(group.get(key) or {}, dict)
+                for group in groups.values()
+                for key in ("weights", "input_activations")
+            )
+            if not is_known or not are_objects:
+                yield owner, whole, stored, f"one of {COMPRESSED_TENSORS}"
+            source = self.variants.get(variant.nested_in or "")
             if variant.nested_in is not None and (source is None or source.nested_in is not None):
                 yield owner, "nested_in", variant.nested_in, "another variant that is not nested itself"
         if (prefix := section.get("shared_prefix", SHARED_PREFIX)) != SHARED_PREFIX:
             yield whole, "shared_prefix", prefix, f"'{SHARED_PREFIX}'"
+        if self.base_architecture.startswith("FlexQuant"):
+            yield whole, "base_architecture", self.base_architecture, "the class of a published model"
         if self.draft_heads not in (None, *self.variants):
             yield whole, "draft_heads", self.draft_heads, f"one of {names}"
         if not {*self.rescaled} <= self.variants.keys():
             yield whole, "rescaled", self.rescaled, f"some of {names}"
         if type(self.kv_compatibility.get("compatible")) is not bool:
             yield whole, "kv_compatibility", self.kv_compatibility, "'compatible' in it, true or false"
-        groups: Any = section.get("mixable")
-        are_lists = isinstance(groups, list) and all(isinstance(group, list) and group for group in groups)
-        if not are_lists or sorted(map(str, chain.from_iterable(groups))) != sorted(self.variants):
-            yield whole, "mixable", groups, f"lists that name each of {names} once"
+        lists: Any = section.get("mixable")
+        are_lists = isinstance(lists, list) and all(isinstance(group, list) and group for group in lists)
+        if not are_lists or sorted(map(str, chain.from_iterable(lists))) != sorted(self.variants):
+            yield whole, "mixable", lists, f"lists that name each of {names} once"
 
 
 def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:

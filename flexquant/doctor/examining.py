@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, check_loadable
+from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import QUANT_METHOD, SHARED
 from flexquant.checkpoint.model_config import JsonObject
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from flexquant.serving.worker.model import FlexQuantForCausalLM
-
-IN_16_BIT: JsonObject = {"quant_method": COMPRESSED_TENSORS, "config_groups": {}}
-"""What a section that says nothing means."""
 
 
 def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
@@ -53,8 +50,7 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
         if not merged.may_share_cache(merged.variants):
             yield Finding("note", "KV cache", describe_kv(merged.kv_compatibility))
         for name, variant in merged.variants.items():
-            section = {**IN_16_BIT, **variant.quantization_config}
-            check_loadable(section, checkpoint.variant_tensors(name), f"variant '{name}'")
+            check_loadable(variant.quantization_config, checkpoint.variant_tensors(name), f"variant '{name}'")
         yield from _examine_with_vllm(folder, arguments)
     except Exception as e:  # anything that stops vllm serve is a finding
         sentence = " ".join(str(e).split()) or type(e).__name__

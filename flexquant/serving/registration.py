@@ -158,8 +158,6 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
             return  # `refusals` says so; vLLM may lack what the architecture needs
         check_sections(model_config, merged)
         try:
-            if merged.base_architecture.startswith("FlexQuant"):
-                raise ValueError
             base, _ = model_config.registry.inspect_model_cls([merged.base_architecture], model_config)
         except ValueError as e:
             raise FlexQuantError(
@@ -202,7 +200,7 @@ def check_sections(model_config: ModelConfig, merged: MergedConfig) -> None:
     """
     sections = {name: variant.quantization_config for name, variant in merged.variants.items()}
     for name, section in sections.items():
-        LinearSchemes({"config_groups": {}, **section}, f"variant '{name}'", ())
+        LinearSchemes(section, f"variant '{name}'", ())
     methods = {section.get("quant_method", "16 bit") for section in sections.values()}
     asked = model_config.quantization or QUANT_METHOD
     if asked != QUANT_METHOD and methods != {asked.removesuffix("_marlin")}:

@@ -246,15 +246,25 @@ def test_too_little_memory(merged, monkeypatch):
     assert memory.level == "problem" and "--max-model-len" in memory.text
 
 
-def test_the_weights_and_the_cache_must_fit_into_free_memory_together(merged, monkeypatch):
+def test_a_request_and_the_weights_must_fit_into_memory_to_the_byte(merged, monkeypatch):
     if not current_platform.is_cpu():
         pytest.skip("the memory of a GPU is not the test's")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    needed = (1 << 30) + sum(findings(merged)["weights"][0].details["bytes"].values())
-    for free, level in ((needed, "ok"), (needed - 1, "problem")):
-        memory = SimpleNamespace(virtual_memory=lambda free=free: SimpleNamespace(available=free, total=free))
-        monkeypatch.setattr(built_model, "psutil", memory)
-        assert findings(merged)["memory"][0].level == level
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    found = findings(merged)
+    weights = sum(found["weights"][0].details["bytes"].values())
+    request = 256 * found["memory"][0].details["bytes_per_token"]
+    large = 1 << 40
+    for option, value, free, total, level in (
+        ("--kv-cache-memory-bytes", request, request + weights, large, "ok"),
+        ("--kv-cache-memory-bytes", request, request + weights - 1, large, "problem"),
+        ("--kv-cache-memory-bytes", request - 1, large, large, "problem"),
+        ("--gpu-memory-utilization", 0.5, large, 2 * (request + weights), "ok"),
+        ("--gpu-memory-utilization", 0.5, large, 2 * (request + weights) - 1, "problem"),
+    ):
+        machine = SimpleNamespace(available=free, total=total)
+        monkeypatch.setattr(built_model, "psutil", SimpleNamespace(virtual_memory=lambda m=machine: m))
+        (memory,) = findings(merged, option, str(value))["memory"]
+        assert memory.level == level, (option, value, memory.text)
 
 
 def test_caches_that_cannot_be_shared_are_said_whatever_the_policy(merged, tmp_path):

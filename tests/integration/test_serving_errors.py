@@ -87,7 +87,6 @@ def test_a_policy_that_does_not_fit(merged, tmp_path, policy, found):
         ),
         ({"schema_version": 3}, "phase", ["version 3", "upgrade"]),
         ({"base_architecture": "NewForCausalLM"}, "phase", ["cannot build NewForCausalLM", "update vLLM"]),
-        ({"base_architecture": "FlexQuantForCausalLM"}, "phase", ["cannot build FlexQuantForCausalLM"]),
     ],
 )
 def test_a_checkpoint_whose_section_does_not_fit(merged, tmp_path, section, policy, found):

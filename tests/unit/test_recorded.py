@@ -56,6 +56,7 @@ def edited(section: dict[str, Any], path: str, value: object) -> dict[str, Any]:
     [
         ("schema_version", [GONE, 3, "1", True, 1.0], "this FlexQuant reads versions 1 and 2; upgrade"),
         ("base_architecture", [GONE, 3], "wrong 'base_architecture'"),
+        ("base_architecture", ["FlexQuantForCausalLM"], "expected the class of a published model"),
         ("shared_prefix", ["common.", "", None], "has shared_prefix .* expected 'shared.'"),
         ("variants", [GONE, {}, []], "wrong 'variants'"),
         (f"{W8A8}.prefix", ["w8a8", "w4a16.", "shared.", ""], "'w8a8' has prefix .* expected 'w8a8.'"),
@@ -88,7 +89,7 @@ def test_a_value_that_is_wrong_is_refused(
 def test_a_variant_has_a_name_that_a_merge_gives(merged: Path, name: str) -> None:
     section = config_of(merged)[SECTION]
     variants = {name: section["variants"]["w8a8"], "w4a16": section["variants"]["w4a16"]}
-    with pytest.raises(FlexQuantError, match=f"a variant '{name}', expected a name of lower-case letters"):
+    with pytest.raises(FlexQuantError, match=f"^'{name}' is not a variant name: use lower-case letters"):
         MergedConfig.from_json(section | {"variants": variants, "mixable": [[*variants]]})
 
 
