@@ -205,13 +205,14 @@ class MergedConfig:
         try:
             known = {"kv_compatibility": NOT_COMPARED, **section, "mixable": None}
             read: MergedConfig = TypeAdapter(MergedConfig).validate_python(known)
+            wrong = read._contradictions(section)
+            problem = next(
+                (f"{of} has {key} {v!r:.100}, expected {right}" for of, key, v, right in wrong), ""
+            )
         except ValidationError as e:
-            raise FlexQuantError(
-                f"the merged checkpoint's quantization_config has {wrong_key(e)}; merge it again"
-            ) from e
-        for owner, key, value, expected in read._contradictions(section):
-            found = f"{key} {value!r:.100}, expected {expected}"
-            raise FlexQuantError(f"the merged checkpoint's {owner} has {found}; merge it again")
+            problem = f"quantization_config has {wrong_key(e)}"
+        if problem:
+            raise FlexQuantError(f"the merged checkpoint's {problem}; merge it again")
         if "rescaled" not in section:
             read = replace(read, rescaled=tuple(read.variants)[1:])
         return replace(read, mixable=tuple(map(tuple, section["mixable"])))

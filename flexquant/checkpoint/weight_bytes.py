@@ -287,9 +287,7 @@ def describe_kv(kv_compatibility: JsonObject) -> str:
     """Return one sentence on whether the variants' KV caches are interchangeable."""
     if kv_compatibility["compatible"]:
         return "interchangeable between the variants"
-    return (
-        f"NOT interchangeable between the variants: {kv_compatibility.get('message', 'no reason recorded')}"
-    )
+    return f"NOT interchangeable: {kv_compatibility.get('message', 'no reason recorded')}"
 
 
 def _describe(arguments: QuantizedNumbers | None, what: str) -> str:

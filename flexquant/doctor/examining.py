@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -192,11 +193,8 @@ class LoadedBytes:
                 f"there is memory for a KV cache of {self.cache_tokens(0):,} tokens without any weights, and "
                 f"{tokens:,} are asked for; give fewer --kv-tokens, or more --tensor-parallel-size"
             )
-        fits, too_many = 0, 1 + sum(sum(sizes.values()) for sizes in self.by_layer.values())
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            fits, too_many = (middle, too_many) if self.cache_tokens(middle) >= tokens else (fits, middle)
-        return fits
+        sizes = range(1 + sum(sum(sizes.values()) for sizes in self.by_layer.values()))
+        return bisect_left(sizes, True, key=lambda nbytes: self.cache_tokens(nbytes) < tokens) - 1
 
     def _loaded(self, plans: Iterable[Layers]) -> dict[tuple[str, int | None], int]:
         used = {(variant, layer) for plan in plans for layer, variant in enumerate(plan)}

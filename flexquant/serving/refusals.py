@@ -32,15 +32,7 @@ if TYPE_CHECKING:
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "dflash", "medusa", "mtp")
 DRAFTS_FROM_TARGET = ("eagle", "eagle3", "dflash", "mtp")
 """Methods whose draft models can take embedding and lm_head from the model that they draft for."""
-LOAD_FORMATS = (
-    "auto",
-    "hf",
-    "safetensors",
-    "fastsafetensors",
-    "instanttensor",
-    "runai_streamer",
-    "dummy",
-)
+LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
 """Load formats that hand a model the tensors of safetensors files by name, or need none."""
 
 FOR_ADAPTERS = (
