@@ -27,6 +27,7 @@ from tests.unit.test_format import PAGE
 GONE = object()
 SECTION = "quantization_config"
 W8A8 = "variants.w8a8"
+MIXABLE = "has mixable .* each of w8a8, w4a16 once"
 SETTINGS = f"{W8A8}.quantization_config"
 
 
@@ -67,7 +68,8 @@ def edited(section: dict[str, Any], path: str, value: object) -> dict[str, Any]:
         (f"{W8A8}.negative_scales", [GONE, "false", 0], rf"wrong '{W8A8}.negative_scales'"),
         (f"{W8A8}.nested_in", [3], rf"wrong '{W8A8}.nested_in'"),
         ("shared_modules", [None, "lm_head", [1]], "wrong 'shared_modules"),
-        ("mixable", [GONE, None, [["w8a8"]]], "has mixable .* each of w8a8, w4a16 once"),
+        ("mixable", [GONE, None, "all", {}, [[]], [["w8a8"]], ["w8a8", "w4a16"]], MIXABLE),
+        ("mixable", [[["w8a8", "w4a16"], ["w8a8"]], [["w8a8", "fp8"]], [["w8a8", {}]]], MIXABLE),
         ("rescaled", [None, "w4a16", [1]], "wrong 'rescaled"),
         ("rescaled", [["fp8"]], "has rescaled .* expected some of w8a8, w4a16"),
         ("kv_compatibility", [None, []], "wrong 'kv_compatibility'"),
