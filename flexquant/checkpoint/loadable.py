@@ -48,7 +48,7 @@ def check_loadable(section: JsonObject, tensors: Mapping[str, TensorRef], owner:
     ``section`` is a ``quantization_config``; nothing is said of another format than compressed-tensors.
     ``owner`` names the checkpoint in messages. Only headers are read.
     """
-    if section.get("quant_method") != COMPRESSED_TENSORS:
+    if section.get("quant_method", COMPRESSED_TENSORS) != COMPRESSED_TENSORS:
         return
     schemes = LinearSchemes(section, owner, tensors)
     _check_section(section, schemes, owner)

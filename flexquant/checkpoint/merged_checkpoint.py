@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from flexquant.checkpoint.folder import (
     INDEX_FILE,
@@ -60,6 +60,9 @@ class RecordedSource(BaseModel):
 class Provenance(BaseModel):
     """The keys of the document that are read; all are empty if the document has been removed."""
 
+    document: Literal["flexquant.provenance/v1"] = Field(
+        default="flexquant.provenance/v1", validation_alias="schema"
+    )
     sources: dict[str, RecordedSource] = {}
     dtype: str | None = None
     """The dtype that what is in 16 bit was cast to; None: nothing was cast."""
@@ -138,13 +141,8 @@ class MergedCheckpoint:
         if not published and any(not variant.prefix for variant in merged.variants.values()):
             raise FlexQuantError(f"{folder} is no merged checkpoint; create one with 'flexquant merge'")
         tensors = read_tensors(folder)
-        prefixes = (SHARED_PREFIX, *(v.prefix for v in merged.variants.values()))
         for key in tensors:
-            if not key.startswith(prefixes):
-                raise FlexQuantError(
-                    f"{folder} holds tensor '{key}', which belongs to none of its variants "
-                    f"({', '.join(merged.variants)}); merge it again"
-                )
+            merged.check_key(key, str(folder))
         return cls(folder, config, merged, tensors, read_provenance(folder))
 
     def check_variant(self, name: str) -> None:
@@ -186,7 +184,12 @@ class MergedCheckpoint:
             return {}
         from flexquant.checkpoint.nested import nested_weights  # torch
 
-        return nested_weights(self._stored(name), self._stored(source))
+        if not (found := nested_weights(self._stored(name), self._stored(source))):
+            raise FlexQuantError(
+                f"variant '{name}' of {self.folder} has nested_in '{source}', but no differences to its "
+                "weights; merge it again"
+            )
+        return found
 
     def _stored(self, name: str) -> dict[str, TensorRef]:
         return {original: self.tensors[key] for original, key in self.variant_keys(name).items()}

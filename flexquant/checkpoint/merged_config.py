@@ -9,6 +9,7 @@ has the variant ``w4a16`` or ``bf16`` alone. Nothing here imports torch or vLLM.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -29,6 +30,7 @@ from flexquant.checkpoint.model_config import (
     complete_settings,
     count_layers,
 )
+from flexquant.checkpoint.module_names import HEAD
 from flexquant.documents.yaml_document import read_named
 from flexquant.errors import FlexQuantError
 
@@ -53,6 +55,10 @@ SHARED = "shared"
 """Key, in place of a variant's name, of what several variants share; no variant can have this name."""
 SHARED_PREFIX = f"{SHARED}."
 VARIANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+NOT_COMPARED = {"compatible": False, "message": "the merge did not compare them"}
+"""What is read where a merge has recorded nothing of the KV caches."""
+METHODS = (COMPRESSED_TENSORS, AWQ, GPTQ)
+"""Formats of published checkpoints that are served; a merged one has the first alone."""
 PUBLISHED_INT4 = ("w4a16", "one-copy")
 PUBLISHED_16_BIT = ("bf16", "prefill-8-bit")
 """A published checkpoint's only variant, and the built-in policy that serves it unless another is given."""
@@ -120,8 +126,8 @@ class MergedConfig:
     """Variants with a linear that is scaled or rotated against the first variant's: no LoRA fits both."""
     policy: JsonObject | None = None
     """The default policy document (schema ``flexquant.policy/v1``); None: the built-in default."""
-    kv_compatibility: JsonObject = Field(default_factory=dict)
-    """Result of the KV-cache comparison while merging; for people, serving does not read it."""
+    kv_compatibility: JsonObject = Field(default_factory=lambda: {"compatible": True})
+    """Result of the KV-cache comparison while merging: ``compatible`` (bool), and why not: ``message``."""
     draft_heads: StrictStr | None = None
     """The variant whose heads that predict further tokens (MTP) a server drafts with; None: it has none."""
 
@@ -138,6 +144,31 @@ class MergedConfig:
     def layered_plans(self) -> bool:
         """Whether one plan can mix layers of all variants."""
         return len(self.mixable_groups) == 1
+
+    def may_share_cache(self, variants: Collection[str]) -> bool:
+        """Whether the merge found that these variants may read one another's KV cache.
+
+        It compares no further than the first variant that may not; those that can be mixed may.
+        """
+        are_mixable = not self.layered_plans and any({*variants} <= {*group} for group in self.mixable_groups)
+        return len(variants) == 1 or self.kv_compatibility["compatible"] or are_mixable
+
+    def check_key(self, key: str, place: str = "the merged checkpoint") -> None:
+        """Raise :class:`FlexQuantError` for a tensor of no variant, and for one variant's of a shared module.
+
+        A copy of the embedding under the name of the lm_head, which is not loaded, may be of one variant.
+        """
+        problem = "" if key.startswith(SHARED_PREFIX) else "belongs to none of its variants"
+        for variant in self.variants.values():
+            if key.startswith(variant.prefix):
+                shared = tuple(f"{variant.prefix}{module}." for module in self.shared_modules)
+                is_copy = not variant.own_head and HEAD.search(key)
+                is_wrong = key.startswith(shared) and not is_copy
+                problem = "is of one variant, though shared_modules has its module" if is_wrong else ""
+        if problem:
+            raise FlexQuantError(
+                f"{place} holds tensor '{key}', which {problem} ({', '.join(self.variants)}); merge it again"
+            )
 
     def to_json(self) -> JsonObject:
         return {
@@ -164,40 +195,64 @@ class MergedConfig:
                 f"not a merged checkpoint: quant_method is {section.get('quant_method')!r}, expected "
                 f"'{QUANT_METHOD}'; create one with 'flexquant merge'"
             )
-        if (version := section.get("schema_version")) not in (SCHEMA_VERSION, NESTED_SCHEMA_VERSION):
+        version = section.get("schema_version")
+        if type(version) is not int or version not in (SCHEMA_VERSION, NESTED_SCHEMA_VERSION):
             raise FlexQuantError(
                 f"the merged checkpoint has schema_version {version!r}, but this FlexQuant reads versions "
                 f"{SCHEMA_VERSION} and {NESTED_SCHEMA_VERSION}; upgrade flexquant, or merge again with this "
                 "version"
             )
         try:
-            read: MergedConfig = TypeAdapter(MergedConfig).validate_python({**section, "mixable": None})
+            known = {"kv_compatibility": NOT_COMPARED, **section, "mixable": None}
+            read: MergedConfig = TypeAdapter(MergedConfig).validate_python(known)
+            wrong = read._contradictions(section)
+            problem = next(
+                (f"{of} has {key} {v!r:.100}, expected {right}" for of, key, v, right in wrong), ""
+            )
         except ValidationError as e:
-            raise FlexQuantError(
-                f"the merged checkpoint's quantization_config has {wrong_key(e)}; merge it again"
-            ) from e
-        for name, variant in read.variants.items():
-            if variant.nested_in is None:
-                continue
-            source = read.variants.get(variant.nested_in)
-            if source is None or source.nested_in is not None:
-                raise FlexQuantError(
-                    f"the merged checkpoint's variant '{name}' has nested_in {variant.nested_in!r}, expected "
-                    "another variant that is not nested itself; merge it again"
-                )
-        if read.draft_heads not in (None, *read.variants):
-            raise FlexQuantError(
-                f"the merged checkpoint has draft_heads {read.draft_heads!r}, expected one of "
-                f"{', '.join(read.variants)}; merge it again"
+            problem = f"quantization_config has {wrong_key(e)}"
+        if problem:
+            raise FlexQuantError(f"the merged checkpoint's {problem}; merge it again")
+        if "rescaled" not in section:
+            read = replace(read, rescaled=tuple(read.variants)[1:])
+        return replace(read, mixable=tuple(map(tuple, section["mixable"])))
+
+    def _contradictions(self, section: JsonObject) -> Iterator[tuple[str, str, object, str]]:
+        """Yield what has a wrong value, its key, the value, and what it should be."""
+        whole, names = "quantization_config", ", ".join(self.variants)
+        for name, variant in self.variants.items():
+            check_variant_name(name)
+            owner, stored = f"variant '{name}'", variant.quantization_config
+            is_published = len(self.variants) == 1 and variant.prefix == ""
+            if variant.prefix != f"{name}." and not is_published:
+                yield owner, "prefix", variant.prefix, f"'{name}.'"
+            methods = METHODS if is_published else METHODS[:1]
+            is_known = stored.get("quant_method") in methods or stored in ({}, {"config_groups": {}})
+            groups = stored.get("config_groups", {})
+            are_objects = isinstance(groups, dict) and all(
+                isinstance(group, dict) and isinstance(group.get(key) or {}, dict)
+                for group in groups.values()
+                for key in ("weights", "input_activations")
             )
-        groups: Any = section.get("mixable")
-        are_lists = isinstance(groups, list) and all(isinstance(group, list) and group for group in groups)
-        if not are_lists or sorted(map(str, chain.from_iterable(groups))) != sorted(read.variants):
-            raise FlexQuantError(
-                f"the merged checkpoint's quantization_config has mixable {groups!r}, expected lists that "
-                f"name each of {', '.join(read.variants)} once; merge it again"
-            )
-        return replace(read, mixable=tuple(map(tuple, groups)))
+            if not is_known or not are_objects:
+                yield owner, whole, stored, f"one of {COMPRESSED_TENSORS}"
+            source = self.variants.get(variant.nested_in or "")
+            if variant.nested_in is not None and (source is None or source.nested_in is not None):
+                yield owner, "nested_in", variant.nested_in, "another variant that is not nested itself"
+        if (prefix := section.get("shared_prefix", SHARED_PREFIX)) != SHARED_PREFIX:
+            yield whole, "shared_prefix", prefix, f"'{SHARED_PREFIX}'"
+        if self.base_architecture.startswith("FlexQuant"):
+            yield whole, "base_architecture", self.base_architecture, "the class of a published model"
+        if self.draft_heads not in (None, *self.variants):
+            yield whole, "draft_heads", self.draft_heads, f"one of {names}"
+        if not {*self.rescaled} <= self.variants.keys():
+            yield whole, "rescaled", self.rescaled, f"some of {names}"
+        if type(self.kv_compatibility.get("compatible")) is not bool:
+            yield whole, "kv_compatibility", self.kv_compatibility, "'compatible' in it, true or false"
+        lists: Any = section.get("mixable")
+        are_lists = isinstance(lists, list) and all(isinstance(group, list) and group for group in lists)
+        if not are_lists or sorted(map(str, chain.from_iterable(lists))) != sorted(self.variants):
+            yield whole, "mixable", lists, f"lists that name each of {names} once"
 
 
 def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
@@ -232,7 +287,7 @@ def has_int4(config: JsonObject, model: str) -> bool:
     ``model``, for settings of AWQ or GPTQ that are not understood.
     """
     section = _complete(config.get("quantization_config") or {}, model)
-    groups = section["config_groups"].values()
+    groups = section["config_groups"].values() if section.get("quant_method") in METHODS else ()
     weights = [g.get("weights") for g in groups if isinstance(g, dict) and not g.get("input_activations")]
     integers = [w for w in weights if isinstance(w, dict) and w.get("type", "int") == "int"]
     return any(w.get("num_bits") == 4 for w in integers)

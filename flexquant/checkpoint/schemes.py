@@ -221,7 +221,9 @@ def _parse(section: JsonObject, owner: str) -> QuantizationConfig:
     from compressed_tensors.utils.match import match_name
 
     try:
-        config = QuantizationConfig.model_validate(section)
+        if section.get("ignore", ()) is None:
+            raise ValueError("ignore is null")
+        config = QuantizationConfig.model_validate({"config_groups": {}, **section})
         groups = [group.targets for group in config.config_groups.values() if not isinstance(group, list)]
         for name in chain(config.ignore or (), *groups):
             match_name("", name)  # compiles it, if it is a regular expression

@@ -285,13 +285,9 @@ def describe_mixing(report: CheckpointReport) -> str:
 
 def describe_kv(kv_compatibility: JsonObject) -> str:
     """Return one sentence on whether the variants' KV caches are interchangeable."""
-    if not kv_compatibility:
-        return "not compared"
-    if kv_compatibility.get("compatible"):
-        return "interchangeable between the variants, as compared when merging"
-    return (
-        f"NOT interchangeable, merged all the same: {kv_compatibility.get('message', 'no reason recorded')}"
-    )
+    if kv_compatibility["compatible"]:
+        return "interchangeable between the variants"
+    return f"NOT interchangeable: {kv_compatibility.get('message', 'no reason recorded')}"
 
 
 def _describe(arguments: QuantizedNumbers | None, what: str) -> str:

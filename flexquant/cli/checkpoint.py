@@ -88,7 +88,8 @@ def configure_merge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-incompatible-kv",
         action="store_true",
-        help="merge even though the variants' KV caches are not interchangeable (for experiments)",
+        help="merge even though the variants' KV caches are not interchangeable (for experiments); a server "
+        "takes policies of several variants with its option allow_incompatible_kv alone",
     )
     add_shard_size(parser)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import QUANT_METHOD, SHARED
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.weight_bytes import describe_kv
 from flexquant.doctor import Finding
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.engine import describe_machine, describe_versions, environment
@@ -46,6 +48,8 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
         checkpoint = MergedCheckpoint.open(folder, published=True)
         merged = checkpoint.merged
         yield Finding("ok", "checkpoint", f"{merged.base_architecture} as {', '.join(merged.variants)}")
+        if not merged.may_share_cache(merged.variants):
+            yield Finding("note", "KV cache", describe_kv(merged.kv_compatibility))
         for name, variant in merged.variants.items():
             check_loadable(variant.quantization_config, checkpoint.variant_tensors(name), f"variant '{name}'")
         yield from _examine_with_vllm(folder, arguments)
@@ -189,11 +193,8 @@ class LoadedBytes:
                 f"there is memory for a KV cache of {self.cache_tokens(0):,} tokens without any weights, and "
                 f"{tokens:,} are asked for; give fewer --kv-tokens, or more --tensor-parallel-size"
             )
-        fits, too_many = 0, 1 + sum(sum(sizes.values()) for sizes in self.by_layer.values())
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            fits, too_many = (middle, too_many) if self.cache_tokens(middle) >= tokens else (fits, middle)
-        return fits
+        sizes = range(1 + sum(sum(sizes.values()) for sizes in self.by_layer.values()))
+        return bisect_left(sizes, True, key=lambda nbytes: self.cache_tokens(nbytes) < tokens) - 1
 
     def _loaded(self, plans: Iterable[Layers]) -> dict[tuple[str, int | None], int]:
         used = {(variant, layer) for plan in plans for layer, variant in enumerate(plan)}

@@ -12,6 +12,7 @@ Workers of several front ends, one on each machine, compare what they received
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -53,6 +54,8 @@ class ServingOptions(BaseModel):
     """Largest size of a trace file in MiB, at least 1."""
     verify: bool = Field(False, description="true or false")
     """Whether the checkpoint is compared with the hashes that the merge recorded before it is loaded."""
+    allow_incompatible_kv: bool = Field(False, description="true or false")
+    """Whether variants may read one another's KV cache, though the merge found that they misread it."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> ServingOptions:
@@ -168,7 +171,9 @@ def served_policy(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy)
     for variant, derivation in policy.derived.items():
         derives = f"{policy.place(('derive', variant))} derives '{variant}'"
         check_derivable(derives, derivation, merged.variants[derivation.source])
-    check_supported(vllm_config, merged, routes.up_to(max_decode_tokens(vllm_config)))
+    reached = routes.up_to(max_decode_tokens(vllm_config))
+    check_supported(vllm_config, merged, reached)
+    check_caches(vllm_config, merged, policy.name, reached)
     document = {key: value for key, value in policy.document.items() if key != "measured"}
     return ServedPolicy(policy.name, digest_of(document), routes)
 
@@ -190,6 +195,24 @@ def check_supported(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
     if what := next(refusals(vllm_config, merged, routes), None):
         raise FlexQuantError(f"FlexQuant does not support {what}")
     check_pipeline(vllm_config, merged)
+
+
+def check_caches(vllm_config: VllmConfig, merged: MergedConfig, policy: str, *tables: RouteTable) -> None:
+    """Raise :class:`FlexQuantError` if ``tables`` have variants that the merge did not find to share a cache.
+
+    ``policy`` is the name of the policy that takes them. With a KV connector, other servers' variants count.
+    """
+    used = sorted({table.source(v) for table in tables for plan in table.plans for v in plan.variants})
+    if vllm_config.kv_transfer_config is not None:
+        policy, used = "a KV connector", sorted(merged.variants)
+    if merged.may_share_cache(used) or ServingOptions.from_vllm(vllm_config).allow_incompatible_kv:
+        return
+    consent = json.dumps({OPTIONS_KEY: {"allow_incompatible_kv": True}})
+    raise FlexQuantError(
+        f"{policy} lets {' and '.join(used)} read one KV cache, and the merge did not find that they can; "
+        "take a policy of one variant, and no KV connector, or, to serve it all the same, add "
+        f"--additional-config '{consent}'. Recorded is: {merged.kv_compatibility.get('message')}"
+    )
 
 
 def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:

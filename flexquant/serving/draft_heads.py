@@ -33,9 +33,10 @@ METHOD = "mtp"
 LOAD_FORMAT = "flexquant_draft_heads"
 IN_16_BIT = {"config_groups": {}, "format": "dense", "ignore": ["re:.*"]}
 """A section of compressed-tensors that quantises nothing."""
-NO_HEADS = (
-    "drafts of a merged checkpoint that names no heads that predict further tokens (merge again, with a "
-    "variant that has them, or name a published checkpoint as 'model' in --speculative-config)"
+MERGED_DRAFTS = (
+    "drafts of a merged checkpoint, but for the heads of the served one that predict further tokens, if it "
+    "names any (name a published checkpoint as 'model' in --speculative-config, or, for heads, merge again, "
+    "with a variant that has them)"
 )
 OF_FILES = ("auto", "hf", "safetensors")
 """Load formats that have the options of vLLM's loader for files."""

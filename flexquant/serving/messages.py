@@ -8,7 +8,6 @@ from typing import TypedDict
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.policy.routes import RouteTableData
-from flexquant.policy.schema import Phase
 
 
 class PolicyName(TypedDict):
@@ -36,37 +35,7 @@ class EngineCounters(TypedDict):
     the sum of the passes' sizes."""
 
 
-class RankStatus(TypedDict):
-    """What a rank serves and has counted; the server's ``Status`` describes the keys."""
-
-    flexquant: str
-    architecture: str
-    policy: PolicyName
-    plans: dict[str, list[str]]
-    routes: dict[Phase, list[JsonObject]]
-    kernels: dict[str, list[str]]
-    weight_bytes: dict[str, int]
-    weight_bytes_by_layers: dict[str, dict[str, int]]
-    last_pass: JsonObject | None
-    """None before the first pass."""
-    counted: list[JsonObject] | None
-    """None if another rank counts."""
-
-
 class RankMetrics(EngineCounters):
     """What the rank that counts tells for ``/metrics``."""
 
     weight_bytes_by_layers: dict[str, dict[str, int]]
-
-
-class PolicyEffects(TypedDict):
-    """What a change of policy changes on a rank; the server's ``PolicyChange`` describes the keys."""
-
-    before: PolicyName
-    after: PolicyName
-    captures_graphs: bool
-    routes: list[JsonObject]
-
-
-class PolicyRefusal(TypedDict):
-    refused: str

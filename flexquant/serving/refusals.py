@@ -20,8 +20,8 @@ from flexquant.checkpoint.schemes import rotates_in_passes
 from flexquant.policy.routes import RouteTable
 from flexquant.serving.draft_heads import (
     LOAD_FORMAT,
+    MERGED_DRAFTS,
     METHOD,
-    NO_HEADS,
     drafts_with_other_merged,
     drafts_with_own_heads,
 )
@@ -32,15 +32,7 @@ if TYPE_CHECKING:
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "dflash", "medusa", "mtp")
 DRAFTS_FROM_TARGET = ("eagle", "eagle3", "dflash", "mtp")
 """Methods whose draft models can take embedding and lm_head from the model that they draft for."""
-LOAD_FORMATS = (
-    "auto",
-    "hf",
-    "safetensors",
-    "fastsafetensors",
-    "instanttensor",
-    "runai_streamer",
-    "dummy",
-)
+LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
 """Load formats that hand a model the tensors of safetensors files by name, or need none."""
 
 FOR_ADAPTERS = (
@@ -190,13 +182,9 @@ def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
             f"speculative method '{method}' (use {', '.join(SPECULATIVE_METHODS)} or none): others read "
             "states that few target classes have, or are not known to work"
         )
-    if drafts_with_own_heads(vllm_config) and merged.draft_heads is None:
-        yield NO_HEADS
-    if drafts_with_other_merged(vllm_config):
-        yield (
-            "drafts of a merged checkpoint, but for the heads of the served one (name a published checkpoint "
-            "as 'model' in --speculative-config)"
-        )
+    has_no_heads = drafts_with_own_heads(vllm_config) and merged.draft_heads is None
+    if has_no_heads or drafts_with_other_merged(vllm_config):
+        yield MERGED_DRAFTS
     if method == METHOD and getattr(vllm_config.model_config, "model_weights", None):
         yield "heads that draft out of object storage (serve a folder)"
     has_one_of_each = has_one_head(merged, routes) and has_one_embedding(merged, routes)

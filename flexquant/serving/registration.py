@@ -32,6 +32,7 @@ from flexquant.checkpoint.merged_config import (
     served_architecture,
 )
 from flexquant.checkpoint.model_config import JsonObject, reads_more_than_text
+from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.errors import FlexQuantError
 from flexquant.serving.vllm_api import (
     MODELS_CONFIG_MAP,
@@ -144,18 +145,25 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         keeps counters beside a state, is not offered.
         """
         from flexquant.serving.config import merged_of
-        from flexquant.serving.draft_heads import NO_HEADS
+        from flexquant.serving.draft_heads import MERGED_DRAFTS
 
         merged = merged_of(model_config)
         if model_config.runner == "draft":
             if merged.draft_heads is None:
-                raise FlexQuantError(f"FlexQuant does not support {NO_HEADS}")
+                raise FlexQuantError(f"FlexQuant does not support {MERGED_DRAFTS}")
             describe_draft(model_config, merged.base_architecture, merged.variants[merged.draft_heads])
             return
         reads_images = reads_more_than_text(model_config.hf_config.to_dict())
         if reads_images and merged.base_architecture not in VISION_ARCHITECTURES:
             return  # `refusals` says so; vLLM may lack what the architecture needs
-        base, _ = model_config.registry.inspect_model_cls([merged.base_architecture], model_config)
+        check_sections(model_config, merged)
+        try:
+            base, _ = model_config.registry.inspect_model_cls([merged.base_architecture], model_config)
+        except ValueError as e:
+            raise FlexQuantError(
+                f"this vLLM cannot build {merged.base_architecture}, which {model_config.model} names as its "
+                "model (base_architecture, or architectures); update vLLM, or get the checkpoint again"
+            ) from e
         known = {key: getattr(base, key) for key in STATES if hasattr(base, key)}
         model_config._model_info = dataclasses.replace(model_config._model_info, **known)
 
@@ -182,6 +190,25 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         parallel.worker_extension_cls = parallel.worker_extension_cls or WORKER_EXTENSION
         if base := MODELS_CONFIG_MAP.get(merged.base_architecture):
             base.verify_and_update_config(vllm_config)
+
+
+def check_sections(model_config: ModelConfig, merged: MergedConfig) -> None:
+    """Refuse settings that compressed-tensors does not understand; take ``--quantization`` of all variants.
+
+    Raises :class:`FlexQuantError` for another ``--quantization`` than the format of every variant, as vLLM
+    reads the method in the checkpoint.
+    """
+    sections = {name: variant.quantization_config for name, variant in merged.variants.items()}
+    for name, section in sections.items():
+        LinearSchemes(section, f"variant '{name}'", ())
+    methods = {section.get("quant_method", "16 bit") for section in sections.values()}
+    asked = model_config.quantization or QUANT_METHOD
+    if asked != QUANT_METHOD and methods != {asked.removesuffix("_marlin")}:
+        raise FlexQuantError(
+            f"--quantization {asked} is not the format of {model_config.model}, whose variants are in "
+            f"{' and '.join(sorted(methods))}; drop --quantization"
+        )
+    model_config.quantization = QUANT_METHOD
 
 
 def describe_draft(model_config: ModelConfig, architecture: str, variant: StoredVariant) -> None:

@@ -111,6 +111,8 @@ def graph_engine(
         options.pop("attention_backend", None)
     limits = {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": 256, "max_model_len": 512}
     options = {"enable_prefix_caching": False, **limits, **options}
+    if folder.name == "apart":
+        options["flexquant"] = {"allow_incompatible_kv": True, **options.get("flexquant", {})}
     with (
         options_for(policy, options) as flexquant,
         in_process.engine(

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -18,13 +19,13 @@ from safetensors.torch import load_file
 from vllm.model_executor.model_loader import LoadFormats
 from vllm.platforms import current_platform
 
-from flexquant.doctor import Finding
+from flexquant.doctor import Finding, built_model
 from flexquant.doctor.examining import examine
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
 from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
 from tests.checkpoints import EXPERTS, make_checkpoint
-from tests.integration.conftest import answers, engine
+from tests.integration.conftest import answers, edited_json, engine
 from tests.policies import rules
 from tests.programs import run
 
@@ -243,6 +244,43 @@ def test_too_little_memory(merged, monkeypatch):
     options = [] if current_platform.is_cpu() else ["--kv-cache-memory-bytes", "4e12"]
     (memory,) = findings(merged, *options)["memory"]
     assert memory.level == "problem" and "--max-model-len" in memory.text
+
+
+def test_a_request_and_the_weights_must_fit_into_memory_to_the_byte(merged, monkeypatch):
+    if not current_platform.is_cpu():
+        pytest.skip("the memory of a GPU is not the test's")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    found = findings(merged)
+    weights = sum(found["weights"][0].details["bytes"].values())
+    request = 256 * found["memory"][0].details["bytes_per_token"]
+    large = 1 << 40
+    for option, value, free, total, level in (
+        ("--kv-cache-memory-bytes", request, request + weights, large, "ok"),
+        ("--kv-cache-memory-bytes", request, request + weights - 1, large, "problem"),
+        ("--kv-cache-memory-bytes", request - 1, large, large, "problem"),
+        ("--gpu-memory-utilization", 0.5, large, 2 * (request + weights), "ok"),
+        ("--gpu-memory-utilization", 0.5, large, 2 * (request + weights) - 1, "problem"),
+    ):
+        machine = SimpleNamespace(available=free, total=total)
+        monkeypatch.setattr(built_model, "psutil", SimpleNamespace(virtual_memory=lambda m=machine: m))
+        (memory,) = findings(merged, option, str(value))["memory"]
+        assert memory.level == level, (option, value, memory.text)
+
+
+def test_caches_that_cannot_be_shared_are_said_whatever_the_policy(merged, tmp_path):
+    folder = shutil.copytree(merged, tmp_path / "merged")
+    with edited_json(folder / "config.json") as config:
+        config["quantization_config"]["kv_compatibility"] |= {"compatible": False, "message": "K is doubled"}
+    for options, is_refused in (
+        ({}, True),
+        ({"policy": "w8a8"}, False),
+        ({"allow_incompatible_kv": True}, False),
+    ):
+        found = findings(folder, "--additional-config", json.dumps({"flexquant": options}))
+        assert [f.level for f in found["KV cache"]] == ["note"] and "K is doubled" in found["KV cache"][
+            0
+        ].text
+        assert ("refused" in found) == is_refused
 
 
 def test_the_command_tells_a_folder_that_is_no_checkpoint(tmp_path, merged):

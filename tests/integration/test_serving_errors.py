@@ -7,15 +7,22 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from examples.vllm_server import ServerError, vllm_serve
+from flexquant.doctor.examining import built_without_weights
 from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints
+from flexquant.policy.rules import load_policy
+from flexquant.serving.config import served_policy
 from flexquant.serving.worker.pass_records import trace_file
-from tests.checkpoints import EXPERTS
+from flexquant.serving.worker.worker_extension import change_policy
+from tests.checkpoints import EXPERTS, make_checkpoint
+from tests.foreign import write_foreign
 from tests.integration.conftest import edited_json, engine
 from tests.policies import rules
 from tests.states import make_variants, merge_twins
@@ -47,6 +54,8 @@ def edited(merged, tmp_path, **section):
     folder = shutil.copytree(merged, tmp_path / "edited")
     with edited_json(folder / "config.json") as config:
         config["quantization_config"] |= section
+        for key in [key for key, value in section.items() if value is None]:
+            del config["quantization_config"][key]
     return folder
 
 
@@ -77,12 +86,72 @@ def test_a_policy_that_does_not_fit(merged, tmp_path, policy, found):
             ["'model.layers.99.mlp.experts'", "4 decoder layers", "merge it again"],
         ),
         ({"schema_version": 3}, "phase", ["version 3", "upgrade"]),
+        ({"base_architecture": "NewForCausalLM"}, "phase", ["cannot build NewForCausalLM", "update vLLM"]),
     ],
 )
 def test_a_checkpoint_whose_section_does_not_fit(merged, tmp_path, section, policy, found):
     folder = edited(merged, tmp_path, **section)
     message = refusal(folder, **flexquant(policy=written(policy, tmp_path)))
     assert all(part in message for part in found)
+
+
+ALLOWED = {"allow_incompatible_kv": True}
+APART = {"kv_compatibility": {"compatible": False, "message": "k_proj is doubled"}}
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "found"),
+    [
+        (APART, {}, "phase-batch lets w4a16 and w8a8 read one KV cache"),
+        (APART | {"mixable": [["w8a8"], ["w4a16"]]}, flexquant(policy="phase"), "k_proj is doubled"),
+        (APART, flexquant(policy="w4a16") | {"kv_transfer_config": CONNECTOR}, "a KV connector lets w4a16"),
+        (APART, flexquant(policy="one-copy"), None),
+        (APART, flexquant(policy="w8a8"), None),
+        (APART, flexquant(**ALLOWED), None),
+        ({"kv_compatibility": None}, {}, "the merge did not compare them"),
+        ({"kv_compatibility": None}, flexquant(policy="w8a8"), None),
+    ],
+)
+def test_caches_that_the_merge_did_not_find_alike_are_not_shared(merged, tmp_path, section, options, found):
+    folder = edited(merged, tmp_path, **section)
+    if found is None:
+        configure(folder, **options)
+    else:
+        message = refusal(folder, **options)
+        assert found in message and '{"flexquant": {"allow_incompatible_kv": true}}' in message
+
+
+def test_a_cache_that_one_variant_wrote_is_not_handed_to_another_by_a_change(tmp_path):
+    """A server of the nested variant alone has the weights of the other one too."""
+    pair = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "w4a16")}
+    merge_checkpoints(pair, tmp_path / "merged", nested="near")
+    folder = edited(tmp_path / "merged", tmp_path, **APART)
+    said = pytest.raises(FlexQuantError, match="w4a16 lets w4a16 and w8a8 read one KV cache")
+    for consent, expected in (({}, said), (ALLOWED, nullcontext())):
+        config = configure(folder, **flexquant(policy="w8a8", **consent))
+        with built_without_weights(config) as model, expected:
+            after = served_policy(config, model.merged, load_policy("w4a16"))
+            change_policy(model, after, None, None)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
+def test_the_method_that_a_published_checkpoint_is_in_may_be_named(tiny_merged, tmp_path, method):
+    folder = source = tiny_merged() / "w4a16"
+    if method != "compressed-tensors":
+        folder = write_foreign(source, tmp_path / method, method)
+    published = {"config_format": "flexquant", "max_num_batched_tokens": 256}
+    for named in (None, "flexquant", method):
+        assert configure(folder, quantization=named, **published).model_config.quantization == "flexquant"
+    other = "awq" if method == "gptq" else "gptq"
+    assert f"--quantization {other} is not the format of" in refusal(folder, quantization=other, **published)
+    if method != "compressed-tensors":  # what vLLM calls it on a GPU
+        configure(folder, quantization=f"{method}_marlin", **published)
+
+
+def test_a_merged_checkpoint_drafts_for_no_other(merged):
+    drafting = {"method": "draft_model", "model": str(merged), "num_speculative_tokens": 2}
+    assert "drafts of a merged checkpoint, but" in refusal(merged, speculative_config=drafting)
 
 
 def written(policy: str, folder: Path) -> str:
@@ -152,7 +221,7 @@ def test_adapters_for_variants_that_merging_compared_with_one_that_is_not_served
     merged, tmp_path, rescaled, named
 ):
     variants = json.loads((merged / "config.json").read_text())["quantization_config"]["variants"]
-    variants["third"] = variants["w4a16"]
+    variants["third"] = variants["w4a16"] | {"prefix": "third."}
     folder = edited(merged, tmp_path, variants=variants, mixable=[list(variants)], rescaled=rescaled)
     policy = written(rules("- {when: {phase: decode}, use: w4a16}", "- use: third"), tmp_path)
     message = refusal(folder, enable_lora=True, **flexquant(policy=policy))

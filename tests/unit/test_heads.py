@@ -106,26 +106,6 @@ def test_what_a_config_leaves_out_is_the_default_of_its_class(config, expected):
     assert written_or_default(config, "tie_word_embeddings") is expected
 
 
-@pytest.mark.parametrize(
-    ("key", "problem"),
-    [
-        ("own_head", r"a wrong 'variants\.w8a8\.own_head' \(Field required\); merge it again"),
-        (
-            None,
-            "schema_version 3, but this FlexQuant reads versions 1 and 2; upgrade flexquant, or merge again",
-        ),
-    ],
-)
-def test_a_section_of_another_layout_is_refused(tmp_path, key, problem):
-    section = merged(tmp_path, None, None).to_json()
-    if key is None:
-        section["schema_version"] = 3
-    else:
-        del section["variants"]["w8a8"][key]
-    with pytest.raises(FlexQuantError, match=problem):
-        MergedConfig.from_json(section)
-
-
 def test_a_shared_head_is_loaded_for_all(tmp_path):
     sources = make_pair(tmp_path)
     merge_checkpoints(sources, tmp_path / "merged")

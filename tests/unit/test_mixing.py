@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, read_merged_config
+from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
@@ -89,20 +89,6 @@ def test_groups_are_stored_and_said_not_to_be_one(odd_one_out):
     section = config_of(odd_one_out)["quantization_config"]
     assert section["schema_version"] == 1 and section["layered_plans"] is False
     assert section["mixable"] == [["w8a8", "w4a16"], ["spin"]]
-
-
-@pytest.mark.parametrize(
-    "mixable",
-    [
-        *([["w8a8", "w4a16"]], [["w8a8", "w4a16", "spin"], ["spin"]], [["w8a8", "w4a16", "fp8"]]),
-        *("all", [[]], {}, None),
-    ],
-)
-def test_groups_that_do_not_name_every_variant_once_are_refused(mixable):
-    variants = {name: StoredVariant(f"{name}.", {}, True, False) for name in VARIANTS}
-    section = MergedConfig("LlamaForCausalLM", variants).to_json()
-    with pytest.raises(FlexQuantError, match="each of w8a8, w4a16, spin once"):
-        MergedConfig.from_json({**section, "mixable": mixable})
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])

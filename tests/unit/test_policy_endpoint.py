@@ -13,6 +13,7 @@ import json
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm.config import VllmConfig
 
 from benchmarks.speed.shapes import SHAPES
 from flexquant.checkpoint.merged_config import ARCHITECTURE, MergedConfig, StoredVariant
+from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend import endpoints
 from flexquant.serving.frontend.client import ADMIN_KEY
 from flexquant.serving.frontend.endpoints import FlexQuantEndpoints, sum_up
@@ -100,15 +102,19 @@ class EnginesClient:
 Post = Callable[..., tuple[int, Any]]
 
 
-@pytest.fixture(scope="module")
-def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+def configured(folder: Path, flexquant: dict[str, Any], **recorded: Any) -> VllmConfig:
     """Return the configuration of a server of a merged checkpoint of which there is only config.json."""
-    folder = tmp_path_factory.mktemp("merged")
     variants = {n: StoredVariant(f"{n}.", {"config_groups": {}}, True, False) for n in ("w8a8", "w4a16")}
-    section = MergedConfig("LlamaForCausalLM", variants).to_json()
+    section = MergedConfig("LlamaForCausalLM", variants, **recorded).to_json()
     config = SHAPES["tiny"].config() | {"architectures": [ARCHITECTURE], "quantization_config": section}
     (folder / "config.json").write_text(json.dumps(config))
-    return EngineArgs(str(folder), skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
+    options = {"additional_config": {"flexquant": flexquant}, "enforce_eager": True}
+    return EngineArgs(str(folder), skip_tokenizer_init=True, **options).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    return configured(tmp_path_factory.mktemp("merged"), {})
 
 
 @pytest.fixture
@@ -147,6 +153,21 @@ def test_a_policy_that_does_not_fit_is_refused_before_an_engine_is_asked(post: P
     code, told = post(engine, policy=json.dumps({"schema": "flexquant.policy/v1", "rules": [{"use": use}]}))
     assert code == 409 and "names layer 99, but the model has" in told["detail"]
     assert engine.policy == "before"
+
+
+@pytest.mark.parametrize(("consent", "code"), [({}, 409), ({"allow_incompatible_kv": True}, 200)])
+def test_a_policy_of_variants_that_cannot_share_a_cache_needs_the_servers_consent(
+    consent: dict[str, bool], code: int, app: FastAPI, tmp_path: Path
+) -> None:
+    apart = {"compatible": False, "message": "k_proj is doubled"}
+    config = configured(tmp_path, {"policy": "w8a8", **consent}, kv_compatibility=apart)
+    app.state.flexquant_engine = EnginesClient([Engine()], config)
+    with TestClient(app) as client:
+        for policy, expected in (("phase", code), ("w8a8", 200)):
+            document = json.dumps(load_policy(policy).document)
+            reply = client.post("/flexquant/policy", content=document, headers=HEADERS)
+            assert reply.status_code == expected, reply.text
+            assert expected == 200 or "allow_incompatible_kv" in reply.json()["detail"]
 
 
 def test_an_engine_that_has_taken_another_meanwhile_keeps_it_and_the_answer_says_so(post: Post) -> None:
@@ -191,9 +212,9 @@ def test_a_change_that_takes_long_goes_on(
 
 
 def test_the_status_says_where_engines_disagree() -> None:
-    one, other = (
-        {"policy": described(name), "counted": [{"plan": "p", "phase": "decode", "forward": 2}]}
-        for name in ("one", "other")
+    one, other, namesake = (
+        {"policy": policy, "counted": [{"plan": "p", "phase": "decode", "forward": 2}]}
+        for policy in (described("one"), described("other"), described("one") | {"digest": "edited"})
     )
     assert sum_up([one, one]) == {
         "policy": described("one"),
@@ -201,6 +222,8 @@ def test_the_status_says_where_engines_disagree() -> None:
         "ranks": 2,
     }
     assert sum_up([one, other, one])["disagreement"] == [described("one"), described("other")]
+    assert sum_up([one, namesake])["disagreement"] == [one["policy"], namesake["policy"]]
+    assert "disagreement" not in sum_up([one, one | {"policy": {"name": "a copy", "digest": "one"}}])
 
 
 @pytest.mark.parametrize(("key", "code"), [(KEYS[0], 404), (KEYS[1], 404), (KEYS[0] + KEYS[1], 401)])

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flexquant.documents.results import digest_of
-from flexquant.documents.yaml_document import from_yaml
+from flexquant.documents.yaml_document import from_yaml, read_named
 from flexquant.errors import FlexQuantError
 
 DATES = b"possible: 2024-02-03\nimpossible: 2024-13-40\n"
@@ -50,3 +50,16 @@ def test_a_number_that_can_be_read_in_one_way_is_read(written: str, read: object
 def test_one_content_has_one_digest_whatever_the_order_of_its_keys() -> None:
     assert digest_of({"a": [1, 2], "b": {"c": 3, "d": 4}}) == digest_of({"b": {"d": 4, "c": 3}, "a": [1, 2]})
     assert digest_of({"a": [1, 2]}) != digest_of({"a": [2, 1]})
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("mine", "unknown policy 'mine': the built-in ones are"),
+        ("folder/mine", "folder/mine: the policy file cannot be read"),
+        ("mine.yml", "mine.yml: the policy file cannot be read"),
+    ],
+)
+def test_a_path_is_told_from_a_name(name: str, problem: str) -> None:
+    with pytest.raises(FlexQuantError, match=f"^{problem}"):
+        read_named(name, "flexquant.policies", "policy")

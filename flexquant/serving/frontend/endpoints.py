@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from fastapi.datastructures import State
     from vllm.config import VllmConfig
 
-    from flexquant.serving.messages import PolicyEffects, RankStatus
     from flexquant.serving.vllm_api import AsyncLLM
 
 logger = init_logger("vllm.flexquant.policy")
@@ -171,7 +170,7 @@ async def status(request: Request) -> JsonObject:
         raise HTTPException(504, f"{LATE} A long step may be under way; ask again.") from e
 
 
-def sum_up(ranks: list[RankStatus]) -> JsonObject:
+def sum_up(ranks: list[JsonObject]) -> JsonObject:
     """Combine the statuses of all ranks into one."""
     counted = [rank["counted"] for rank in ranks if rank["counted"] is not None]
     policies = [*{rank["policy"]["digest"]: rank["policy"] for rank in ranks}.values()]
@@ -276,7 +275,7 @@ def resolve(vllm_config: VllmConfig, policy: Policy) -> ServedPolicy:
 
 async def _ask_change(
     engine: AsyncLLM, served: ServedPolicy, dry_run: bool, seen: list[str] | None = None
-) -> list[PolicyEffects]:
+) -> list[JsonObject]:
     """Return the answers of all ranks; raise HTTPException 409 with the reason if one refuses."""
     timeout = STATUS_TIMEOUT if dry_run else CAPTURE_TIMEOUT
     method = "flexquant_change_policy"

@@ -62,6 +62,7 @@ class VariantLoader:
             self._readers.setdefault(source.prefix, []).append(name)
             self._own_head[name] = source.own_head
         self._rotations = RotationLoader(variants)
+        self._check_key = merged.check_key
         self._by_reference = tuple(f"{module}." for module in merged.shared_modules)
 
     def wants(self, key: str) -> bool:
@@ -136,6 +137,7 @@ class VariantLoader:
         for prefix, group in groupby(weights, key=lambda item: self._split(item[0])[0]):
             while run := list(islice(group, RUN)):
                 for key, tensor in run:
+                    self._check_key(key)
                     if not is_finite(tensor):
                         raise FlexQuantError(
                             f"tensor '{key}' holds NaN or infinite numbers; quantise the model again, and "

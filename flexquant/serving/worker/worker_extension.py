@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Protocol
 from vllm.logger import init_logger
 
 from flexquant import __version__
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import describe_ranges
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import route_changes
 from flexquant.policy.schema import PHASES
-from flexquant.serving.config import ServedPolicy, clip_to_server
+from flexquant.serving.config import ServedPolicy, check_caches, clip_to_server
 from flexquant.serving.kernels.layers import kernel_names
-from flexquant.serving.messages import PolicyEffects, PolicyRefusal, RankMetrics, RankStatus, ServedPolicyData
+from flexquant.serving.messages import RankMetrics, ServedPolicyData
 from flexquant.serving.worker.plan_views import decoder_path, is_compiled
 from flexquant.serving.worker.ranks import on_all_ranks
 
@@ -46,7 +47,7 @@ class ServingWorker(Protocol):
 class FlexQuantWorker:
     """Methods for vLLM's worker; vLLM adds this class to its bases (``--worker-extension-cls``)."""
 
-    def flexquant_status(self: ServingWorker) -> RankStatus:
+    def flexquant_status(self: ServingWorker) -> JsonObject:
         """Return what this rank serves and has counted (:func:`status_of`), for ``GET /flexquant``."""
         return status_of(self.get_model())
 
@@ -58,7 +59,7 @@ class FlexQuantWorker:
 
     def flexquant_change_policy(
         self: ServingWorker, policy: ServedPolicyData, dry_run: bool, seen: list[str] | None = None
-    ) -> PolicyEffects | PolicyRefusal:
+    ) -> JsonObject:
         """Change the policy, as :func:`change_policy` does; ``dry_run`` only returns what would change."""
         try:
             runner = None if dry_run else self.model_runner
@@ -67,8 +68,8 @@ class FlexQuantWorker:
             return {"refused": str(e)}
 
 
-def status_of(model: FlexQuantForCausalLM) -> RankStatus:
-    """Return bytes and kernels by variant, routes by phase, and counters."""
+def status_of(model: FlexQuantForCausalLM) -> JsonObject:
+    """Return bytes and kernels by variant, routes by phase, and counters: the server's ``Status``."""
     return {
         "flexquant": __version__,
         "architecture": model.merged.base_architecture,
@@ -91,7 +92,7 @@ def status_of(model: FlexQuantForCausalLM) -> RankStatus:
 
 def change_policy(
     model: FlexQuantForCausalLM, policy: ServedPolicy, runner: Runner | None, seen: Collection[str] | None
-) -> PolicyEffects:
+) -> JsonObject:
     """Route by another policy from the next pass on; return what that changes.
 
     The front end has resolved ``policy`` for this server. ``seen`` holds digests of the policies that it
@@ -101,13 +102,14 @@ def change_policy(
     """
     before = model.policy
 
-    def check() -> tuple[ServedPolicy, PolicyEffects]:
+    def check() -> tuple[ServedPolicy, JsonObject]:
         if seen is not None and before.digest not in seen:
             raise FlexQuantError(
                 f"the server took {before.name} while {policy.name} was being checked; look at GET "
                 f"/flexquant, and apply {policy.name} again"
             )
         after = clip_to_server(model.vllm_config, model.merged, policy)
+        check_caches(model.vllm_config, model.merged, after.name, before.routes, after.routes)
         if not after.routes.ignores_phase():
             model.observer.check_phases()
         if problem := next(problems(model, after), None):

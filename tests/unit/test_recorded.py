@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Every key that a merge records is read or refused, as the table "What reads a key" in FORMAT.md says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, MergedCheckpoint
+from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints
+from flexquant.policy.routes import build_route_table
+from flexquant.policy.rules import load_policy
+from flexquant.serving.worker.weights import VariantLoader
+from tests.checkpoints import make_pair
+from tests.foreign import config_of
+from tests.unit.test_format import PAGE
+
+GONE = object()
+SECTION = "quantization_config"
+W8A8 = "variants.w8a8"
+MIXABLE = "has mixable .* each of w8a8, w4a16 once"
+SETTINGS = f"{W8A8}.quantization_config"
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded")
+    merge_checkpoints(make_pair(folder), folder / "merged")
+    return folder / "merged"
+
+
+def edited(section: dict[str, Any], path: str, value: object) -> dict[str, Any]:
+    """Return a section in which the value at a path of keys is another one, or gone."""
+    copied = json.loads(json.dumps(section))
+    *places, last = path.split(".")
+    place = copied
+    for key in places:
+        place = place[key]
+    if value is GONE:
+        del place[last]
+    else:
+        place[last] = value
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "problem"),
+    [
+        ("schema_version", [GONE, 3, "1", True, 1.0], "this FlexQuant reads versions 1 and 2; upgrade"),
+        ("base_architecture", [GONE, 3], "wrong 'base_architecture'"),
+        ("base_architecture", ["FlexQuantForCausalLM"], "expected the class of a published model"),
+        ("shared_prefix", ["common.", "", None], "has shared_prefix .* expected 'shared.'"),
+        ("variants", [GONE, {}, []], "wrong 'variants'"),
+        (f"{W8A8}.prefix", ["w8a8", "w4a16.", "shared.", ""], "'w8a8' has prefix .* expected 'w8a8.'"),
+        (SETTINGS, [GONE, None, []], rf"wrong '{SETTINGS}'"),
+        (f"{SETTINGS}.quant_method", [GONE, "awq", "flexquant"], "'w8a8' has quantization_config"),
+        (f"{SETTINGS}.config_groups", [None, [], {"g": 1}, {"g": {"weights": "int8"}}], "'w8a8' has quant"),
+        (f"{W8A8}.own_head", [GONE, "false", 0], rf"wrong '{W8A8}.own_head'"),
+        (f"{W8A8}.negative_scales", [GONE, "false", 0], rf"wrong '{W8A8}.negative_scales'"),
+        (f"{W8A8}.nested_in", [3], rf"wrong '{W8A8}.nested_in'"),
+        ("shared_modules", [None, "lm_head", [1]], "wrong 'shared_modules"),
+        ("mixable", [GONE, None, "all", {}, [[]], [["w8a8"]], ["w8a8", "w4a16"]], MIXABLE),
+        ("mixable", [[["w8a8", "w4a16"], ["w8a8"]], [["w8a8", "fp8"]], [["w8a8", {}]]], MIXABLE),
+        ("rescaled", [None, "w4a16", [1]], "wrong 'rescaled"),
+        ("rescaled", [["fp8"]], "has rescaled .* expected some of w8a8, w4a16"),
+        ("kv_compatibility", [None, []], "wrong 'kv_compatibility'"),
+        ("kv_compatibility", [{}, {"compatible": "false"}, {"compatible": 0}], "'compatible' in it, true or"),
+        ("draft_heads", [3, "fp8"], "draft_heads"),
+        ("policy", ["phase", []], "wrong 'policy'"),
+    ],
+)
+def test_a_value_that_is_wrong_is_refused(
+    merged: Path, path: str, values: list[object], problem: str
+) -> None:
+    section = config_of(merged)[SECTION]
+    for value in values:
+        with pytest.raises(FlexQuantError, match=f"^the merged checkpoint.*{problem}.*merge"):
+            MergedConfig.from_json(edited(section, path, value))
+
+
+@pytest.mark.parametrize("name", ["shared", "W8A8", "w8.a8", ""])
+def test_a_variant_has_a_name_that_a_merge_gives(merged: Path, name: str) -> None:
+    section = config_of(merged)[SECTION]
+    variants = {name: section["variants"]["w8a8"], "w4a16": section["variants"]["w4a16"]}
+    with pytest.raises(FlexQuantError, match=f"^'{name}' is not a variant name: use lower-case letters"):
+        MergedConfig.from_json(section | {"variants": variants, "mixable": [[*variants]]})
+
+
+def test_what_is_missing_is_taken_for_the_worst(merged: Path) -> None:
+    section = config_of(merged)[SECTION]
+    for key in ("kv_compatibility", "rescaled", "shared_modules", "shared_prefix", "layered_plans", "policy"):
+        section.pop(key, None)
+    read = MergedConfig.from_json(section | {"a key of a later release": 1})
+    assert (read.rescaled, read.shared_modules, read.policy, read.draft_heads) == (("w4a16",), (), None, None)
+    assert read.may_share_cache(["w8a8"]) and not read.may_share_cache(["w8a8", "w4a16"])
+
+
+@pytest.mark.parametrize(
+    ("compatible", "mixable", "may"),
+    [
+        (True, [["a"], ["b"], ["c"]], ["ab", "bc"]),
+        (False, [["a", "b"], ["c"]], ["ab"]),
+        (False, [["a"], ["b"], ["c"]], []),
+        (False, [["a", "b", "c"]], []),
+    ],
+)
+def test_variants_share_a_cache_as_far_as_the_merge_compared_them(
+    merged: Path, compatible: bool, mixable: list[list[str]], may: list[str]
+) -> None:
+    section = config_of(merged)[SECTION]
+    variants = {name: section["variants"]["w8a8"] | {"prefix": f"{name}."} for name in "abc"}
+    known = {"variants": variants, "mixable": mixable, "kv_compatibility": {"compatible": compatible}}
+    read = MergedConfig.from_json(section | known | {"rescaled": []})
+    assert [both for both in ("ab", "bc") if read.may_share_cache(both)] == may
+    assert all(read.may_share_cache(name) for name in "abc")
+
+
+@pytest.mark.parametrize(
+    ("file", "path", "value", "problem"),
+    [
+        (
+            "config.json",
+            f"{SECTION}.shared_modules",
+            ["model.layers.0.mlp"],
+            "'w8a8.model.layers.0.mlp.* of one variant, thou",
+        ),
+        ("config.json", f"{SECTION}.{W8A8}.nested_in", "w4a16", "has nested_in 'w4a16', but no differences"),
+        (PROVENANCE_FILE, "schema", "flexquant.provenance/v2", "a wrong 'schema'.*provenance/v1"),
+    ],
+)
+def test_what_the_tensors_contradict_is_refused(
+    merged: Path, tmp_path: Path, file: str, path: str, value: object, problem: str
+) -> None:
+    folder = shutil.copytree(merged, tmp_path / "merged")
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(edited(content, path, value)))
+    with pytest.raises(FlexQuantError, match=problem):
+        MergedCheckpoint.open(folder).variant_tensors("w8a8")
+
+
+def test_a_worker_loads_no_tensor_of_one_variant_into_a_shared_module(merged: Path) -> None:
+    section = config_of(merged)[SECTION] | {"shared_modules": ["model.layers.0.mlp"]}
+    read = MergedConfig.from_json(section)
+    routes = build_route_table(load_policy("phase"), read.variants, num_layers=2, max_tokens=64)
+    loader = VariantLoader({name: torch.nn.Module() for name in read.variants}, read, routes)
+    with pytest.raises(FlexQuantError, match="which is of one variant, though shared_modules has its module"):
+        loader.load([("w4a16.model.layers.0.mlp.up_proj.weight_scale", torch.ones(1))])
+
+
+def test_the_page_says_of_every_key_what_reads_it(merged: Path) -> None:
+    rows = set(re.findall(r"^\| `([\w.<>]+)` \|", PAGE.partition("## What reads a key")[2], re.MULTILINE))
+    section = config_of(merged)[SECTION]
+    variant = {f"variants.<name>.{key}" for key in (*section["variants"]["w8a8"], "nested_in")}
+    verdict = {"kv_compatibility.compatible", "kv_compatibility.message"}
+    keys = {*section, "draft_heads", "policy", *variant, *verdict} - {"variants", "kv_compatibility"}
+    assert keys <= rows, keys - rows
+    recorded = json.loads((merged / PROVENANCE_FILE).read_text())
+    assert recorded.keys() | {"dtype", "config_from", "changed_integers", "added_noise"} <= rows
