@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.module_names import EXPERTS, FUSED, decoder_layer
+from flexquant.checkpoint.module_names import DRAFTS, EXPERTS, FUSED, decoder_layer
 from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.checkpoint.schemes import (
     CLASSES,
@@ -37,6 +37,10 @@ WITH_ACTIVATIONS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp
 ALWAYS_QUANTISED = {*FUSED, "o_proj", "down_proj", "w1", "w2", "w3"}
 """Last parts of the names of linears that vLLM builds in the scheme that the settings give them."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
+PLAIN_IN_HEADS = re.compile(
+    r".*(\.eh_proj|\.mtp_layers\.\d+\.input_proj|\.mtp_linear_proj\.\d+|model\.mtp\.layers\.\d+\.self_attn\.o_proj)"
+)
+"""Matches the names of linears in heads that draft (MTP) which vLLM keeps in 16 bit."""
 FP8_CACHE = {"type": "float", "num_bits": 8, "symmetric": True}
 CACHE_SCALE = re.compile(r"[qkv]_(scale|zero_point)")
 """Matches the names of an attention layer's scales, which vLLM finds beside K and V too."""
@@ -133,13 +137,15 @@ class _Linear:
 
     def problem(self) -> str:
         """Return why vLLM does not load the module by the scheme of its layer; empty if it does."""
-        scheme = self.scheme
+        scheme, stays = self.scheme, PLAIN_IN_HEADS.fullmatch(self.module)
         if self.weight is None or not self.is_quantised:
-            must_be = self.leaf in ALWAYS_QUANTISED and decoder_layer(self.module) or self.leaf in CLASSES
+            is_linear = decoder_layer(self.module) and self.leaf in ALWAYS_QUANTISED
+            in_head = DRAFTS.search(self.module) and self.leaf in (*ALWAYS_QUANTISED, "fc")
+            must_be = (is_linear or in_head or self.leaf in CLASSES) and not stays
             if scheme is None or self.weight is None:
                 return self._unknown(set())
             return "is in 16 bit, though a config group quantises it; add it to 'ignore'" if must_be else ""
-        if self.leaf in CLASSES or self.leaf in ROUTERS:
+        if stays or self.leaf in CLASSES or self.leaf in ROUTERS:
             return "is quantised, and stays in 16 bit when merged; take a checkpoint that leaves it out"
         if scheme is None or scheme.weights is None:
             return f"is stored as {self.weight.dtype}, but no config group quantises it; quantise it again"

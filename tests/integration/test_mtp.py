@@ -7,24 +7,30 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from vllm import EngineArgs
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader import get_model
 from vllm.platforms import current_platform
 
+from flexquant.checkpoint.safetensors_io import load_tensor
+from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
+from flexquant.merge.formats import open_source
+from flexquant.merge.merge_plan import check_parameters
 from flexquant.serving.draft_heads import LOAD_FORMAT
 from flexquant.serving.vllm_api import initialize_model, set_default_torch_dtype
+from flexquant.serving.worker.weights import mark, unwritten
 from tests.integration.conftest import Answers, answers, engine, every_plan_of, take_policy
 from tests.integration.logprobs import assert_equal_but_for_ties
 from tests.integration.test_serving_errors import configure, refusal
 from tests.integration.test_vision import WITH_TORCHVISION
-from tests.mtp import KINDS, make_mtp_pair
+from tests.mtp import KINDS, is_of_head, make_mtp_pair
 from tests.policies import LAYERED_DECODE
 from tests.stock import one_rank
 
@@ -41,6 +47,8 @@ SAMPLING = {"max_tokens": 6, "ignore_eos": True}
 DRAFTED = {"method": "mtp", "num_speculative_tokens": 1}
 POLICIES = {"w8a8": "w8a8", "w4a16": "w4a16", "changing": LAYERED_DECODE}
 BOTH = ("w8a8", "w4a16")
+FROM_TARGET = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
+"""Ends of the names of weights that a draft shares with the model."""
 FIRST = 3
 """Steps whose drafts are compared: later ones follow tokens that may differ by a tie."""
 Drafts = list[list[list[int]]]
@@ -83,11 +91,21 @@ def answers_by_policy(llm: LLM, drafts: Drafts | None = None) -> dict[str, tuple
     return found
 
 
+def drafting_config(folder: Path) -> VllmConfig:
+    arguments = EngineArgs(str(folder), max_model_len=256, enforce_eager=True, speculative_config=DRAFTED)
+    return arguments.create_engine_config()
+
+
+def empty_draft(config: VllmConfig) -> torch.nn.Module:
+    """Return the draft of a server, without weights yet."""
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        initialize_model(config)
+        return initialize_model(config, model_config=config.speculative_config.draft_model_config)
+
+
 def loaded_heads(folder: Path) -> dict[str, torch.Tensor]:
     """Return the parameters of the draft that vLLM loads beside a model, which gets no weights."""
-    config = EngineArgs(
-        str(folder), max_model_len=256, enforce_eager=True, speculative_config=DRAFTED
-    ).create_engine_config()
+    config = drafting_config(folder)
     speculative = config.speculative_config
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         initialize_model(config)
@@ -97,6 +115,30 @@ def loaded_heads(folder: Path) -> dict[str, torch.Tensor]:
             load_config=speculative.draft_load_config or config.load_config,
         )
     return dict(draft.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(name, marks=WITH_TORCHVISION if name == "Qwen3.5" else []) for name in KINDS]
+)
+@pytest.mark.parametrize("scheme", BOTH)
+def test_heads_are_merged_if_vllm_finds_each_of_their_weights(kind: str, scheme: str, tmp_path: Path) -> None:
+    """A tensor is taken out, one after another."""
+    source = open_source(scheme, make_mtp_pair(tmp_path, kind, quantised=BOTH)[scheme])
+    loaded = {name: load_tensor(ref) for name, ref in source.tensors.items()}
+    with one_rank(tmp_path):
+        draft = empty_draft(drafting_config(source.folder))
+        parameters = dict(draft.named_parameters())
+        for left_out in [None, *filter(is_of_head, loaded)]:
+            mark(parameters)
+            draft.load_weights((name, loaded[name]) for name in loaded if name != left_out)
+            misses = [name for name in unwritten(parameters) if not name.endswith(FROM_TARGET)]
+            tensors = {name: ref for name, ref in source.tensors.items() if name != left_out}
+            try:
+                check_parameters(replace(source, tensors=tensors))
+            except FlexQuantError as e:
+                assert misses or str(left_out).endswith("weight_shape"), e
+            else:
+                assert not misses, left_out
 
 
 @pytest.mark.parametrize(
