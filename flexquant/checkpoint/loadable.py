@@ -34,13 +34,11 @@ COMPRESSED_TENSORS = "compressed-tensors"
 PACKED = "pack-quantized"
 WITH_ACTIVATIONS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 """Formats in which vLLM looks for a scheme that quantises activations."""
-ALWAYS_QUANTISED = {*FUSED, "o_proj", "down_proj", "w1", "w2", "w3"}
+ALWAYS_QUANTISED = {*FUSED, "o_proj", "down_proj", "w1", "w2", "w3", "fc"}
 """Last parts of the names of linears that vLLM builds in the scheme that the settings give them."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
-PLAIN_IN_HEADS = re.compile(
-    r".*(\.eh_proj|\.mtp_layers\.\d+\.input_proj|\.mtp_linear_proj\.\d+|model\.mtp\.layers\.\d+\.self_attn\.o_proj)"
-)
-"""Matches the names of linears in heads that draft (MTP) which vLLM keeps in 16 bit."""
+PLAIN = re.compile(r".*(\.eh_proj|mtp_layers\.\d+\.input_proj|mtp_linear_proj\.\d+|model\.mtp\..*\.o_proj)")
+"""Matches the names of linears in heads that draft (MTP) which vLLM always has in 16 bit."""
 FP8_CACHE = {"type": "float", "num_bits": 8, "symmetric": True}
 CACHE_SCALE = re.compile(r"[qkv]_(scale|zero_point)")
 """Matches the names of an attention layer's scales, which vLLM finds beside K and V too."""
@@ -137,11 +135,10 @@ class _Linear:
 
     def problem(self) -> str:
         """Return why vLLM does not load the module by the scheme of its layer; empty if it does."""
-        scheme, stays = self.scheme, PLAIN_IN_HEADS.fullmatch(self.module)
+        scheme, stays = self.scheme, PLAIN.fullmatch(self.module)
         if self.weight is None or not self.is_quantised:
-            is_linear = decoder_layer(self.module) and self.leaf in ALWAYS_QUANTISED
-            in_head = DRAFTS.search(self.module) and self.leaf in (*ALWAYS_QUANTISED, "fc")
-            must_be = (is_linear or in_head or self.leaf in CLASSES) and not stays
+            in_layer = decoder_layer(self.module) or (DRAFTS.search(self.module) and not stays)
+            must_be = self.leaf in ALWAYS_QUANTISED and in_layer or self.leaf in CLASSES
             if scheme is None or self.weight is None:
                 return self._unknown(set())
             return "is in 16 bit, though a config group quantises it; add it to 'ignore'" if must_be else ""

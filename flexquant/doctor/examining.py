@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.draft_heads import check_draft_heads
 from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import QUANT_METHOD, SHARED
@@ -47,7 +48,10 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
         merged = checkpoint.merged
         yield Finding("ok", "checkpoint", f"{merged.base_architecture} as {', '.join(merged.variants)}")
         for name, variant in merged.variants.items():
-            check_loadable(variant.quantization_config, checkpoint.variant_tensors(name), f"variant '{name}'")
+            tensors = checkpoint.variant_tensors(name)
+            config = checkpoint.config | {"architectures": [merged.base_architecture]}
+            check_draft_heads(config, logical_shapes(tensors), f"variant '{name}'")
+            check_loadable(variant.quantization_config, tensors, f"variant '{name}'")
         yield from _examine_with_vllm(folder, arguments)
     except Exception as e:  # anything that stops vllm serve is a finding
         sentence = " ".join(str(e).split()) or type(e).__name__

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 
 from flexquant.checkpoint.safetensors_io import load_tensor
 from flexquant.errors import FlexQuantError
-from flexquant.merge import merge_checkpoints
+from flexquant.merge import merge_checkpoints, split_checkpoint
 from flexquant.merge.formats import open_source
 from flexquant.merge.merge_plan import check_parameters
 from flexquant.serving.draft_heads import LOAD_FORMAT
@@ -51,6 +51,9 @@ FROM_TARGET = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight
 """Ends of the names of weights that a draft shares with the model."""
 FIRST = 3
 """Steps whose drafts are compared: later ones follow tokens that may differ by a tie."""
+QUANTISED = [(), BOTH, ("w4a16",)]
+"""In which variants heads are quantised."""
+EVERY_KIND = [pytest.param(name, marks=WITH_TORCHVISION if name == "Qwen3.5" else []) for name in KINDS]
 Drafts = list[list[list[int]]]
 
 
@@ -71,14 +74,6 @@ def drafting(
         scheduler.update_draft_token_ids = taken
         yield llm, drafts
     assert len(drafts) >= FIRST
-
-
-def quantised_heads(kind: str) -> list[tuple[str, ...]]:
-    """Return in which variants heads are quantised, in ways that stock vLLM loads.
-
-    It looks for MiMo's and Ernie's under other names than publishers do in ``ignore``.
-    """
-    return [BOTH] if kind in ("MiMo", "Ernie") else [(), BOTH, ("w4a16",)]
 
 
 def answers_by_policy(llm: LLM, drafts: Drafts | None = None) -> dict[str, tuple[Answers, Drafts]]:
@@ -117,9 +112,7 @@ def loaded_heads(folder: Path) -> dict[str, torch.Tensor]:
     return dict(draft.named_parameters())
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(name, marks=WITH_TORCHVISION if name == "Qwen3.5" else []) for name in KINDS]
-)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize("scheme", BOTH)
 def test_heads_are_merged_if_vllm_finds_each_of_their_weights(kind: str, scheme: str, tmp_path: Path) -> None:
     """A tensor is taken out, one after another."""
@@ -141,15 +134,14 @@ def test_heads_are_merged_if_vllm_finds_each_of_their_weights(kind: str, scheme:
                 assert not misses, left_out
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(name, marks=WITH_TORCHVISION if name == "Qwen3.5" else []) for name in KINDS]
-)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_heads_are_loaded_as_from_their_source(kind: str, tmp_path: Path) -> None:
     with one_rank(tmp_path):
-        for number, quantised in enumerate(quantised_heads(kind)):
+        for number, quantised in enumerate(QUANTISED):
             pair = make_mtp_pair(work := tmp_path / str(number), kind, quantised=quantised)
             merge_checkpoints({name: pair[name] for name in ("w4a16", "w8a8")}, work / "merged")
-            found, expected = loaded_heads(work / "merged"), loaded_heads(pair["w4a16"])
+            split_checkpoint(work / "merged", "w4a16", work / "split")
+            found, expected = loaded_heads(work / "merged"), loaded_heads(work / "split")
             assert found.keys() == expected.keys()
             assert any(name.endswith("weight_packed") for name in found) == bool(quantised)
             assert [name for name in found if not torch.equal(found[name], expected[name])] == []
@@ -162,7 +154,7 @@ def test_heads_are_loaded_as_from_their_source(kind: str, tmp_path: Path) -> Non
         *(
             pytest.param(kind, BOTH, quantised, marks=pytest.mark.full)
             for kind in [*KINDS][:-2]  # stock vLLM for CPUs does not draft for models with a state
-            for quantised in quantised_heads(kind)
+            for quantised in QUANTISED
         ),
     ],
 )
@@ -180,7 +172,8 @@ def test_drafts_are_those_of_stock_and_are_verified_under_each_plan(
         assert_equal_but_for_ties(given, without[policy][0], wholly=0.3)
         assert drafted and all(ids for ids in drafted[0]), "every prompt has a draft after its prefill"
     first = heads[0]  # with heads in both, the first source's are read
-    with drafting(pair[first]) as (llm, of_stock):
+    split_checkpoint(tmp_path / "merged", first, tmp_path / "split")
+    with drafting(tmp_path / "split") as (llm, of_stock):
         stock = answers(llm, PROMPTS, **SAMPLING)
     assert_equal_but_for_ties(found[first][0], stock)
     assert found[first][1][:FIRST] == of_stock[:FIRST]

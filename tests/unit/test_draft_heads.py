@@ -18,7 +18,7 @@ from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_config import read_model_config
 from flexquant.checkpoint.safetensors_io import same_bytes
 from flexquant.errors import FlexQuantError
-from flexquant.merge import merge_checkpoints, split_checkpoint
+from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from tests.checkpoints import StateDict, make_pair, quantise_int8
 from tests.mtp import KINDS, is_of_head, make_mtp_pair
 from tests.publishers import edits
@@ -135,6 +135,22 @@ def test_layers_that_the_class_does_not_have_are_refused(tmp_path, architecture,
 def test_heads_that_vllm_would_not_load_whole_are_refused(kind, edit, message, heads, tmp_path) -> None:
     pair = make_mtp_pair(tmp_path, kind, heads=heads)
     assert_refused({name: pair[name] for name in heads}, edit, tmp_path, message, pair)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"), [("MiMo", "model.mtp_layers.0."), ("Ernie", "model.mtp_block.0.")]
+)
+def test_heads_in_16_bit_are_ignored_by_the_names_that_vllm_looks_for(kind, prefix, tmp_path) -> None:
+    pair = make_mtp_pair(tmp_path, kind, heads=("w8a8",))
+    merge_checkpoints(pair, tmp_path / "merged")
+    verify_checkpoint(tmp_path / "merged", pair)
+    variants = read_model_config(tmp_path / "merged")[1].variants
+    ignored, before = (set(variants[name].quantization_config["ignore"]) for name in BOTH)
+    assert ignored - before == {
+        f"model.layers.3.{name.removeprefix(prefix).removesuffix('.weight')}"
+        for name in read_tensors(pair["w8a8"])
+        if name.startswith(prefix) and name.endswith("_proj.weight")
+    }
 
 
 @pytest.mark.parametrize(

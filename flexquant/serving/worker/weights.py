@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import groupby, islice
 from typing import Any
 
@@ -55,7 +56,7 @@ class VariantLoader:
         self._variants = variants
         self._layers = routes.layers
         self._num_layers = len(routes.plans[0].layers)
-        self._architecture = merged.base_architecture
+        self._drafts = partial(drafts, architecture=merged.base_architecture, num_layers=self._num_layers)
         self._must_be_unsmoothed = must_be_unsmoothed
         self._readers: dict[str, list[str]] = {}
         self._own_head: dict[str, bool] = {}
@@ -125,9 +126,6 @@ class VariantLoader:
         takers = [name for name in readers if is_in(key, self._layers[name])]
         held_once = prefix == SHARED_PREFIX and key.startswith(self._by_reference)
         return takers[:1] if held_once else takers
-
-    def _drafts(self, key: str) -> bool:
-        return drafts(key, self._architecture, self._num_layers)
 
     def _rotated(self, prefix: str, key: str) -> list[str]:
         """Return the variants that have rotations of which a tensor holds the matrix."""
