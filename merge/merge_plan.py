@@ -14,11 +14,11 @@ from flexquant.checkpoint.merged_checkpoint import match_each
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import (
-    EMBEDDINGS,
     EXPERTS,
     HEAD,
     LATENT_UP,
     LAYER,
+    OF_TOKENS,
     above,
     decoder_stacks,
     tower,
@@ -74,7 +74,7 @@ class MergePlan:
         partly = {holder for name, holder in holders.items() if name not in shared}
         modules = {holder for holder in holders.values() if holder is not None} - partly
         if not self.own_heads:
-            modules |= {LM_HEAD for name in modules if name.endswith(EMBEDDINGS)}
+            modules |= {LM_HEAD for name in modules if name.endswith(OF_TOKENS)}
         return tuple(sorted(modules))
 
     @property
@@ -136,11 +136,10 @@ def check_parameters(source: Source) -> None:
 
     Only headers are read.
     """
-    shapes, owner = logical_shapes(source.tensors), f"{source.owner} ({source.folder})"
-    check_draft_heads(source.config, shapes, owner)
+    check_draft_heads(source.config, source.tensors, source.owner)
     check_loadable(source.quantization_config, source.tensors, source.owner)
     if (model := _class_of(source)) is not None:
-        model.check(shapes, owner)
+        model.check(logical_shapes(source.tensors), f"{source.owner} ({source.folder})")
 
 
 def _class_of(source: Source) -> ModelClass | None:

@@ -12,7 +12,7 @@ from flexquant.checkpoint.built_model import written_or_default
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
 from flexquant.checkpoint.module_names import DRAFTS, decoder_layer, layer_number
 from flexquant.checkpoint.safetensors_io import TensorRef
-from flexquant.checkpoint.schemes import FLOAT_DTYPES
+from flexquant.checkpoint.schemes import FLOAT_DTYPES, logical_shapes
 from flexquant.errors import FlexQuantError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -33,7 +33,7 @@ class Heads(NamedTuple):
     is_dense: bool = False
     """Whether the layer never has experts; otherwise its MLP is as the last layer's."""
     looked_for: str = ""
-    """Prefix by which vLLM looks for the layer in a ``quantization_config``, if not by its own."""
+    """Prefix by which vLLM looks for the layer in a ``quantization_config``; empty for its own."""
 
 
 NORMS = "{}input_layernorm {}post_attention_layernorm "
@@ -65,17 +65,16 @@ def drafts(name: str, architecture: str, num_layers: int) -> bool:
     return heads is not None and DRAFTS.search(name) is not None
 
 
-def check_draft_heads(config: JsonObject, shapes: Shapes, owner: str) -> None:
+def check_draft_heads(config: JsonObject, tensors: Mapping[str, TensorRef], owner: str) -> None:
     """Raise FlexQuantError, naming the tensor, unless vLLM's classes have all layers, and load all heads.
 
-    ``shapes`` are those of a checkpoint's parameters, without quantisation, by name. A checkpoint may lack
-    all heads.
+    ``tensors`` are those of a checkpoint, of which only headers are read. It may lack all heads.
     """
     architecture, num_layers, text = config["architectures"][0], count_layers(config), text_config(config)
     heads = HEADS.get(architecture)
     stated = written_or_default(text, heads.number) if heads else 0
     number = stated if isinstance(stated, int) else int(heads is not BEHIND)
-    for name in shapes:
+    for name in tensors:
         is_behind = (layer_number(name) or 0) >= num_layers + number * (heads is BEHIND)
         if is_behind or (heads is None and DRAFTS.search(name)):
             raise FlexQuantError(
@@ -83,11 +82,11 @@ def check_draft_heads(config: JsonObject, shapes: Shapes, owner: str) -> None:
                 f"{number} heads that predict further tokens (MTP) of this {architecture}; correct "
                 "config.json, or take a checkpoint without this tensor"
             )
-    parameters = dict(_one_by_one(shapes))
+    parameters = dict(_one_by_one(logical_shapes(tensors)))
     found = {name: shape for name, shape in parameters.items() if drafts(name, architecture, num_layers)}
     if heads is None or not found:
         return
-    layers: dict[int, Shapes] = {number: {} for number in range(num_layers)}
+    layers: dict[int, Shapes] = {index: {} for index in range(num_layers)}
     for name, shape in parameters.items():
         if (match := decoder_layer(name)) and name not in found:
             layers[int(match["index"])][name[match.end() :]] = shape
@@ -101,9 +100,9 @@ def check_draft_heads(config: JsonObject, shapes: Shapes, owner: str) -> None:
             f"{m}.weight": (hidden,) if "norm" in m else (hidden, 2 * hidden) for m in modules
         }
         for part, of_body in like.items():  # one of these, the most similar
-            named = ({layer + n: s for n, s in of.items() if n.startswith(part)} for of in of_body)
-            of_head = [names for names in named if names]
-            expected |= min(of_head, key=lambda of: len(of.items() - found.items()), default={})
+            named = [{layer + n: s for n, s in of.items() if n.startswith(part)} for of in of_body]
+            misses = {len(names.items() - found.items()): names for names in named if names}
+            expected |= misses[min(misses)] if misses else {}
         for name, shape in expected.items():
             if (stored := found.get(name)) != shape:
                 what = "lacks" if stored is None else f"has {list(stored)} as the shape of"

@@ -49,8 +49,7 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
         yield Finding("ok", "checkpoint", f"{merged.base_architecture} as {', '.join(merged.variants)}")
         for name, variant in merged.variants.items():
             tensors = checkpoint.variant_tensors(name)
-            config = checkpoint.config | {"architectures": [merged.base_architecture]}
-            check_draft_heads(config, logical_shapes(tensors), f"variant '{name}'")
+            check_draft_heads(checkpoint.source_config(name), tensors, f"variant '{name}'")
             check_loadable(variant.quantization_config, tensors, f"variant '{name}'")
         yield from _examine_with_vllm(folder, arguments)
     except Exception as e:  # anything that stops vllm serve is a finding

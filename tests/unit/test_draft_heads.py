@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,12 @@ from flexquant.checkpoint.draft_heads import HEADS
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_config import read_model_config
 from flexquant.checkpoint.safetensors_io import same_bytes
+from flexquant.doctor.examining import examine
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from flexquant.policy.routes import build_route_table
+from flexquant.policy.rules import load_policy
+from flexquant.serving.worker.weights import VariantLoader
 from tests.checkpoints import StateDict, make_pair, quantise_int8
 from tests.mtp import KINDS, is_of_head, make_mtp_pair
 from tests.publishers import edits
@@ -102,6 +107,23 @@ def beyond(prefix: str, of: str = "model.layers.1.") -> edits.Edit:
 )
 def test_layers_that_the_class_does_not_have_are_refused(tmp_path, architecture, edit, layers):
     assert_refused(make_pair(tmp_path, architecture), edit, tmp_path, NO_PLACE % (layers, 0))
+
+
+def test_a_server_and_the_doctor_refuse_layers_that_the_config_does_not_count(tmp_path: Path) -> None:
+    """Older releases merged such checkpoints."""
+    sources, merged = make_pair(tmp_path), tmp_path / "merged"
+    merge_checkpoints(sources, merged)
+    edits.config(num_hidden_layers=1)(merged)
+    *_, last = examine(str(merged), [])
+    assert last.level == "problem" and re.search(NO_PLACE % (1, 0), last.text)
+    _, config = read_model_config(merged)
+    routes = build_route_table(load_policy("phase"), sources, num_layers=1, max_tokens=64)
+    loader = VariantLoader({name: torch.nn.Module() for name in sources}, config, routes)
+    assert loader.wants("w8a8.model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(
+        FlexQuantError, match="'model.layers.1.mlp.up_proj.weight', and its config.json says 1 d"
+    ):
+        loader.wants("w8a8.model.layers.1.mlp.up_proj.weight")
 
 
 @pytest.mark.parametrize(
