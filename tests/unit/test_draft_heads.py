@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ from flexquant.checkpoint.draft_heads import HEADS
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_config import read_model_config
 from flexquant.checkpoint.safetensors_io import same_bytes
+from flexquant.cli.checkpoint import inspect
 from flexquant.doctor.examining import examine
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
@@ -114,6 +116,8 @@ def test_a_server_and_the_doctor_refuse_layers_that_the_config_does_not_count(tm
     sources, merged = make_pair(tmp_path), tmp_path / "merged"
     merge_checkpoints(sources, merged)
     edits.config(num_hidden_layers=1)(merged)
+    with pytest.raises(FlexQuantError, match=NO_PLACE % (1, 0)):
+        inspect(argparse.Namespace(folder=str(merged)))
     *_, last = examine(str(merged), [])
     assert last.level == "problem" and re.search(NO_PLACE % (1, 0), last.text)
     _, config = read_model_config(merged)
