@@ -42,7 +42,12 @@ ERNIE = "model.mtp_emb_norm.{i} model.mtp_hidden_norm.{i} model.mtp_linear_proj.
 MIMO = NORMS + "{}token_layernorm {}hidden_layernorm {}final_layernorm {}input_proj"
 MIMO_V2 = "{}input_layernorm {}pre_mlp_layernorm {}enorm {}hnorm {}final_layernorm {}eh_proj"
 MTP = Heads("mtp.layers.{i}.", NORMS + "mtp.norm mtp.pre_fc_norm_hidden mtp.pre_fc_norm_embedding mtp.fc")
+NOT_CHECKED = Heads("", "")
 FAMILIES = {
+    "BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM "
+    "Dots3NoteForCausalLM Glm5NextForCausalLM GlmMoeDsaForCausalLM HYV3ForCausalLM HYV4ForCausalLM "
+    "LongcatFlashForCausalLM MiniMaxM3SparseForCausalLM NemotronHForCausalLM NemotronHPuzzleForCausalLM "
+    "PanguUltraMoEForCausalLM Qwen4ExpForCausalLM Step3p5ForCausalLM": NOT_CHECKED,
     "DeepseekV3ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM": BEHIND,
     "Ernie4_5_MoeForCausalLM": Heads(
         "model.mtp_block.{i}.", NORMS + ERNIE, is_dense=True, looked_for=BEHIND.layer
@@ -55,14 +60,14 @@ FAMILIES = {
     "Qwen3_5MoeForConditionalGeneration": MTP._replace(number="mtp_num_hidden_layers"),
 }
 HEADS = {architecture: heads for names, heads in FAMILIES.items() for architecture in names.split()}
-"""Served architecture -> its heads; vLLM has draft classes for no other."""
+"""Architecture -> its heads; vLLM has draft classes for no other text model. Those served are checked."""
 
 
 def drafts(name: str, architecture: str, num_layers: int) -> bool:
     """Whether a module or tensor belongs to a head of the class, in a model of ``num_layers`` layers."""
-    if (heads := HEADS.get(architecture)) is BEHIND:
-        return (layer_number(name) or 0) >= num_layers
-    return heads is not None and DRAFTS.search(name) is not None
+    heads = HEADS.get(architecture)
+    is_behind = heads in (BEHIND, NOT_CHECKED) and (layer_number(name) or 0) >= num_layers
+    return is_behind or (heads not in (None, BEHIND) and DRAFTS.search(name) is not None)
 
 
 def check_draft_heads(config: JsonObject, tensors: Mapping[str, TensorRef], owner: str) -> None:
@@ -71,7 +76,8 @@ def check_draft_heads(config: JsonObject, tensors: Mapping[str, TensorRef], owne
     ``tensors`` are those of a checkpoint, of which only headers are read. It may lack all heads.
     """
     architecture, num_layers, text = config["architectures"][0], count_layers(config), text_config(config)
-    heads = HEADS.get(architecture)
+    if (heads := HEADS.get(architecture)) == NOT_CHECKED:
+        return
     stated = written_or_default(text, heads.number) if heads else 0
     number = stated if isinstance(stated, int) else int(heads is not BEHIND)
     for name in tensors:
