@@ -39,6 +39,7 @@ ALWAYS_QUANTISED = {*FUSED, "o_proj", "down_proj", "w1", "w2", "w3", "fc"}
 ROUTERS = ("gate", "router", "shared_expert_gate")
 PLAIN = re.compile(r".*(\.eh_proj|mtp_layers\.\d+\.input_proj|mtp_linear_proj\.\d+|model\.mtp\..*\.o_proj)")
 """Matches the names of linears in heads that draft (MTP) which vLLM always has in 16 bit."""
+IN_16_BIT = "is in 16 bit, though a config group quantises it; add it to 'ignore'"
 FP8_CACHE = {"type": "float", "num_bits": 8, "symmetric": True}
 CACHE_SCALE = re.compile(r"[qkv]_(scale|zero_point)")
 """Matches the names of an attention layer's scales, which vLLM finds beside K and V too."""
@@ -138,10 +139,13 @@ class _Linear:
         scheme, stays = self.scheme, PLAIN.fullmatch(self.module)
         if self.weight is None or not self.is_quantised:
             in_layer = decoder_layer(self.module) or (DRAFTS.search(self.module) and not stays)
+            in_one = DRAFTS.search(self.module) and "gate_up_proj" in self.parameters  # all experts of a head
+            if in_one and scheme is not None and self.schemes.by_itself(f"{self.module}.0.gate_proj"):
+                return IN_16_BIT
             must_be = self.leaf in ALWAYS_QUANTISED and in_layer or self.leaf in CLASSES
             if scheme is None or self.weight is None:
                 return self._unknown(set())
-            return "is in 16 bit, though a config group quantises it; add it to 'ignore'" if must_be else ""
+            return IN_16_BIT if must_be else ""
         if stays or self.leaf in CLASSES or self.leaf in ROUTERS:
             return "is quantised, and stays in 16 bit when merged; take a checkpoint that leaves it out"
         if scheme is None or scheme.weights is None:

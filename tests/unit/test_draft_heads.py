@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,11 @@ def test_experts_of_a_head_may_be_in_one_tensor(tmp_path: Path) -> None:
     pair = make_mtp_pair(tmp_path, "Qwen3-Next", heads=("w8a8",))
     edits.tensors(fuse)(pair["w8a8"])
     merge_checkpoints(pair, tmp_path / "merged")
+    ignored = edits.section(
+        ignore=["re:.*(gate|lm_head|mtp.fc)$", "re:mtp.*(attn|shared_).*", "re:model.*experts.*"]
+    )
+    shutil.copytree(pair["w8a8"], of_section := tmp_path / "of_section")
+    assert_refused({"w8a8": of_section}, ignored, tmp_path, "'mtp.layers.0.mlp.experts' of .* is in 16 bit")
     edit = edits.tensors(
         lambda s: s.update({k: s[k][:3] for k in s if k.endswith("experts.down_proj") and "mtp" in k})
     )
