@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from flexquant.checkpoint.built_model import check_heads, find_model_class
+from flexquant.checkpoint.draft_heads import with_heads_ignored
 from flexquant.checkpoint.folder import find_model, read_config, read_tensors
 from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, is_sparse
 from flexquant.checkpoint.merged_config import check_variant_name
@@ -93,6 +94,7 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
     if not isinstance(architectures, list) or not isinstance((architectures or [None])[0], str):
         raise FlexQuantError(f"{place} names no architectures; a causal language model is needed")
     check_heads(config, place)
+    section = with_heads_ignored(section, config, tensors)
     return Source(name, folder, config, section, _read_when_served(tensors, config, place))
 
 

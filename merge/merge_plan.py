@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flexquant.checkpoint.built_model import ModelClass, find_model_class, written_or_default
+from flexquant.checkpoint.draft_heads import check_draft_heads, drafts
 from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_checkpoint import match_each
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import (
-    EMBEDDINGS,
     EXPERTS,
     HEAD,
     LATENT_UP,
     LAYER,
+    OF_TOKENS,
     above,
     decoder_stacks,
-    drafts,
     tower,
 )
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
@@ -52,7 +52,9 @@ class MergePlan:
         It is the first that has as many of their tensors as any other.
         """
         counts = {
-            source.name: sum(drafts(name, self.num_layers) for name in logical_shapes(source.tensors))
+            source.name: sum(
+                drafts(name, source.architecture, self.num_layers) for name in logical_shapes(source.tensors)
+            )
             for source in self.sources
         }
         name = max(counts, key=counts.__getitem__)
@@ -66,12 +68,13 @@ class MergePlan:
         """
         shared = {key.removeprefix(SHARED_PREFIX) for key in self.groups.get("shared", {})}
         towers = _find_towers(self.sources)
-        names = {name for name in _read_names(self.sources) if not drafts(name, self.num_layers)}
+        kind = self.sources[0].architecture
+        names = {name for name in _read_names(self.sources) if not drafts(name, kind, self.num_layers)}
         holders = {name: towers.get(name) or _holder(name) for name in names}
         partly = {holder for name, holder in holders.items() if name not in shared}
         modules = {holder for holder in holders.values() if holder is not None} - partly
         if not self.own_heads:
-            modules |= {LM_HEAD for name in modules if name.endswith(EMBEDDINGS)}
+            modules |= {LM_HEAD for name in modules if name.endswith(OF_TOKENS)}
         return tuple(sorted(modules))
 
     @property
@@ -133,6 +136,7 @@ def check_parameters(source: Source) -> None:
 
     Only headers are read.
     """
+    check_draft_heads(source.config, source.tensors, source.owner)
     check_loadable(source.quantization_config, source.tensors, source.owner)
     if (model := _class_of(source)) is not None:
         model.check(logical_shapes(source.tensors), f"{source.owner} ({source.folder})")
@@ -183,7 +187,7 @@ def _check_same_shapes(
     a_shapes, b_shapes = logical_shapes(a.tensors), logical_shapes(b.tensors)
     for name in sorted(a_shapes.keys() | b_shapes.keys()):
         if name not in a_shapes or name not in b_shapes:
-            if (is_tied and HEAD.search(name)) or drafts(name, num_layers):
+            if (is_tied and HEAD.search(name)) or drafts(name, a.architecture, num_layers):
                 continue
             if model is not None and model.drops(name):
                 continue

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from flexquant.checkpoint.draft_heads import drafts
 from flexquant.checkpoint.loadable import describe_linear
-from flexquant.checkpoint.module_names import EXPERTS, decoder_layer, drafts, fused_name
+from flexquant.checkpoint.module_names import EXPERTS, decoder_layer, fused_name
 from flexquant.checkpoint.nested import (
     Int4Weight,
     NestedWeight,
@@ -285,7 +286,7 @@ def _schemes(source: Source, num_layers: int) -> dict[str, Scheme]:
     for name, ref in source.tensors.items():
         module, _, last = name.rpartition(".")
         is_quantised = last == "weight_packed" or (last == "weight" and ref.dtype not in FLOAT_DTYPES)
-        in_layer = decoder_layer(name) and not drafts(name, num_layers)
+        in_layer = decoder_layer(name) and not drafts(name, source.architecture, num_layers)
         if is_quantised and in_layer and (scheme := schemes.of(module)):
             found[module] = scheme, schemes.format_of(scheme)
     return found

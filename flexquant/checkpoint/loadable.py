@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.module_names import EXPERTS, FUSED, decoder_layer
+from flexquant.checkpoint.module_names import DRAFTS, EXPERTS, FUSED, decoder_layer
 from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.checkpoint.schemes import (
     CLASSES,
@@ -34,9 +34,12 @@ COMPRESSED_TENSORS = "compressed-tensors"
 PACKED = "pack-quantized"
 WITH_ACTIVATIONS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 """Formats in which vLLM looks for a scheme that quantises activations."""
-ALWAYS_QUANTISED = {*FUSED, "o_proj", "down_proj", "w1", "w2", "w3"}
+ALWAYS_QUANTISED = {*FUSED, "o_proj", "down_proj", "w1", "w2", "w3", "fc"}
 """Last parts of the names of linears that vLLM builds in the scheme that the settings give them."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
+PLAIN = re.compile(r".*(\.eh_proj|mtp_layers\.\d+\.input_proj|mtp_linear_proj\.\d+|model\.mtp\..*\.o_proj)")
+"""Matches the names of linears in heads that draft (MTP) which vLLM always has in 16 bit."""
+IN_16_BIT = "is in 16 bit, though a config group quantises it; add it to 'ignore'"
 FP8_CACHE = {"type": "float", "num_bits": 8, "symmetric": True}
 CACHE_SCALE = re.compile(r"[qkv]_(scale|zero_point)")
 """Matches the names of an attention layer's scales, which vLLM finds beside K and V too."""
@@ -133,13 +136,17 @@ class _Linear:
 
     def problem(self) -> str:
         """Return why vLLM does not load the module by the scheme of its layer; empty if it does."""
-        scheme = self.scheme
+        scheme, stays = self.scheme, PLAIN.fullmatch(self.module)
         if self.weight is None or not self.is_quantised:
-            must_be = self.leaf in ALWAYS_QUANTISED and decoder_layer(self.module) or self.leaf in CLASSES
+            in_layer = decoder_layer(self.module) or (DRAFTS.search(self.module) and not stays)
+            in_one = DRAFTS.search(self.module) and "gate_up_proj" in self.parameters  # all experts of a head
+            if in_one and scheme is not None and self.schemes.by_itself(f"{self.module}.0.gate_proj"):
+                return IN_16_BIT
+            must_be = self.leaf in ALWAYS_QUANTISED and in_layer or self.leaf in CLASSES
             if scheme is None or self.weight is None:
                 return self._unknown(set())
-            return "is in 16 bit, though a config group quantises it; add it to 'ignore'" if must_be else ""
-        if self.leaf in CLASSES or self.leaf in ROUTERS:
+            return IN_16_BIT if must_be else ""
+        if stays or self.leaf in CLASSES or self.leaf in ROUTERS:
             return "is quantised, and stays in 16 bit when merged; take a checkpoint that leaves it out"
         if scheme is None or scheme.weights is None:
             return f"is stored as {self.weight.dtype}, but no config group quantises it; quantise it again"

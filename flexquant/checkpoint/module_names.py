@@ -28,7 +28,9 @@ DRAFTS = re.compile(r"(^|[._])mtp|nextn")
 """Matches in the name of a head that predicts further tokens (MTP), unless it is a layer behind the last."""
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out)(\.|$)")
 """Matches in the name of the lm_head, or of a tensor in it, wherever the model has it."""
-EMBEDDINGS = ("embed_tokens", "embeddings", "embed_in", "word_embeddings", "wte", "wpe")
+OF_TOKENS = ("embed_tokens", "embeddings", "embed_in", "word_embeddings", "wte")
+"""Last parts of the names that embeddings of tokens have."""
+EMBEDDINGS = (*OF_TOKENS, "wpe")
 """Last parts of the names that embeddings of tokens and positions have."""
 FUSED = {
     "q_proj": "qkv_proj",
@@ -58,15 +60,6 @@ def layer_number(name: str) -> int | None:
     """Return the number of a module's or tensor's decoder layer; None outside of decoder layers."""
     match = decoder_layer(f"{name}.")
     return int(match["index"]) if match else None
-
-
-def drafts(name: str, num_layers: int) -> bool:
-    """Whether a module or tensor belongs to a head that predicts further tokens for a draft (MTP).
-
-    Such a head is a module of its own, or a decoder layer after the ``num_layers`` of the model.
-    """
-    number = layer_number(name)
-    return DRAFTS.search(name) is not None if number is None else number >= num_layers
 
 
 def is_in(name: str, layers: Collection[int]) -> bool:

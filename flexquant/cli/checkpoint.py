@@ -8,6 +8,7 @@ import argparse
 import sys
 from dataclasses import asdict
 
+from flexquant.checkpoint.draft_heads import check_draft_heads
 from flexquant.checkpoint.folder import recipe_name
 from flexquant.checkpoint.measured_loss import loss_lines, read_losses
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
@@ -140,6 +141,9 @@ def inspect(args: argparse.Namespace) -> JsonObject:
     """
     checkpoint = MergedCheckpoint.open(args.folder, published=True)
     merged, layers = checkpoint.merged, count_layers(checkpoint.config)
+    for name in merged.variants:
+        tensors = checkpoint.variant_tensors(name)
+        check_draft_heads(checkpoint.source_config(name), tensors, f"variant '{name}'")
     recorded = checkpoint.provenance
     missed = recorded.changed_integers, recorded.added_noise
     report = report_checkpoint(merged, layers, checkpoint.tensors, *missed)

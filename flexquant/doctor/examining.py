@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexquant.checkpoint.draft_heads import check_draft_heads
 from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import QUANT_METHOD, SHARED
@@ -51,7 +52,9 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
         if not merged.may_share_cache(merged.variants):
             yield Finding("note", "KV cache", describe_kv(merged.kv_compatibility))
         for name, variant in merged.variants.items():
-            check_loadable(variant.quantization_config, checkpoint.variant_tensors(name), f"variant '{name}'")
+            tensors = checkpoint.variant_tensors(name)
+            check_draft_heads(checkpoint.source_config(name), tensors, f"variant '{name}'")
+            check_loadable(variant.quantization_config, tensors, f"variant '{name}'")
         yield from _examine_with_vllm(folder, arguments)
     except Exception as e:  # anything that stops vllm serve is a finding
         sentence = " ".join(str(e).split()) or type(e).__name__

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, MergedConfig
 from flexquant.checkpoint.model_config import reads_more_than_text
-from flexquant.checkpoint.module_names import HEAD
+from flexquant.checkpoint.module_names import HEAD, OF_TOKENS
 from flexquant.checkpoint.schemes import rotates_in_passes
 from flexquant.policy.routes import RouteTable
 from flexquant.serving.draft_heads import (
@@ -250,4 +250,4 @@ def has_one_embedding(merged: MergedConfig, routes: RouteTable) -> bool:
     A plan's embedding comes from the variant of its last layer (`build_plan`).
     """
     sources = {routes.source(plan.layers[-1]) for plan in routes.plans}
-    return len(sources) == 1 or any(module.endswith("embed_tokens") for module in merged.shared_modules)
+    return len(sources) == 1 or any(m.rpartition(".")[2] in OF_TOKENS for m in merged.shared_modules)

@@ -7,24 +7,30 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from vllm import EngineArgs
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader import get_model
 from vllm.platforms import current_platform
 
-from flexquant.merge import merge_checkpoints
+from flexquant.checkpoint.safetensors_io import load_tensor
+from flexquant.errors import FlexQuantError
+from flexquant.merge import merge_checkpoints, split_checkpoint
+from flexquant.merge.formats import open_source
+from flexquant.merge.merge_plan import check_parameters
 from flexquant.serving.draft_heads import LOAD_FORMAT
 from flexquant.serving.vllm_api import initialize_model, set_default_torch_dtype
+from flexquant.serving.worker.weights import mark, unwritten
 from tests.integration.conftest import Answers, answers, engine, every_plan_of, take_policy
 from tests.integration.logprobs import assert_equal_but_for_ties
 from tests.integration.test_serving_errors import configure, refusal
 from tests.integration.test_vision import WITH_TORCHVISION
-from tests.mtp import KINDS, make_mtp_pair
+from tests.mtp import KINDS, is_of_head, make_mtp_pair
 from tests.policies import LAYERED_DECODE
 from tests.stock import one_rank
 
@@ -41,8 +47,13 @@ SAMPLING = {"max_tokens": 6, "ignore_eos": True}
 DRAFTED = {"method": "mtp", "num_speculative_tokens": 1}
 POLICIES = {"w8a8": "w8a8", "w4a16": "w4a16", "changing": LAYERED_DECODE}
 BOTH = ("w8a8", "w4a16")
+FROM_TARGET = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
+"""Ends of the names of weights that a draft shares with the model."""
 FIRST = 3
 """Steps whose drafts are compared: later ones follow tokens that may differ by a tie."""
+QUANTISED = [(), BOTH, ("w4a16",)]
+"""In which variants heads are quantised."""
+EVERY_KIND = [pytest.param(name, marks=WITH_TORCHVISION if name == "Qwen3.5" else []) for name in KINDS]
 Drafts = list[list[list[int]]]
 
 
@@ -65,14 +76,6 @@ def drafting(
     assert len(drafts) >= FIRST
 
 
-def quantised_heads(kind: str) -> list[tuple[str, ...]]:
-    """Return in which variants heads are quantised, in ways that stock vLLM loads.
-
-    It looks for MiMo's and Ernie's under other names than publishers do in ``ignore``.
-    """
-    return [BOTH] if kind in ("MiMo", "Ernie") else [(), BOTH, ("w4a16",)]
-
-
 def answers_by_policy(llm: LLM, drafts: Drafts | None = None) -> dict[str, tuple[Answers, Drafts]]:
     found = {}
     for name, policy in POLICIES.items():
@@ -83,11 +86,21 @@ def answers_by_policy(llm: LLM, drafts: Drafts | None = None) -> dict[str, tuple
     return found
 
 
+def drafting_config(folder: Path) -> VllmConfig:
+    arguments = EngineArgs(str(folder), max_model_len=256, enforce_eager=True, speculative_config=DRAFTED)
+    return arguments.create_engine_config()
+
+
+def empty_draft(config: VllmConfig) -> torch.nn.Module:
+    """Return the draft of a server, without weights yet."""
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        initialize_model(config)
+        return initialize_model(config, model_config=config.speculative_config.draft_model_config)
+
+
 def loaded_heads(folder: Path) -> dict[str, torch.Tensor]:
     """Return the parameters of the draft that vLLM loads beside a model, which gets no weights."""
-    config = EngineArgs(
-        str(folder), max_model_len=256, enforce_eager=True, speculative_config=DRAFTED
-    ).create_engine_config()
+    config = drafting_config(folder)
     speculative = config.speculative_config
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         initialize_model(config)
@@ -99,15 +112,36 @@ def loaded_heads(folder: Path) -> dict[str, torch.Tensor]:
     return dict(draft.named_parameters())
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(name, marks=WITH_TORCHVISION if name == "Qwen3.5" else []) for name in KINDS]
-)
+@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("scheme", BOTH)
+def test_heads_are_merged_if_vllm_finds_each_of_their_weights(kind: str, scheme: str, tmp_path: Path) -> None:
+    """A tensor is taken out, one after another."""
+    source = open_source(scheme, make_mtp_pair(tmp_path, kind, quantised=BOTH)[scheme])
+    loaded = {name: load_tensor(ref) for name, ref in source.tensors.items()}
+    with one_rank(tmp_path):
+        draft = empty_draft(drafting_config(source.folder))
+        parameters = dict(draft.named_parameters())
+        for left_out in [None, *filter(is_of_head, loaded)]:
+            mark(parameters)
+            draft.load_weights((name, loaded[name]) for name in loaded if name != left_out)
+            misses = [name for name in unwritten(parameters) if not name.endswith(FROM_TARGET)]
+            tensors = {name: ref for name, ref in source.tensors.items() if name != left_out}
+            try:
+                check_parameters(replace(source, tensors=tensors))
+            except FlexQuantError as e:
+                assert misses or str(left_out).endswith("weight_shape"), e
+            else:
+                assert not misses, left_out
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_heads_are_loaded_as_from_their_source(kind: str, tmp_path: Path) -> None:
     with one_rank(tmp_path):
-        for number, quantised in enumerate(quantised_heads(kind)):
+        for number, quantised in enumerate(QUANTISED):
             pair = make_mtp_pair(work := tmp_path / str(number), kind, quantised=quantised)
             merge_checkpoints({name: pair[name] for name in ("w4a16", "w8a8")}, work / "merged")
-            found, expected = loaded_heads(work / "merged"), loaded_heads(pair["w4a16"])
+            split_checkpoint(work / "merged", "w4a16", work / "split")
+            found, expected = loaded_heads(work / "merged"), loaded_heads(work / "split")
             assert found.keys() == expected.keys()
             assert any(name.endswith("weight_packed") for name in found) == bool(quantised)
             assert [name for name in found if not torch.equal(found[name], expected[name])] == []
@@ -120,7 +154,7 @@ def test_heads_are_loaded_as_from_their_source(kind: str, tmp_path: Path) -> Non
         *(
             pytest.param(kind, BOTH, quantised, marks=pytest.mark.full)
             for kind in [*KINDS][:-2]  # stock vLLM for CPUs does not draft for models with a state
-            for quantised in quantised_heads(kind)
+            for quantised in QUANTISED
         ),
     ],
 )
@@ -138,7 +172,8 @@ def test_drafts_are_those_of_stock_and_are_verified_under_each_plan(
         assert_equal_but_for_ties(given, without[policy][0], wholly=0.3)
         assert drafted and all(ids for ids in drafted[0]), "every prompt has a draft after its prefill"
     first = heads[0]  # with heads in both, the first source's are read
-    with drafting(pair[first]) as (llm, of_stock):
+    split_checkpoint(tmp_path / "merged", first, tmp_path / "split")
+    with drafting(tmp_path / "split") as (llm, of_stock):
         stock = answers(llm, PROMPTS, **SAMPLING)
     assert_equal_but_for_ties(found[first][0], stock)
     assert found[first][1][:FIRST] == of_stock[:FIRST]

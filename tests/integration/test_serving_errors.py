@@ -21,6 +21,8 @@ from flexquant.policy.rules import load_policy
 from flexquant.serving.config import served_policy
 from flexquant.serving.worker.pass_records import trace_file
 from flexquant.serving.worker.worker_extension import change_policy
+from tests.architectures import chain
+from tests.architectures.models import model_type
 from tests.checkpoints import EXPERTS, make_checkpoint
 from tests.foreign import write_foreign
 from tests.integration.conftest import edited_json, engine
@@ -247,6 +249,16 @@ def test_prompt_embeddings_where_each_variant_has_its_own_embedding(merged, tmp_
     assert "--enable-prompt-embeds" in refusal(folder, enable_prompt_embeds=True, **flexquant(policy="phase"))
     configure(folder, enable_prompt_embeds=True, **flexquant(policy="w8a8"))
     configure(merged, enable_prompt_embeds=True, **flexquant(policy="phase"))
+
+
+@pytest.mark.parametrize("name", ["FalconForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM"])
+def test_prompt_embeddings_by_an_embedding_of_another_name(name: str, tmp_path: Path) -> None:
+    chain.make_variants(name, str(model_type(name)), {}, tmp_path)
+    merge_checkpoints({variant: tmp_path / variant for variant in chain.VARIANTS}, tmp_path / "merged")
+    options = {"enable_prompt_embeds": True, **flexquant(policy="phase")}
+    configure(tmp_path / "merged", **options)
+    without = edited(tmp_path / "merged", tmp_path, shared_modules=["lm_head", "transformer.wpe"])
+    assert "--enable-prompt-embeds" in refusal(without, **options)
 
 
 @pytest.mark.engine

@@ -152,13 +152,10 @@ def test_frequencies_that_one_source_stores_are_left_out(tmp_path):
     assert not any("rotary" in key for key in read_tensors(tmp_path / "merged"))
 
 
-def test_a_draft_head_that_one_source_has_stays_with_it(tmp_path):
+def test_a_part_of_a_head_that_drafts_is_refused_in_a_vision_model(tmp_path):
     sources = {s: make_vision_checkpoint(tmp_path / s, s, KINDS["qwen3_5"]) for s in SCHEMES}
-    edits.tensors(lambda state: state.update({"mtp.fc.weight": torch.ones(8, 16)}))(sources["w8a8"])
-    merge_checkpoints(sources, tmp_path / "merged")
-    keys = {key for key in read_tensors(tmp_path / "merged") if "mtp" in key}
-    assert keys == {"w8a8.mtp.fc.weight"}
-    verify_checkpoint(tmp_path / "merged", sources)
+    edit = edits.tensors(lambda state: state.update({"mtp.fc.weight": torch.ones(8, 16)}))
+    assert_refused(sources, edit, tmp_path, r"lacks 'mtp\.layers\.0\.input_layernorm\.weight'")
 
 
 def test_a_parameter_that_one_source_has_and_the_class_has_not_is_refused(tmp_path):

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import groupby, islice
 from typing import Any
 
 import torch
 
+from flexquant.checkpoint.draft_heads import drafts
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
-from flexquant.checkpoint.module_names import HEAD, drafts, is_in
+from flexquant.checkpoint.module_names import HEAD, is_in, layer_number
 from flexquant.checkpoint.safetensors_io import is_finite
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
@@ -54,6 +56,7 @@ class VariantLoader:
         self._variants = variants
         self._layers = routes.layers
         self._num_layers = len(routes.plans[0].layers)
+        self._drafts = partial(drafts, architecture=merged.base_architecture, num_layers=self._num_layers)
         self._must_be_unsmoothed = must_be_unsmoothed
         self._readers: dict[str, list[str]] = {}
         self._own_head: dict[str, bool] = {}
@@ -113,8 +116,13 @@ class VariantLoader:
 
     def _takers(self, prefix: str, key: str) -> list[str]:
         """Return the variants that a tensor is loaded into; for a shared module, only the first."""
-        if drafts(key, self._num_layers) or self._rotated(prefix, key):
+        if self._drafts(key) or self._rotated(prefix, key):
             return []
+        if (layer_number(key) or 0) >= self._num_layers:
+            raise FlexQuantError(
+                f"the checkpoint holds '{key}', and its config.json says {self._num_layers} decoder layers, "
+                "counted from 0; correct num_hidden_layers there, or in the sources, and merge again"
+            )
         readers = [name for name in self._readers_of(prefix) if not self._is_copy(name, key)]
         takers = [name for name in readers if is_in(key, self._layers[name])]
         held_once = prefix == SHARED_PREFIX and key.startswith(self._by_reference)
@@ -129,7 +137,7 @@ class VariantLoader:
         return not self._own_head[name] and HEAD.search(key) is not None
 
     def _is_compared(self, prefix: str, key: str) -> bool:
-        is_norm = "norm" in key and not drafts(key, self._num_layers)
+        is_norm = "norm" in key and not self._drafts(key)
         return self._must_be_unsmoothed and is_norm and prefix in self._readers
 
     def _runs(self, weights: Iterable[NamedTensor]) -> Iterator[tuple[str, list[NamedTensor]]]:
