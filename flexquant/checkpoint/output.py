@@ -5,8 +5,10 @@
 A folder is written as ``.<name>.flexquant-tmp-<random>``, so that two writers of one output never mix their
 files: the later one removes what the earlier one has written, which then fails. A folder that may be replaced
 is renamed to ``.<name>.flexquant-old`` just before, and comes back if the new one cannot take its place, or
-at the next run if the process was killed between the two renames. Nothing else beside an output is touched. A
-file, or a folder with files, that appears at the output's place meanwhile stays, unless it may be replaced.
+at the next run if the process was killed between the two renames. A file is written as
+``.<name>.flexquant-new-<random>``, and the last of several writers has it. Nothing else beside an output is
+touched. A file, or a folder with files, that appears at the output's place meanwhile stays, unless it may be
+replaced.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -33,6 +36,13 @@ STAGE, OLD, NEW = "tmp", "old", "new"
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
 """Errors of renaming a folder to where there is a folder with files, a file or a link."""
+NO_SUCH_CALL = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EACCES}
+"""Errors of syncing a folder where this is not possible: on CIFS, on some FUSE and network file systems, and in
+a folder that may be written but not read."""
+NO_RENAME = {errno.EXDEV, errno.ENOTSUP, errno.ENOSYS}
+"""Errors of renaming a folder that lies in an image's layer, or where the file system has no such call."""
+ABANDONED = 86_400
+"""Seconds after which a half-written file is a killed process's leftover."""
 
 
 def remove_leftovers(output: Path) -> None:
@@ -51,8 +61,7 @@ def remove_leftovers(output: Path) -> None:
                 f"{old} is what a run that ended half way was to replace, and meanwhile {_describe(target)} "
                 f"appeared at {target}; move one of them away"
             )
-        stages = _beside(target, STAGE).name
-        for folder in [old, *(path for path in target.parent.glob(".*") if path.name.startswith(stages))]:
+        for folder in (old, *_all_beside(target, STAGE)):
             if folder.exists():
                 shutil.rmtree(folder)
 
@@ -106,6 +115,9 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         stage.mkdir()
         try:
+            _check_renaming(stage, _beside(target, f"{STAGE}-{uuid.uuid4().hex[:8]}"))
+            if target.is_dir():
+                _check_renaming(target, _beside(target, OLD))
             yield stage
             for path in (*stage.rglob("*"), stage):
                 _sync(path)
@@ -127,8 +139,8 @@ def staged_file(file: Path) -> Iterator[Path]:
     """Yield a path beside ``file`` to write to, which takes the place of ``file`` at the end.
 
     If the process fails or dies before, ``file`` is unchanged; if it fails, the partial file is removed too.
-    A link is kept, and its target is replaced; a device or pipe is written to directly. Two processes must
-    not write one file at the same time. Raises FlexQuantError for a folder.
+    A link is kept, and its target is replaced; a device or pipe is written to directly. Of several processes
+    that write one file at the same time, the last one has it. Raises FlexQuantError for a folder.
     """
     if file.is_dir():
         raise FlexQuantError(f"{file} is a folder; name a file")
@@ -136,7 +148,11 @@ def staged_file(file: Path) -> Iterator[Path]:
         yield file
         return
     target = Path(os.path.realpath(file))
-    partial = _beside(target, NEW)
+    for left in _all_beside(target, NEW):
+        with suppress(OSError):
+            if left.lstat().st_mtime < time.time() - ABANDONED:
+                left.unlink()
+    partial = _beside(target, f"{NEW}-{uuid.uuid4().hex[:8]}")
     try:
         yield partial
         _sync(partial)
@@ -181,12 +197,16 @@ def read_earlier(
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file's or folder's content is on the disk."""
-    fd = os.open(path, os.O_RDONLY)
+    """Wait until a file's content is on the disk; for a folder, if its file system can."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as e:
+        if not (path.is_dir() and e.errno in NO_SUCH_CALL):
+            raise
 
 
 def _resolved(output: Path) -> Path:
@@ -205,6 +225,12 @@ def _beside(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.flexquant-{what}")
 
 
+def _all_beside(target: Path, what: str) -> list[Path]:
+    """Return the paths of FlexQuant's own files or folders of one kind beside ``target``."""
+    start = _beside(target, what).name
+    return [path for path in target.parent.glob(".*") if path.name.startswith(start)]
+
+
 @contextmanager
 def _explained(output: Path) -> Iterator[None]:
     """Turn an OSError in the block into a FlexQuantError that names the output."""
@@ -220,7 +246,18 @@ def _explained(output: Path) -> Iterator[None]:
             )
         elif e.errno == errno.EBUSY:
             problem = f"{output} is where a disk is mounted; choose a folder on that disk"
+        elif e.errno in NO_RENAME:
+            problem = (
+                f"writing {output} ends with renaming {e.filename}, and its file system cannot do that "
+                f"({e.strerror}); remove what is there, or choose a folder on another file system"
+            )
         raise FlexQuantError(problem) from e
+
+
+def _check_renaming(folder: Path, other: Path) -> None:
+    """Raise OSError if ``folder`` cannot be renamed, which the end of writing does; it keeps its name."""
+    os.rename(folder, other)
+    os.rename(other, folder)
 
 
 def _put_in_place(stage: Path, target: Path, *, replaces: bool) -> None:
