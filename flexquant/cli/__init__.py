@@ -63,6 +63,7 @@ ADVICE = {
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 FREE_SOME = "free some space, or write to another disk; TMPDIR says where temporary files go"
+NO_DOCSTRINGS = "; unset PYTHONOPTIMIZE, since transformers does not work without docstrings"
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -76,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
         description = inspect.getdoc(run) or inspect.getdoc(inspect.getmodule(run)) or ""
         subparser = subparsers.add_parser(
             name,
-            help=description.splitlines()[0],
+            help=description.partition("\n")[0],
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -99,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return int(bool(result.get("failed")))
     except FlexQuantError as e:
-        print(f"flexquant {args.command}: error: {e}", file=sys.stderr)
+        advice = NO_DOCSTRINGS if sys.flags.optimize > 1 else ""
+        print(f"flexquant {args.command}: error: {e}{advice}", file=sys.stderr)
         return 2 if isinstance(e, UsageError) else 1
     except (OSError, RuntimeError) as e:
         _drop_output()

@@ -33,6 +33,7 @@ from flexquant.cli._arguments import (
 from flexquant.cli._stages import Stages
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
+from tests.programs import run
 
 
 @pytest.mark.parametrize(
@@ -197,3 +198,19 @@ def test_a_reader_that_goes_away_is_no_traceback(merged):
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 1
+
+
+@pytest.mark.parametrize(
+    ("level", "arguments", "status", "said"),
+    [
+        ("2", "--help", 0, "flexquant"),
+        ("2", "inspect {merged}", 0, "2 layers"),
+        ("1", "merge w8a8={source} --output {output}", 0, "2 layers"),
+        ("2", "advise {source} --device l20", 1, "unset PYTHONOPTIMIZE"),
+    ],
+)
+def test_python_without_docstrings(merged, source, tmp_path, level, arguments, status, said):
+    options = arguments.format(merged=merged, source=source, output=tmp_path / "output").split()
+    environment = os.environ | {"PYTHONOPTIMIZE": level}
+    done = run([sys.executable, "-m", "flexquant", *options], timeout=120, status=status, environment=environment)
+    assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
