@@ -100,7 +100,7 @@ def folder_label(folder: Path) -> str:
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):
         return f"{repository.removeprefix('models--').replace('--', '/')}@{folder.name}"
-    return folder.name
+    return os.fsencode(folder.name).decode(errors="replace")
 
 
 @dataclass(frozen=True)

@@ -246,17 +246,20 @@ def _explained(output: Path) -> Iterator[None]:
             )
         elif e.errno == errno.EBUSY:
             problem = f"{output} is where a disk is mounted; choose a folder on that disk"
-        elif e.errno in NO_RENAME:
-            problem = (
-                f"writing {output} ends with renaming {e.filename}, and its file system cannot do that "
-                f"({e.strerror}); remove what is there, or choose a folder on another file system"
-            )
         raise FlexQuantError(problem) from e
 
 
 def _check_renaming(folder: Path, other: Path) -> None:
-    """Raise OSError if ``folder`` cannot be renamed, which the end of writing does; it keeps its name."""
-    os.rename(folder, other)
+    """Raise OSError or FlexQuantError if a folder, which keeps its name, cannot be renamed as at the end."""
+    try:
+        os.rename(folder, other)
+    except OSError as e:
+        if e.errno not in NO_RENAME:
+            raise
+        raise FlexQuantError(
+            f"the file system of {folder} cannot rename this folder ({e.strerror}), which is the last step of "
+            "writing; remove what is there, or choose an output on another file system"
+        ) from e
     os.rename(other, folder)
 
 

@@ -11,9 +11,12 @@ line of stdout.
 from __future__ import annotations
 
 import argparse
+import codecs
 import errno
 import inspect
+import io
 import json
+import locale
 import os
 import select
 import sys
@@ -64,6 +67,7 @@ ADVICE = {
 }
 FREE_SOME = "free some space, or write to another disk; TMPDIR says where temporary files go"
 NO_DOCSTRINGS = "; unset PYTHONOPTIMIZE, since transformers does not work without docstrings"
+ONLY_ASCII = "Python reads files as ASCII here, with which PyTorch does not work; set PYTHONUTF8=1"
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -90,6 +94,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 for success, 1 for a failure, or 2 for wrong usage."""
     args = build_parser().parse_args(argv)
+    if codecs.lookup(locale.getpreferredencoding()).name == "ascii":
+        print(f"flexquant {args.command}: error: {ONLY_ASCII}", file=sys.stderr)
+        return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the locale cannot write ends nothing
     try:
         for name in MODELS:
             if value := getattr(args, name, None):

@@ -8,6 +8,7 @@ import argparse
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import termios
@@ -201,16 +202,28 @@ def test_a_reader_that_goes_away_is_no_traceback(merged):
 
 
 @pytest.mark.parametrize(
-    ("level", "arguments", "status", "said"),
+    ("variables", "arguments", "status", "said"),
     [
-        ("2", "--help", 0, "flexquant"),
-        ("2", "inspect {merged}", 0, "2 layers"),
-        ("1", "merge w8a8={source} --output {output}", 0, "2 layers"),
-        ("2", "advise {source} --device l20", 1, "unset PYTHONOPTIMIZE"),
+        ({"PYTHONOPTIMIZE": "2"}, "--help", 0, "flexquant"),
+        ({"PYTHONOPTIMIZE": "2"}, "inspect {merged}", 0, "2 layers"),
+        ({"PYTHONOPTIMIZE": "2"}, "advise {source} --device l20", 1, "unset PYTHONOPTIMIZE"),
+        ({"PYTHONIOENCODING": "ascii"}, "inspect {merged}", 0, r"\u6a21"),
+        ({"LC_ALL": "C", "PYTHONUTF8": "0"}, "merge w8a8={source} --output {output}", 2, "set PYTHONUTF8=1"),
+        ({"LC_ALL": "C"}, "inspect {merged}", 0, "\u6a21"),
     ],
 )
-def test_python_without_docstrings(merged, source, tmp_path, level, arguments, status, said):
-    options = arguments.format(merged=merged, source=source, output=tmp_path / "output").split()
-    environment = os.environ | {"PYTHONOPTIMIZE": level}
-    done = run([sys.executable, "-m", "flexquant", *options], timeout=120, status=status, environment=environment)
+def test_python_that_is_started_otherwise(merged, source, tmp_path, variables, arguments, status, said):
+    (named := tmp_path / "\u6a21").symlink_to(merged)
+    options = arguments.format(merged=named, source=source, output=tmp_path / "output").split()
+    command, environment = [sys.executable, "-m", "flexquant", *options], os.environ | variables
+    done = run(command, timeout=300, status=status, environment=environment)
     assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_source_whose_name_is_no_text(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    named = os.fsdecode(b"caf\xe9")
+    Path(named).symlink_to(source)
+    shutil.copytree(source, f"{named}2")
+    for name in (named, f"{named}2"):
+        assert cli.main(["merge", f"w8a8={name}", "--output", "merged", "--overwrite"]) == 0

@@ -303,8 +303,8 @@ def test_only_a_folder_may_be_left_unsynced_and_only_where_that_is_not_possible(
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (errno.EXDEV, "cannot do that .*link.*; remove what is there, or choose"),
-        (errno.ENOSYS, "cannot do that .*; remove what is there, or choose"),
+        (errno.EXDEV, "cannot rename this folder .*link.*; remove what is there, or choose"),
+        (errno.ENOSYS, "cannot rename this folder .*; remove what is there, or choose"),
         (errno.EBUSY, "where a disk is mounted"),
         (errno.EPERM, "cannot write .*; choose a folder that can be written"),
     ],
