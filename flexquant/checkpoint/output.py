@@ -37,10 +37,7 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
 """Errors of renaming a folder to where there is a folder with files, a file or a link."""
 NO_SUCH_CALL = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EACCES}
-"""Errors of syncing a folder where this is not possible: on CIFS, on some FUSE and network file systems, and in
-a folder that may be written but not read."""
-NO_RENAME = {errno.EXDEV, errno.ENOTSUP, errno.ENOSYS}
-"""Errors of renaming a folder that lies in an image's layer, or where the file system has no such call."""
+"""Errors of syncing a folder on file systems that cannot, and of one that may be written but not read."""
 ABANDONED = 86_400
 """Seconds after which a half-written file is a killed process's leftover."""
 
@@ -115,9 +112,10 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         stage.mkdir()
         try:
-            _check_renaming(stage, _beside(target, f"{STAGE}-{uuid.uuid4().hex[:8]}"))
-            if target.is_dir():
-                _check_renaming(target, _beside(target, OLD))
+            for folder, name in ((stage, f"{STAGE}-{uuid.uuid4().hex[:8]}"), (target, OLD)):
+                if folder.is_dir():  # what cannot be renamed at the end is told now
+                    os.rename(folder, _beside(target, name))
+                    os.rename(_beside(target, name), folder)
             yield stage
             for path in (*stage.rglob("*"), stage):
                 _sync(path)
@@ -247,20 +245,6 @@ def _explained(output: Path) -> Iterator[None]:
         elif e.errno == errno.EBUSY:
             problem = f"{output} is where a disk is mounted; choose a folder on that disk"
         raise FlexQuantError(problem) from e
-
-
-def _check_renaming(folder: Path, other: Path) -> None:
-    """Raise OSError or FlexQuantError if a folder, which keeps its name, cannot be renamed as at the end."""
-    try:
-        os.rename(folder, other)
-    except OSError as e:
-        if e.errno not in NO_RENAME:
-            raise
-        raise FlexQuantError(
-            f"the file system of {folder} cannot rename this folder ({e.strerror}), which is the last step of "
-            "writing; remove what is there, or choose an output on another file system"
-        ) from e
-    os.rename(other, folder)
 
 
 def _put_in_place(stage: Path, target: Path, *, replaces: bool) -> None:

@@ -82,8 +82,8 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
         text = f"backend {', '.join(backends)}"
         yield Finding("ok", "attention", text, {"backends": list(backends)})
         yield _graphs(vllm_config, model)
-        compiles = vllm_config.compilation_config.mode and vllm_config.compilation_config.backend == "inductor"
-        if current_platform.is_cpu() and compiles and (problem := compiler_problem()):
+        compiles = current_platform.is_cpu() and vllm_config.compilation_config.backend == "inductor"
+        if compiles and vllm_config.compilation_config.mode and (problem := compiler_problem()):
             advice = "install g++ and Python's header files, or serve with --enforce-eager"
             yield Finding("problem", "compiler", f"torch.compile needs one, and {problem}; {advice}")
         for name, variant in model.variants.items():
@@ -93,7 +93,7 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
 
 def compiler_problem() -> str | None:
     """Return why what torch.compile writes for a CPU cannot be compiled here; None if it can."""
-    compiler, headers = os.environ.get("CXX", "g++"), "#include <vector>\n#include <omp.h>\n#include <Python.h>\n"
+    compiler, headers = os.environ.get("CXX", "g++"), "#include <omp.h>\n#include <Python.h>\n"
     command = [compiler, "-x", "c++", "-fsyntax-only", f"-I{sysconfig.get_path('include')}", "-"]
     try:
         done = subprocess.run(command, input=headers, capture_output=True, text=True)
@@ -122,8 +122,9 @@ def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:
 def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausalLM]:
     """Yield the model as the first rank builds it, on the meta device.
 
-    The process groups hold this rank alone, and wait for no other. They report the full number of ranks. vLLM caches rotary
-    embeddings for the next model in the process; those built here have no memory, and are removed.
+    The process groups hold this rank alone, and wait for no other. They report the full number of ranks.
+    vLLM caches rotary embeddings for the next model in the process; those built here have no memory, and are
+    removed.
     """
     import torch
 

@@ -206,7 +206,7 @@ FAR = "--master-addr 10.1.2.3 --nnodes 2"
 OTHER_RANKS = {
     "--data-parallel-size 2": 2,
     "--data-parallel-size 2 --data-parallel-size-local 1 --data-parallel-address 10.1.2.3": 2,
-    "--data-parallel-size 2 --data-parallel-size-local 1 --data-parallel-hybrid-lb --data-parallel-start-rank 1": 2,
+    "-dp 2 --data-parallel-size-local 1 --data-parallel-hybrid-lb --data-parallel-start-rank 1": 2,
     f"--tensor-parallel-size 2 {FAR}": 2,
     f"--tensor-parallel-size 2 --data-parallel-size 2 {FAR} --node-rank 1": 4,
     "--tensor-parallel-size 2 --distributed-executor-backend external_launcher": 2,
