@@ -75,8 +75,7 @@ def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> 
         source = Path(os.path.realpath(folder))
         if target.is_relative_to(source) or source.is_relative_to(target):
             raise FlexQuantError(f"the output {output} overlaps the input {folder}; choose another folder")
-    is_empty = output.is_dir() and not output.is_symlink() and not any(output.iterdir())
-    if not output.exists() or is_empty:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
         raise FlexQuantError(f"{output} exists; choose another folder, or replace it with --overwrite")

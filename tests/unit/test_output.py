@@ -120,13 +120,15 @@ def test_a_variant_that_lost_its_config_may_be_replaced(tmp_path):
     assert contents(tmp_path / "w8a8") == whole("new")
 
 
-def test_an_empty_folder_is_an_output(tmp_path):
+@pytest.mark.parametrize("name", ["merged", "link to it"])
+def test_an_empty_folder_is_an_output(name, tmp_path):
     (tmp_path / "merged").mkdir()
-    prepare_output(tmp_path / "merged", [], overwrite=False)
-    with staged_folder(tmp_path / "merged") as stage:
+    (tmp_path / "link to it").symlink_to("merged")
+    prepare_output(tmp_path / name, [], overwrite=False)
+    with staged_folder(tmp_path / name) as stage:
         (stage / "config.json").write_text("new")
     assert contents(tmp_path / "merged") == {"config.json": "new"}
-    assert list(tmp_path.iterdir()) == [tmp_path / "merged"]
+    assert (tmp_path / "link to it").is_symlink() and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
