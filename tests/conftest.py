@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Gives tests side by side their own cores, and counts engines and programs; a container of a kind."""
+"""Gives tests side by side their own cores, and counts the engines and programs that a session started."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections import Counter
 from typing import Any
@@ -55,21 +54,3 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         f"started: {starts['engines']} engines in test processes, {starts['programs']} programs, "
         "some of which start engines and servers of their own"
     )
-
-
-@pytest.fixture(scope="session")
-def container() -> list[str]:
-    """Return the start of a command whose rest runs as in a container: with its own process ids and mounts.
-
-    No privileges are needed to make it, but a container's default seccomp profile refuses it inside.
-    """
-    command = ["unshare", "--map-root-user", "--pid", "--mount", "--fork", "--kill-child"]
-    try:
-        probe = [*command, "mount", "-t", "tmpfs", "tmpfs", "/tmp"]
-        done = subprocess.run(probe, capture_output=True, text=True, timeout=60)
-        problem = done.returncode and (done.stderr.strip() or f"it ends with {done.returncode}")
-    except FileNotFoundError:
-        problem = "there is no such program"
-    if problem:
-        pytest.skip(f"this machine does not let its users make namespaces with unshare: {problem}")
-    return command

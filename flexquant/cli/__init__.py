@@ -155,6 +155,8 @@ def explain_os_error(error: OSError | RuntimeError) -> str | None:
     if error.errno in NO_SPACE:
         where = f" while writing {path}" if path else ""
         return f"the disk is full{where} ({error.strerror}); {FREE_SOME}"
+    if path is None and "temporary directory" in str(error):
+        return f"{error.strerror}; set TMPDIR to a folder that can be written"
     if path is None:
         return None
     advice = ADVICE.get(error.errno or 0, "check the path and its disk")

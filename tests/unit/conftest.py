@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Small checkpoints and a device, made once for the tests that only read them."""
+"""Small checkpoints and a device, made once for the tests that only read them; a container of a kind."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,21 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         write_checkpoint(folder / scheme, SHAPES["tiny"], scheme)
     assert sorted(path.name for path in folder.iterdir()) == sorted(SCHEMES)
     return {scheme: folder / scheme for scheme in SCHEMES}
+
+
+@pytest.fixture(scope="session")
+def container() -> list[str]:
+    """Return the start of a command whose rest runs as in a container: with its own process ids and mounts.
+
+    No privileges are needed to make it, but a container's default seccomp profile refuses it inside.
+    """
+    command = ["unshare", "--map-root-user", "--pid", "--mount", "--fork", "--kill-child"]
+    try:
+        probe = [*command, "mount", "-t", "tmpfs", "tmpfs", "/tmp"]
+        done = subprocess.run(probe, capture_output=True, text=True, timeout=60)
+        problem = done.returncode and (done.stderr.strip() or f"it ends with {done.returncode}")
+    except FileNotFoundError:
+        problem = "there is no such program"
+    if problem:
+        pytest.skip(f"this machine does not let its users make namespaces with unshare: {problem}")
+    return command

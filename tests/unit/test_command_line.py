@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Callable
@@ -190,6 +191,13 @@ def test_a_full_disk_of_which_a_library_tells_and_what_is_not_the_users_to_mend(
     others = ConnectionResetError(104, "Connection reset by peer"), OSError("raised by hand")
     for error in (gone.value, RuntimeError("something else"), *others):
         assert explain_os_error(error) is None
+
+
+def test_a_system_without_a_temporary_folder(monkeypatch):
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    with pytest.raises(FileNotFoundError) as told:
+        tempfile._get_default_tempdir()
+    assert "set TMPDIR to a folder that can be written" in str(explain_os_error(told.value))
 
 
 def test_a_reader_that_goes_away_is_no_traceback(merged):
