@@ -244,7 +244,7 @@ def test_on_a_full_disk_the_command_says_so_and_the_next_run_succeeds(
     sentence = next(line for line in refused.stderr.splitlines() if line.startswith("flexquant"))
     assert "No space left on device" in sentence and advice in sentence
     assert "Traceback" not in refused.stderr
-    assert list(file.parent.glob(f"*{file.suffix}")) == [file] and file.is_symlink()
+    assert file.is_symlink()
 
     file.unlink()
     programs.run(run, timeout=600, environment=environment)
