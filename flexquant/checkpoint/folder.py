@@ -4,7 +4,7 @@
 
 A Hugging Face id is fetched into the Hub's own cache. Every file has to lie inside the folder after links are
 followed. The one exception is that cache, whose snapshot folders hold links to ``../../blobs/`` of the same
-repository folder.
+repository folder. That folder can be a link, and its target can have any name.
 """
 
 from __future__ import annotations
@@ -284,11 +284,8 @@ def check_finite(content: object, key: str = "") -> None:
 
 
 def _may_link(root: Path, target: Path) -> bool:
-    if target.is_relative_to(root):
-        return True
-    repository = root.parent.parent
-    in_hub_cache = root.parent.name == "snapshots" and repository.name.startswith("models--")
-    return in_hub_cache and target.is_relative_to(repository / "blobs")
+    blobs = root.parent.parent / "blobs"
+    return target.is_relative_to(root) or (root.parent.name == "snapshots" and target.is_relative_to(blobs))
 
 
 def find_files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:

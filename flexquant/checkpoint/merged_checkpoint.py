@@ -111,11 +111,11 @@ def hash_tensors(
 
 def folder_label(folder: Path) -> str:
     """Return a folder's name, or ``org/model@revision`` for a folder in the Hugging Face hub's cache."""
-    folder = folder.resolve()
+    folder = folder.absolute() if folder.parent.name == "snapshots" else folder.resolve()
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):
         return f"{repository.removeprefix('models--').replace('--', '/')}@{folder.name}"
-    return folder.name
+    return os.fsencode(folder.name).decode(errors="replace")
 
 
 @dataclass(frozen=True)

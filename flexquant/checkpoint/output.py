@@ -5,8 +5,10 @@
 A folder is written as ``.<name>.flexquant-tmp-<random>``, so that two writers of one output never mix their
 files: the later one removes what the earlier one has written, which then fails. A folder that may be replaced
 is renamed to ``.<name>.flexquant-old`` just before, and comes back if the new one cannot take its place, or
-at the next run if the process was killed between the two renames. Nothing else beside an output is touched. A
-file, or a folder with files, that appears at the output's place meanwhile stays, unless it may be replaced.
+at the next run if the process was killed between the two renames. A file is written as
+``.<name>.flexquant-new-<random>``, and the last of several writers has it. Nothing else beside an output is
+touched. A file, or a folder with files, that appears at the output's place meanwhile stays, unless it may be
+replaced.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -33,6 +36,10 @@ STAGE, OLD, NEW = "tmp", "old", "new"
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
 """Errors of renaming a folder to where there is a folder with files, a file or a link."""
+NO_SUCH_CALL = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EACCES}
+"""Errors of syncing a folder on file systems that cannot, and of one that may be written but not read."""
+ABANDONED = 86_400
+"""Seconds after which a half-written file is a killed process's leftover."""
 
 
 def remove_leftovers(output: Path) -> None:
@@ -51,8 +58,7 @@ def remove_leftovers(output: Path) -> None:
                 f"{old} is what a run that ended half way was to replace, and meanwhile {_describe(target)} "
                 f"appeared at {target}; move one of them away"
             )
-        stages = _beside(target, STAGE).name
-        for folder in [old, *(path for path in target.parent.glob(".*") if path.name.startswith(stages))]:
+        for folder in (old, *_all_beside(target, STAGE)):
             if folder.exists():
                 shutil.rmtree(folder)
 
@@ -69,8 +75,7 @@ def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> 
         source = Path(os.path.realpath(folder))
         if target.is_relative_to(source) or source.is_relative_to(target):
             raise FlexQuantError(f"the output {output} overlaps the input {folder}; choose another folder")
-    is_empty = output.is_dir() and not output.is_symlink() and not any(output.iterdir())
-    if not output.exists() or is_empty:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
         raise FlexQuantError(f"{output} exists; choose another folder, or replace it with --overwrite")
@@ -106,6 +111,10 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         stage.mkdir()
         try:
+            for folder, name in ((stage, f"{STAGE}-{uuid.uuid4().hex[:8]}"), (target, OLD)):
+                if folder.is_dir():  # what cannot be renamed at the end is told now
+                    os.rename(folder, _beside(target, name))
+                    os.rename(_beside(target, name), folder)
             yield stage
             for path in (*stage.rglob("*"), stage):
                 _sync(path)
@@ -127,8 +136,8 @@ def staged_file(file: Path) -> Iterator[Path]:
     """Yield a path beside ``file`` to write to, which takes the place of ``file`` at the end.
 
     If the process fails or dies before, ``file`` is unchanged; if it fails, the partial file is removed too.
-    A link is kept, and its target is replaced; a device or pipe is written to directly. Two processes must
-    not write one file at the same time. Raises FlexQuantError for a folder.
+    A link is kept, and its target is replaced; a device or pipe is written to directly. Of several processes
+    that write one file at the same time, the last one has it. Raises FlexQuantError for a folder.
     """
     if file.is_dir():
         raise FlexQuantError(f"{file} is a folder; name a file")
@@ -136,7 +145,11 @@ def staged_file(file: Path) -> Iterator[Path]:
         yield file
         return
     target = Path(os.path.realpath(file))
-    partial = _beside(target, NEW)
+    for left in _all_beside(target, NEW):
+        with suppress(OSError):
+            if left.lstat().st_mtime < time.time() - ABANDONED:
+                left.unlink()
+    partial = _beside(target, f"{NEW}-{uuid.uuid4().hex[:8]}")
     try:
         yield partial
         _sync(partial)
@@ -181,12 +194,16 @@ def read_earlier(
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file's or folder's content is on the disk."""
-    fd = os.open(path, os.O_RDONLY)
+    """Wait until a file's content is on the disk; for a folder, if its file system can."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as e:
+        if not (path.is_dir() and e.errno in NO_SUCH_CALL):
+            raise
 
 
 def _resolved(output: Path) -> Path:
@@ -203,6 +220,12 @@ def _resolved(output: Path) -> Path:
 def _beside(target: Path, what: str) -> Path:
     """Return the path of FlexQuant's own file or folder ``what`` beside ``target``."""
     return target.with_name(f".{target.name}.flexquant-{what}")
+
+
+def _all_beside(target: Path, what: str) -> list[Path]:
+    """Return the paths of FlexQuant's own files or folders of one kind beside ``target``."""
+    start = _beside(target, what).name
+    return [path for path in target.parent.glob(".*") if path.name.startswith(start)]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -201,7 +201,8 @@ def _copy(ref: TensorRef, path: Path, offset: int, stopped: Event) -> str:
             position += written
             digest.update(chunk)
         # Linux begins to write the bytes to the disk now, so that little is left to sync at the end.
-        os.posix_fadvise(fd, offset, position - offset, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):
+            os.posix_fadvise(fd, offset, position - offset, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
     return digest.hexdigest()

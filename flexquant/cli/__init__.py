@@ -11,9 +11,12 @@ line of stdout.
 from __future__ import annotations
 
 import argparse
+import codecs
 import errno
 import inspect
+import io
 import json
+import locale
 import os
 import select
 import sys
@@ -63,6 +66,8 @@ ADVICE = {
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 FREE_SOME = "free some space, or write to another disk; TMPDIR says where temporary files go"
+NO_DOCSTRINGS = "; unset PYTHONOPTIMIZE, since transformers does not work without docstrings"
+ONLY_ASCII = "Python reads files as ASCII here, with which PyTorch does not work; set PYTHONUTF8=1"
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -76,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
         description = inspect.getdoc(run) or inspect.getdoc(inspect.getmodule(run)) or ""
         subparser = subparsers.add_parser(
             name,
-            help=description.splitlines()[0],
+            help=description.partition("\n")[0],
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -89,6 +94,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 for success, 1 for a failure, or 2 for wrong usage."""
     args = build_parser().parse_args(argv)
+    if codecs.lookup(locale.getpreferredencoding()).name == "ascii":
+        print(f"flexquant {args.command}: error: {ONLY_ASCII}", file=sys.stderr)
+        return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the locale cannot write ends nothing
     try:
         for name in MODELS:
             if value := getattr(args, name, None):
@@ -99,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return int(bool(result.get("failed")))
     except FlexQuantError as e:
-        print(f"flexquant {args.command}: error: {e}", file=sys.stderr)
+        advice = NO_DOCSTRINGS if sys.flags.optimize > 1 else ""
+        print(f"flexquant {args.command}: error: {e}{advice}", file=sys.stderr)
         return 2 if isinstance(e, UsageError) else 1
     except (OSError, RuntimeError) as e:
         _drop_output()
@@ -144,6 +155,8 @@ def explain_os_error(error: OSError | RuntimeError) -> str | None:
     if error.errno in NO_SPACE:
         where = f" while writing {path}" if path else ""
         return f"the disk is full{where} ({error.strerror}); {FREE_SOME}"
+    if path is None and "temporary directory" in str(error):
+        return f"{error.strerror}; set TMPDIR to a folder that can be written"
     if path is None:
         return None
     advice = ADVICE.get(error.errno or 0, "check the path and its disk")

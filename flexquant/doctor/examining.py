@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sysconfig
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,6 +72,14 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
     from flexquant.serving.kernels.choice import zentorch_problem
 
     vllm_config = engine_config(folder, arguments)
+    parallel = vllm_config.parallel_config
+    if (ranks := parallel.world_size_across_dp) > 1:
+        text = f"one of {ranks} is examined, as on this machine; how they reach each other is not"
+        yield Finding("ok", "ranks", text, {"ranks": ranks})
+        if parallel.enable_expert_parallel:  # vLLM computes a rank's experts from tensors' values
+            text = "with --enable-expert-parallel, neither kernels nor memory can be examined without a start"
+            yield Finding("note", "experts", text)
+            return
     if current_platform.is_cpu() and (problem := zentorch_problem()):
         yield Finding("note", "zentorch", problem)
     with built_without_weights(vllm_config) as model:
@@ -78,9 +89,24 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
         text = f"backend {', '.join(backends)}"
         yield Finding("ok", "attention", text, {"backends": list(backends)})
         yield _graphs(vllm_config, model)
+        compiles = current_platform.is_cpu() and vllm_config.compilation_config.backend == "inductor"
+        if compiles and vllm_config.compilation_config.mode and (problem := compiler_problem()):
+            advice = "install g++ and Python's header files, or serve with --enforce-eager"
+            yield Finding("problem", "compiler", f"torch.compile needs one, and {problem}; {advice}")
         for name, variant in model.variants.items():
             yield from find_kernels(name, variant)
         yield from examine_memory(vllm_config, dict(model.variants.items()), model.routes.derived)
+
+
+def compiler_problem() -> str | None:
+    """Return why what torch.compile writes for a CPU cannot be compiled here; None if it can."""
+    compiler, headers = os.environ.get("CXX", "g++"), "#include <omp.h>\n#include <Python.h>\n"
+    command = [compiler, "-x", "c++", "-fsyntax-only", f"-I{sysconfig.get_path('include')}", "-"]
+    try:
+        done = subprocess.run(command, input=headers, capture_output=True, text=True)
+    except OSError as e:
+        return f"'{compiler}' does not run ({e.strerror})"
+    return f"'{compiler}' fails ({done.stderr.strip().partition(chr(10))[0]})" if done.returncode else None
 
 
 def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:
@@ -103,8 +129,9 @@ def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:
 def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausalLM]:
     """Yield the model as the first rank builds it, on the meta device.
 
-    The process groups hold this rank alone, but report the full number of ranks. vLLM caches rotary
-    embeddings for the next model in the process; those built here have no memory, and are removed.
+    The process groups hold this rank alone, and wait for no other. They report the full number of ranks.
+    vLLM caches rotary embeddings for the next model in the process; those built here have no memory, and are
+    removed.
     """
     import torch
 
@@ -112,6 +139,7 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausa
     from flexquant.serving.vllm_api import (
         _ROPE_DICT,
         cleanup_dist_env_and_memory,
+        get_dp_group,
         get_pp_group,
         get_tp_group,
         init_distributed_environment,
@@ -123,14 +151,19 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausa
 
     provide_cpu_kernels()
     parallel, kept = vllm_config.parallel_config, dict(_ROPE_DICT)
+    alone = copy(vllm_config)
+    alone.parallel_config = copy(parallel)
+    vars(alone.parallel_config).update(data_parallel_size=1, nnodes=1, enable_elastic_ep=False)
     _ROPE_DICT.clear()
     with tempfile.TemporaryDirectory() as store, set_current_vllm_config(vllm_config):
         try:
-            init_distributed_environment(1, 0, f"file://{store}/store", 0, "gloo")
-            initialize_model_parallel(tensor_model_parallel_size=1)
+            with set_current_vllm_config(alone):
+                init_distributed_environment(1, 0, f"file://{store}/store", 0, "gloo")
+                initialize_model_parallel(tensor_model_parallel_size=1)
             for group, size in (
                 (get_tp_group(), parallel.tensor_parallel_size),
                 (get_pp_group(), parallel.pipeline_parallel_size),
+                (get_dp_group(), parallel.data_parallel_size),
             ):
                 group.world_size, group.ranks = size, list(range(size))
             dtype = vllm_config.model_config.dtype

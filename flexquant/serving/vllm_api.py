@@ -150,7 +150,7 @@ if TYPE_CHECKING:
 
     # Goes when vLLM says without a start which kernels and how much memory a model will have.
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group
     from vllm.model_executor.kernels.linear import (
         _POSSIBLE_FP8_KERNELS,
         _POSSIBLE_INT8_KERNELS,

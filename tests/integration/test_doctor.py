@@ -203,6 +203,46 @@ def test_ranks_have_their_share_of_every_shape_or_of_the_layers(merged):
         assert sum(shape["layers"] for shape in finding.details["shapes"]) == 4 * 2
 
 
+FAR = "--master-addr 10.1.2.3 --nnodes 2"
+OTHER_RANKS = {
+    "--data-parallel-size 2": 2,
+    "--data-parallel-size 2 --data-parallel-size-local 1 --data-parallel-address 10.1.2.3": 2,
+    "-dp 2 --data-parallel-size-local 1 --data-parallel-hybrid-lb --data-parallel-start-rank 1": 2,
+    f"--tensor-parallel-size 2 {FAR}": 2,
+    f"--tensor-parallel-size 2 --data-parallel-size 2 {FAR} --node-rank 1": 4,
+    "--tensor-parallel-size 2 --distributed-executor-backend external_launcher": 2,
+}
+"""Arguments with which a server waits for ranks that others start -> number of ranks."""
+
+
+@pytest.mark.parametrize("arguments", OTHER_RANKS)
+def test_one_rank_is_examined_without_waiting_for_others(arguments, merged):
+    found = findings(merged, *arguments.split())
+    assert found["ranks"][0].details["ranks"] == OTHER_RANKS[arguments]
+    alone = ["--tensor-parallel-size", "2"] if "tensor" in arguments else []
+    assert "refused" not in found and found["weights"] == findings(merged, *alone)["weights"]
+
+
+def test_ranks_with_data_of_their_own_share_experts(tiny_merged):
+    folder = tiny_merged("qwen3_moe", 2, (EXPERTS,)) / "merged"
+    alone = ["--additional-config", json.dumps({"flexquant": {"policy": "w8a8"}})]
+    two = [*alone, "--data-parallel-size", "2"]
+    whole, half, apart = (findings(folder, *a) for a in (alone, two, [*two, "--enable-expert-parallel"]))
+    sizes = [found["weights"][0].details["bytes"]["w8a8"] for found in (whole, half)]
+    assert sizes[1] < 0.7 * sizes[0]
+    assert apart["experts"][0].level == "note" and "weights" not in apart and "refused" not in apart
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="Triton compiles for a GPU")
+@pytest.mark.parametrize("compiler", ["no such compiler", "false", "g++"])
+def test_a_server_that_compiles_needs_a_compiler(compiler, merged, monkeypatch):
+    monkeypatch.setenv("CXX", compiler)
+    found = findings(merged).get("compiler", [])
+    assert [finding.level for finding in found] == ([] if compiler == "g++" else ["problem"])
+    assert all("; install g++ and" in f.text and "or serve with --enforce-eager" in f.text for f in found)
+    assert "compiler" not in findings(merged, "--enforce-eager")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -169,7 +170,8 @@ def test_a_later_run_takes_the_same_text(small: Path, finished: Path) -> None:
 def test_an_interrupted_writing_begins_anew(small: Path, finished: Path, tmp_path: Path) -> None:
     output = tmp_path / "interrupted"
     output.mkdir()
-    (output / ".calibration.jsonl.flexquant-new").write_text('{"text": "half')
+    (left := output / ".calibration.jsonl.flexquant-new-ab12").write_text('{"text": "half')
+    os.utime(left, times=(0, 0))
     assert write(small, output) == records(finished)
     assert [path.name for path in output.iterdir()] == ["calibration.jsonl"]
 

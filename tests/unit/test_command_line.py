@@ -8,8 +8,10 @@ import argparse
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Callable
@@ -33,6 +35,7 @@ from flexquant.cli._arguments import (
 from flexquant.cli._stages import Stages
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
+from tests.programs import run
 
 
 @pytest.mark.parametrize(
@@ -190,6 +193,13 @@ def test_a_full_disk_of_which_a_library_tells_and_what_is_not_the_users_to_mend(
         assert explain_os_error(error) is None
 
 
+def test_a_system_without_a_temporary_folder(monkeypatch):
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    with pytest.raises(FileNotFoundError) as told:
+        tempfile._get_default_tempdir()
+    assert "set TMPDIR to a folder that can be written" in str(explain_os_error(told.value))
+
+
 def test_a_reader_that_goes_away_is_no_traceback(merged):
     command = [sys.executable, "-m", "flexquant", "inspect", str(merged)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -197,3 +207,31 @@ def test_a_reader_that_goes_away_is_no_traceback(merged):
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "status", "said"),
+    [
+        ({"PYTHONOPTIMIZE": "2"}, "--help", 0, "flexquant"),
+        ({"PYTHONOPTIMIZE": "2"}, "inspect {merged}", 0, "2 layers"),
+        ({"PYTHONOPTIMIZE": "2"}, "advise {source} --device l20", 1, "unset PYTHONOPTIMIZE"),
+        ({"PYTHONIOENCODING": "ascii"}, "inspect {merged}", 0, r"\u6a21"),
+        ({"LC_ALL": "C", "PYTHONUTF8": "0"}, "merge w8a8={source} --output {output}", 2, "set PYTHONUTF8=1"),
+        ({"LC_ALL": "C"}, "inspect {merged}", 0, "\u6a21"),
+    ],
+)
+def test_python_that_is_started_otherwise(merged, source, tmp_path, variables, arguments, status, said):
+    (named := tmp_path / "\u6a21").symlink_to(merged)
+    options = arguments.format(merged=named, source=source, output=tmp_path / "output").split()
+    command, environment = [sys.executable, "-m", "flexquant", *options], os.environ | variables
+    done = run(command, timeout=300, status=status, environment=environment)
+    assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_source_whose_name_is_no_text(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    named = os.fsdecode(b"caf\xe9")
+    Path(named).symlink_to(source)
+    shutil.copytree(source, f"{named}2")
+    for name in (named, f"{named}2"):
+        assert cli.main(["merge", f"w8a8={name}", "--output", "merged", "--overwrite"]) == 0

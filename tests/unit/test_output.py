@@ -7,9 +7,13 @@ What is not FlexQuant's own stays, whenever it came.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import stat
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -116,13 +120,15 @@ def test_a_variant_that_lost_its_config_may_be_replaced(tmp_path):
     assert contents(tmp_path / "w8a8") == whole("new")
 
 
-def test_an_empty_folder_is_an_output(tmp_path):
+@pytest.mark.parametrize("name", ["merged", "link to it"])
+def test_an_empty_folder_is_an_output(name, tmp_path):
     (tmp_path / "merged").mkdir()
-    prepare_output(tmp_path / "merged", [], overwrite=False)
-    with staged_folder(tmp_path / "merged") as stage:
+    (tmp_path / "link to it").symlink_to("merged")
+    prepare_output(tmp_path / name, [], overwrite=False)
+    with staged_folder(tmp_path / name) as stage:
         (stage / "config.json").write_text("new")
     assert contents(tmp_path / "merged") == {"config.json": "new"}
-    assert list(tmp_path.iterdir()) == [tmp_path / "merged"]
+    assert (tmp_path / "link to it").is_symlink() and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
@@ -181,7 +187,7 @@ def test_what_appears_between_the_two_renames_does_not_cost_the_old_copy(tmp_pat
 
     def rename_slowly(source: Path, place: Path) -> None:
         rename(source, place)
-        if source == output:
+        if source == output and any(tmp_path.glob(".merged.flexquant-tmp*/weights")):
             make_folder(output)
 
     told = "is what .* was to replace, and meanwhile a folder with thesis.txt appeared at .*; move one of"
@@ -265,6 +271,75 @@ def test_everything_is_on_the_disk_before_the_output_is_in_its_place(synced, tmp
 def test_a_file_is_on_the_disk_before_it_is_in_its_place(synced, tmp_path):
     assert synced[put(tmp_path / "file.json", "new")] == inventory(tmp_path)["file.json"]
     assert tmp_path in synced
+
+
+OUTPUTS = {"folder": lambda at: write(at / "merged", "new"), "file": lambda at: put(at / "merged", "new")}
+NOT_POSSIBLE = ("EINVAL", "ENOTSUP", "EBADF", "ENOSYS", "EACCES")
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize("answer", [*NOT_POSSIBLE, "EIO", "ENOSPC", "EDQUOT", "ESTALE", "EPERM", "EROFS"])
+def test_only_a_folder_may_be_left_unsynced_and_only_where_that_is_not_possible(
+    output, kind, answer, tmp_path, monkeypatch
+):
+    fsync = os.fsync
+
+    def answering(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode) == (kind == "folder"):
+            raise OSError(getattr(errno, answer), os.strerror(getattr(errno, answer)))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", answering)
+    if kind == "folder" and answer in NOT_POSSIBLE:
+        OUTPUTS[output](tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+        return
+    with pytest.raises((OSError, FlexQuantError)):
+        OUTPUTS[output](tmp_path)
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (errno.EXDEV, "cannot write .*: .*cross-device.*; choose a folder"),
+        (errno.ENOSYS, "cannot write .*: Function not implemented.*; choose a folder"),
+        (errno.EBUSY, "where a disk is mounted"),
+    ],
+)
+@pytest.mark.parametrize("there", [None, "old"])
+def test_what_cannot_be_renamed_is_told_before_the_first_byte(answer, said, there, tmp_path, monkeypatch):
+    output, rename = tmp_path / "merged", os.rename
+    if there:
+        write(output, there)
+    before = inventory(tmp_path)
+
+    def answering(source: Path, place: Path) -> None:
+        if not there or source == output:
+            raise OSError(answer, os.strerror(answer), str(source))
+        rename(source, place)
+
+    monkeypatch.setattr(os, "rename", answering)
+    with pytest.raises(FlexQuantError, match=said), staged_folder(output, overwrite=True):
+        pytest.fail("writing began")
+    assert inventory(tmp_path) == before
+
+
+def test_of_many_writers_of_one_file_each_writes_it_whole(tmp_path):
+    file, texts = tmp_path / "policy.yaml", [str(n) * 9999 for n in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda text: put(file, text), texts * 20))
+    assert file.read_text() in texts and list(tmp_path.iterdir()) == [file]
+
+
+def test_what_a_killed_writer_left_is_removed_the_next_day_at_the_latest(tmp_path):
+    old, recent = (tmp_path / f".file.json.flexquant-new-{name}" for name in ("old", "recent"))
+    for left, days in ((old, 2.0), (recent, 0.5)):
+        left.touch()
+        os.utime(left, times=(time.time() - 86_400 * days,) * 2)
+    file = put(tmp_path / "file.json", "new").with_name("file.json")
+    assert {*tmp_path.iterdir()} == {file, recent}
 
 
 def test_a_link_still_leads_to_the_file_that_is_written(tmp_path):

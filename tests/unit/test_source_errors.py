@@ -156,8 +156,13 @@ def test_index_naming_what_cannot_be_a_file(sources, name):
     fails(sources, "cannot be the name of a file")
 
 
-def test_hub_cache_links_are_followed(sources, tmp_path):
+@pytest.mark.parametrize("moved", ["", "hub", "hub/models--org--model"])
+def test_hub_cache_links_are_followed_also_on_another_disk(sources, tmp_path, moved):
     repository = tmp_path / "hub" / "models--org--model"
+    if moved:
+        (tmp_path / "disk" / "kept").mkdir(parents=True)
+        (tmp_path / moved).parent.mkdir(exist_ok=True)
+        (tmp_path / moved).symlink_to(tmp_path / "disk" / "kept")
     snapshot, blobs = repository / "snapshots" / "abc", repository / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -169,7 +174,8 @@ def test_hub_cache_links_are_followed(sources, tmp_path):
     provenance = json.loads((tmp_path / "merged" / "flexquant_provenance.json").read_text())
     assert provenance["sources"]["w8a8"]["folder"] == "org/model@abc"
     copy = shutil.copy(snapshot / "config.json", repository / "refs.json")
-    for elsewhere in (sources["w4a16"] / "config.json", copy):
+    (blobs / "led").symlink_to(copy)
+    for elsewhere in (sources["w4a16"] / "config.json", copy, blobs / "led"):
         (snapshot / "config.json").unlink()
         (snapshot / "config.json").symlink_to(elsewhere)
         with pytest.raises(FlexQuantError, match="outside"):
