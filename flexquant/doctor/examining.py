@@ -162,8 +162,10 @@ class LoadedBytes:
 
     by_layer: Mapping[str, Mapping[int | None, int]]
     """Variant or SHARED -> decoder layer, or None for what lies outside of layers -> bytes."""
+    written: Mapping[str, int]
+    """Variant that computes its weights -> bytes that it writes them to; all write to the same memory."""
     sources: Mapping[str, str]
-    """Variant that computes its weights -> the variant that it computes them from."""
+    """Variant that computes its weights, nested or not -> the variant that it computes them from."""
     weights: int
     """Number of weights in the decoder layers."""
     cache_tokens: Callable[[int], int]
@@ -189,7 +191,8 @@ class LoadedBytes:
                 f"there is memory for a KV cache of {self.cache_tokens(0):,} tokens without any weights, and "
                 f"{tokens:,} are asked for; give fewer --kv-tokens, or more --tensor-parallel-size"
             )
-        fits, too_many = 0, 1 + sum(sum(sizes.values()) for sizes in self.by_layer.values())
+        weights = sum(sum(sizes.values()) for sizes in self.by_layer.values())
+        fits, too_many = 0, 1 + weights + max(self.written.values(), default=0)
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
             fits, too_many = (middle, too_many) if self.cache_tokens(middle) >= tokens else (fits, middle)
@@ -199,8 +202,9 @@ class LoadedBytes:
         used = {(variant, layer) for plan in plans for layer, variant in enumerate(plan)}
         used |= {(self.sources[variant], layer) for variant, layer in used if variant in self.sources}
         places = {*used, *((variant, None) for variant, _ in used)}
-        shared = {(SHARED, layer): size for layer, size in self.by_layer[SHARED].items()}
-        return {(v, layer): self.by_layer[v].get(layer, 0) for v, layer in places} | shared
+        once = {(SHARED, layer): size for layer, size in self.by_layer[SHARED].items()}
+        once["", None] = max((self.written.get(variant, 0) for variant, _ in used), default=0)
+        return {(v, layer): self.by_layer[v].get(layer, 0) for v, layer in places} | once
 
 
 def count_bytes(folder: Path, policy: JsonObject, devices: int) -> LoadedBytes:
@@ -220,10 +224,11 @@ def count_bytes(folder: Path, policy: JsonObject, devices: int) -> LoadedBytes:
 
         with built_without_weights(vllm_config) as model:
             variants, routes = dict(model.variants.items()), model.routes
-            per_token = cache_bytes_per_token(vllm_config)
+            per_token, memory = cache_bytes_per_token(vllm_config), memory_of_weights(variants)
             return LoadedBytes(
-                memory_of_weights(variants).nbytes_by_layer(),
-                {name: routes.source(name) for name in variants if not routes.has_weights(name)},
+                memory.nbytes_by_layer(),
+                memory.written,
+                {v: routes.source(v) for v in variants if not routes.has_weights(v)} | {**routes.nested},
                 max(map(weights_of_layers, variants.values())),
                 lambda nbytes: max(0, asked_for_cache(vllm_config, nbytes)) // per_token,
             )
