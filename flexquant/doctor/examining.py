@@ -170,6 +170,8 @@ class LoadedBytes:
     """Number of weights in the decoder layers."""
     cache_tokens: Callable[[int], int]
     """Returns the tokens of the KV cache that a server has beside so many bytes of weights."""
+    request_bytes: Callable[[int], int]
+    """Returns the bytes that a request of so many tokens takes in the KV cache."""
 
     def of(self, plans: Iterable[Layers]) -> int:
         """Return the bytes of a policy with these plans."""
@@ -219,16 +221,18 @@ def count_bytes(folder: Path, policy: JsonObject, devices: int) -> LoadedBytes:
         options = json.dumps({"flexquant": {"policy": str(file)}})
         arguments = ["--additional-config", options, "--tensor-parallel-size", str(devices)]
         vllm_config = engine_config(str(folder), arguments)
-        from flexquant.doctor.built_model import asked_for_cache, cache_bytes_per_token, memory_of_weights
+        from flexquant.doctor.built_model import asked_for_cache, cache_sizes, memory_of_weights
         from flexquant.serving.worker.weight_memory import weights_of_layers
 
         with built_without_weights(vllm_config) as model:
             variants, routes = dict(model.variants.items()), model.routes
-            per_token, memory = cache_bytes_per_token(vllm_config), memory_of_weights(variants)
+            memory, (per_token, states) = memory_of_weights(variants), cache_sizes(vllm_config)
+            with_states = per_token + states // vllm_config.model_config.max_model_len
             return LoadedBytes(
                 memory.nbytes_by_layer(),
                 memory.written,
                 {v: routes.source(v) for v in variants if not routes.has_weights(v)} | {**routes.nested},
                 max(map(weights_of_layers, variants.values())),
-                lambda nbytes: max(0, asked_for_cache(vllm_config, nbytes)) // per_token,
+                lambda nbytes: max(0, asked_for_cache(vllm_config, nbytes)) // with_states,
+                lambda tokens: tokens * per_token + states,
             )

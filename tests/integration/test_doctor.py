@@ -50,7 +50,7 @@ FOUR_TWICE = "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights:
 )
 
 NESTED_AND_ONE_COPY = "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}}\n" + rules(
-    "- {when: {phase: decode}, use: w4a16}", "- {when: {tokens: {max: 8}}, use: w8a8}", "- use: w8a8-from-int4"
+    "- {when: {phase: decode}, use: w4a16}", "- {when: {tokens: {max: 8}}, use: w8a8}", f"- use: {FROM_INT4}"
 )
 
 

@@ -42,7 +42,7 @@ def loaded(layers: int = LAYERS, **others: int) -> LoadedBytes:
     rest: dict[str, dict[int | None, int]] = {FROM_INT4: {}, "shared": {None: 10 * MIB}}
     written, sources = {FROM_INT4: 3 * MIB}, {FROM_INT4: "w4a16"}
     return LoadedBytes(
-        by_layer | rest, written, sources, LAYERS * 8 * MIB, lambda size: 100 - size // MIB
+        by_layer | rest, written, sources, LAYERS * 8 * MIB, lambda size: 100 - size // MIB, int
     )
 
 
