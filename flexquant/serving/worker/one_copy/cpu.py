@@ -25,6 +25,7 @@ from vllm.logger import init_logger
 
 from flexquant.checkpoint.nested import unpack_nibbles
 from flexquant.documents.results import digest_of
+from flexquant.errors import said_by
 from flexquant.serving.kernels import cpu_flags, cpu_model
 from flexquant.serving.kernels.cpu_kernels import (
     TorchCPUInt4LinearKernel,
@@ -263,11 +264,10 @@ def has_operators() -> bool:
             load("one_copy", [str(SOURCE)], extra_cflags=FLAGS, build_directory=build, is_python_module=False)
             os.replace(next(Path(build).glob("*.so")), library)
     except (OSError, RuntimeError, ImportError, subprocess.SubprocessError) as e:
-        reason = (str(e).splitlines() or [type(e).__name__])[0]
         logger.warning(
             "FlexQuant computes INT8 weights slowly, as its loops could not be compiled (%s); install g++ "
             "and ninja, and let VLLM_CACHE_ROOT be a folder that can be written to",
-            reason,
+            said_by(e),
         )
         return False
     finally:
