@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import QUANT_METHOD, SHARED
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.doctor import Finding
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, said_by
 from flexquant.evaluation.engine import describe_machine, describe_versions, environment
 from flexquant.policy.pass_times import device_name
 from flexquant.policy.plans import Layers
@@ -50,9 +50,8 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
             check_loadable(variant.quantization_config, checkpoint.variant_tensors(name), f"variant '{name}'")
         yield from _examine_with_vllm(folder, arguments)
     except Exception as e:  # anything that stops vllm serve is a finding
-        sentence = " ".join(str(e).split()) or type(e).__name__
-        kind = "" if isinstance(e, FlexQuantError) else f"{type(e).__name__}: "
-        yield Finding("problem", "refused", kind + sentence[:600])
+        text = str(e) if isinstance(e, FlexQuantError) else f"{type(e).__name__}: {said_by(e)}"
+        yield Finding("problem", "refused", text)
 
 
 def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
@@ -100,6 +99,7 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausa
     embeddings for the next model in the process; those built here have no memory, and are removed.
     """
     import torch
+    from torch.overrides import TorchFunctionMode
 
     from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
     from flexquant.serving.vllm_api import (
@@ -113,6 +113,14 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausa
         set_current_vllm_config,
         set_default_torch_dtype,
     )
+
+    class ReadAsZeros(TorchFunctionMode):
+        """Has the few classes that read a tensor while they are built read zeros."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.cpu and args[0].is_meta:
+                return torch.zeros_like(args[0], device="cpu")
+            return func(*args, **(kwargs or {}))
 
     provide_cpu_kernels()
     parallel, kept = vllm_config.parallel_config, dict(_ROPE_DICT)
@@ -128,7 +136,7 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausa
                 group.world_size, group.ranks = size, list(range(size))
             dtype = vllm_config.model_config.dtype
             assert isinstance(dtype, torch.dtype)
-            with set_default_torch_dtype(dtype), torch.device("meta"):
+            with set_default_torch_dtype(dtype), torch.device("meta"), ReadAsZeros():
                 model = initialize_model(vllm_config)
             yield model
         finally:
