@@ -53,20 +53,33 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.fixture(scope="module")
+def models(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, PlannedModel]]:
+    """Read all models of the test below, before vLLM takes over an activation of transformers."""
+    found = {}
+    for item in request.session.items:
+        if "devices" in getattr(item, "fixturenames", ()) and item.path == request.path:
+            name, own = item.callspec.params["name"], item.callspec.params["own"]
+            kind, fields = source(name, ()) or (FOUND[name]["model_type"], {})
+            config = small_config(kind, **fields, **own)
+            config.architectures = [name]
+            config.save_pretrained(folder := tmp_path_factory.mktemp("model"))
+            found[item.name] = folder, PlannedModel.read(str(folder))
+    return found
+
+
 @pytest.mark.parametrize(("name", "own", "devices"), cases())
-def test_what_is_counted_is_vllms(name: str, own: dict[str, Any], devices: int, tmp_path: Path) -> None:
+def test_what_is_counted_is_vllms(
+    name: str, own: dict[str, Any], devices: int, models: Any, request: pytest.FixtureRequest
+) -> None:
     """A number of a state counts two bytes; on CPUs vLLM has some in float32."""
     from vllm import EngineArgs
 
-    kind, fields = source(name, ()) or (FOUND[name]["model_type"], {})
-    config = small_config(kind, **fields, **own)
-    config.architectures = [name]
-    config.save_pretrained(tmp_path)
+    folder, model = models[request.node.name]
     options = {"skip_tokenizer_init": True, "max_model_len": 128, "tensor_parallel_size": devices}
-    vllm_config = EngineArgs(str(tmp_path), **options).create_engine_config()
+    vllm_config = EngineArgs(str(folder), **options).create_engine_config()
     with built_without_weights(vllm_config):
         specs = [layer.get_kv_cache_spec(vllm_config) for layer in attention_layers(vllm_config)]
-        model = PlannedModel.read(str(tmp_path))
     states = sum(2 * prod(shape) for spec in specs for shape in getattr(spec, "shapes", ()))
     token = sum(spec.page_size_bytes // spec.block_size for spec in specs if not hasattr(spec, "shapes"))
     if "latent attention" in FOUND[name]["features"]:
