@@ -7,6 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MOST_SAID = 300
+"""Most characters of a library's message that are shown."""
+
 
 class FlexQuantError(Exception):
     """Bad input; the message says in one sentence what was found, what is allowed and what to do."""
@@ -16,16 +19,32 @@ class UsageError(FlexQuantError):
     """A command line that contradicts itself in a way that argparse does not detect (exit code 2)."""
 
 
+def said_by(error: BaseException) -> str:
+    """Return the point of what an error of a library says, in a line of at most MOST_SAID characters.
+
+    It is the first line, with those after it as long as one ends in a colon. Of pydantic it is what is wrong
+    at each place, and of an error without a text the name of its class.
+    """
+    if type(error).__name__ == "ValidationError" and callable(problems := getattr(error, "errors", None)):
+        places = (".".join(str(key) for key in one["loc"] if "[" not in str(key)) for one in problems())
+        texts = (one["msg"].removeprefix("Value error, ") for one in problems())
+        lines = ["; ".join(": ".join(filter(None, told)) for told in zip(places, texts, strict=True))]
+    else:
+        lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    ends = (number for number, line in enumerate(lines, 1) if not line.endswith(":"))
+    said = " ".join(lines[: next(ends, None)]) or type(error).__name__
+    return said if len(said) <= MOST_SAID else f"{said[:MOST_SAID].rsplit(' ', 1)[0]} ..."
+
+
 @contextmanager
 def explained(
     problem: str, advice: str, errors: tuple[type[Exception], ...] = (OSError, ValueError)
 ) -> Iterator[None]:
-    """Turn one of ``errors`` in the block into a FlexQuantError: ``<problem> (<its first line>); <advice>``.
+    """Turn one of ``errors`` in the block into a FlexQuantError: ``<problem> (<its point>); <advice>``.
 
     It is meant for calls of libraries that read files or the Hugging Face hub.
     """
     try:
         yield
     except errors as e:
-        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise FlexQuantError(f"{problem} ({reason}); {advice}") from e
+        raise FlexQuantError(f"{problem} ({said_by(e)}); {advice}") from e

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from flexquant.checkpoint.model_config import JsonObject, text_config
-from flexquant.errors import FlexQuantError, explained
+from flexquant.errors import FlexQuantError, explained, said_by
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -170,9 +170,8 @@ def _check_range(numbers: JsonObject, place: str) -> None:
 
 def _refused(config: JsonObject, place: str, error: Exception) -> FlexQuantError:
     """Return the error for a config that transformers refuses; it begins with ``place``."""
-    problem = " ".join(str(error).split()) or type(error).__name__
     return FlexQuantError(
-        f"{place} does not describe a {config['model_type']} model that transformers has ({problem}); "
+        f"{place} does not describe a {config['model_type']} model that transformers has ({said_by(error)}); "
         "correct it, or fetch it again"
     )
 

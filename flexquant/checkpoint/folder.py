@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject, with_section
 from flexquant.checkpoint.safetensors_io import TensorRef, read_header
 from flexquant.documents.results import hash_file
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, said_by
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -116,10 +116,10 @@ def _fetch(model: str, revision: str | None, wanted: Sequence[str]) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=others))
     except (OSError, ValueError, errors.HfHubHTTPError) as e:
         kept = "try again: what has arrived is kept"
-        said = next((said for kind, said in advice.items() if isinstance(e, kind)), kept)
-        name = f"{model}@{revision}" if revision else model
-        reason = (str(e).splitlines() or [type(e).__name__])[0]
-        raise FlexQuantError(f"{name} cannot be fetched from the Hugging Face Hub ({reason}); {said}") from e
+        todo = next((todo for kind, todo in advice.items() if isinstance(e, kind)), kept)
+        problem = f"{model}@{revision}" if revision else model
+        problem += f" cannot be fetched from the Hugging Face Hub ({said_by(e)})"
+        raise FlexQuantError(f"{problem}; {todo}") from e
 
 
 def _check_arrived(file: Path) -> None:

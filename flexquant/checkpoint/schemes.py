@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import EMBEDDINGS, EXPERTS, FUSED, layer_of
 from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, said_by
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
@@ -231,10 +231,9 @@ def _parse(section: JsonObject, owner: str) -> QuantizationConfig:
             TransformConfig.model_validate(transforms)
         return config
     except (ValueError, TypeError, KeyError, NotImplementedError, OverflowError, re.error) as e:
-        problem = " ".join(str(e).split())
         raise FlexQuantError(
-            f"{owner} has a quantization_config that is not understood ({problem}); quantise the model again "
-            "with a supported release of llmcompressor"
+            f"{owner} has a quantization_config that is not understood ({said_by(e)}); quantise the model "
+            "again with a supported release of llmcompressor"
         ) from e
 
 

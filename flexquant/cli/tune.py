@@ -159,7 +159,7 @@ def tune(args: argparse.Namespace) -> JsonObject:
         read_rows(args.text, study.subject.tokenizer, STUDY_DEFAULTS)  # a short text is refused now
 
     measured = _measure(args, variants, output)
-    decision = decide(measured.samples, measured.names, goal, partial(measured.requests, goal))
+    decision = decide(measured.samples, measured.names, goal, measured.requests)
     tuned = tuned_policy(measured, decision, goal)
     if study is not None:
         from flexquant.layers.searching import limit_loss
@@ -189,8 +189,7 @@ def fit(args: argparse.Namespace) -> JsonObject:
     found = fit_checkpoint(args.folder, args.variants, args.sensitivity, devices=devices, **limit)
     tell(found.remark)
     measured = _measure(args, found.candidates, output)
-    requests = partial(measured.requests, goal)
-    decision = decide(measured.samples, measured.names, goal, requests, found.together)
+    decision = decide(measured.samples, measured.names, goal, measured.requests, found.together)
     return _write(measured, found.report(tuned_policy(measured, decision, goal)), output)
 
 
@@ -214,6 +213,7 @@ def _measure(args: argparse.Namespace, variants: Mapping[str, Policy], output: T
         replace(grid, effort=grid.effort.changed(args.rounds, args.max_rounds, args.width)),
         output.samples,
         **pick(args, "overwrite", "tensor_parallel_size"),
+        request_tokens=args.request_tokens if args.objective == "throughput" else None,
         enforce_eager=on_cpu if args.enforce_eager is None else args.enforce_eager,
     )
     measurement.measure(tell, progress_bar)

@@ -31,6 +31,7 @@ from flexquant.serving.vllm_api import (
     _POSSIBLE_KERNELS,
     AttentionLayerBase,
     LinearBase,
+    MambaBase,
     MPLinearKernel,
     is_supported_and_can_implement_kernel,
 )
@@ -120,9 +121,10 @@ def examine_memory(
         if {name, derivation.source} <= variants.keys() and not derivation.is_one_copy:
             text += f"; {name} is a second copy of {derivation.source}'s INT4 weights"
     yield Finding("ok", "weights", text, {"bytes": sizes, "bytes_by_layers": by_layers})
-    per_token = cache_bytes_per_token(vllm_config)
-    asked, (free, _) = asked_for_cache(vllm_config, weights), free_and_total_bytes()
     longest = vllm_config.model_config.max_model_len
+    per_token, states = cache_sizes(vllm_config)
+    per_token += states // longest
+    asked, (free, _) = asked_for_cache(vllm_config, weights), free_and_total_bytes()
     tokens = max(0, asked) // per_token
     text = (
         f"{format_bytes(asked)} for the KV cache are {tokens} tokens ({per_token} bytes each), "
@@ -155,10 +157,17 @@ def attention_layers(vllm_config: VllmConfig) -> list[AttentionLayerBase]:
     return [layer for layer in registered if isinstance(layer, AttentionLayerBase)]
 
 
-def cache_bytes_per_token(vllm_config: VllmConfig) -> int:
-    """Return the bytes that a token takes in the KV cache of all layers on one rank."""
-    specs = [layer.get_kv_cache_spec(vllm_config) for layer in attention_layers(vllm_config)]
-    return sum(spec.page_size_bytes // spec.block_size for spec in specs if spec is not None)
+def cache_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
+    """Return the bytes that a token, and the states of a request, take in the KV cache on one rank."""
+    per_token = states = 0
+    for layer in attention_layers(vllm_config):
+        if (spec := layer.get_kv_cache_spec(vllm_config)) is None:
+            continue
+        if isinstance(layer, MambaBase):
+            states += spec.page_size_bytes
+        else:
+            per_token += spec.page_size_bytes // spec.block_size
+    return per_token, states
 
 
 def asked_for_cache(vllm_config: VllmConfig, weights: int) -> int:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexquant.checkpoint.draft_heads import check_draft_heads
 from flexquant.checkpoint.loadable import check_loadable
@@ -28,7 +28,7 @@ from flexquant.checkpoint.merged_config import QUANT_METHOD, SHARED
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import describe_kv
 from flexquant.doctor import Finding
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, said_by
 from flexquant.evaluation.engine import describe_machine, describe_versions, environment
 from flexquant.policy.pass_times import device_name
 from flexquant.policy.plans import Layers
@@ -60,9 +60,8 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
             check_loadable(variant.quantization_config, tensors, f"variant '{name}'")
         yield from _examine_with_vllm(folder, arguments)
     except Exception as e:  # anything that stops vllm serve is a finding
-        sentence = " ".join(str(e).split()) or type(e).__name__
-        kind = "" if isinstance(e, FlexQuantError) else f"{type(e).__name__}: "
-        yield Finding("problem", "refused", kind + sentence[:600])
+        text = str(e) if isinstance(e, FlexQuantError) else f"{type(e).__name__}: {said_by(e)}"
+        yield Finding("problem", "refused", text)
 
 
 def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
@@ -134,6 +133,7 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausa
     removed.
     """
     import torch
+    from torch.overrides import TorchFunctionMode
 
     from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
     from flexquant.serving.vllm_api import (
@@ -148,6 +148,14 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausa
         set_current_vllm_config,
         set_default_torch_dtype,
     )
+
+    class ReadAsZeros(TorchFunctionMode):
+        """Has the few classes that read a tensor while they are built read zeros."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.cpu and args[0].is_meta:
+                return torch.zeros_like(args[0], device="cpu")
+            return func(*args, **(kwargs or {}))
 
     provide_cpu_kernels()
     parallel, kept = vllm_config.parallel_config, dict(_ROPE_DICT)
@@ -168,7 +176,7 @@ def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausa
                 group.world_size, group.ranks = size, list(range(size))
             dtype = vllm_config.model_config.dtype
             assert isinstance(dtype, torch.dtype)
-            with set_default_torch_dtype(dtype), torch.device("meta"):
+            with set_default_torch_dtype(dtype), torch.device("meta"), ReadAsZeros():
                 model = initialize_model(vllm_config)
             yield model
         finally:
@@ -202,12 +210,16 @@ class LoadedBytes:
 
     by_layer: Mapping[str, Mapping[int | None, int]]
     """Variant or SHARED -> decoder layer, or None for what lies outside of layers -> bytes."""
+    written: Mapping[str, int]
+    """Variant that computes its weights -> bytes that it writes them to; all write to the same memory."""
     sources: Mapping[str, str]
-    """Variant that computes its weights -> the variant that it computes them from."""
+    """Variant that computes its weights, nested or not -> the variant that it computes them from."""
     weights: int
     """Number of weights in the decoder layers."""
     cache_tokens: Callable[[int], int]
     """Returns the tokens of the KV cache that a server has beside so many bytes of weights."""
+    request_bytes: Callable[[int], int]
+    """Returns the bytes that a request of so many tokens takes in the KV cache."""
 
     def of(self, plans: Iterable[Layers]) -> int:
         """Return the bytes of a policy with these plans."""
@@ -229,15 +241,17 @@ class LoadedBytes:
                 f"there is memory for a KV cache of {self.cache_tokens(0):,} tokens without any weights, and "
                 f"{tokens:,} are asked for; give fewer --kv-tokens, or more --tensor-parallel-size"
             )
-        sizes = range(1 + sum(sum(sizes.values()) for sizes in self.by_layer.values()))
+        weights = sum(sum(sizes.values()) for sizes in self.by_layer.values())
+        sizes = range(1 + weights + max(self.written.values(), default=0))
         return bisect_left(sizes, True, key=lambda nbytes: self.cache_tokens(nbytes) < tokens) - 1
 
     def _loaded(self, plans: Iterable[Layers]) -> dict[tuple[str, int | None], int]:
         used = {(variant, layer) for plan in plans for layer, variant in enumerate(plan)}
         used |= {(self.sources[variant], layer) for variant, layer in used if variant in self.sources}
         places = {*used, *((variant, None) for variant, _ in used)}
-        shared = {(SHARED, layer): size for layer, size in self.by_layer[SHARED].items()}
-        return {(v, layer): self.by_layer[v].get(layer, 0) for v, layer in places} | shared
+        once = {(SHARED, layer): size for layer, size in self.by_layer[SHARED].items()}
+        once["", None] = max((self.written.get(variant, 0) for variant, _ in used), default=0)
+        return {(v, layer): self.by_layer[v].get(layer, 0) for v, layer in places} | once
 
 
 def count_bytes(folder: Path, policy: JsonObject, devices: int) -> LoadedBytes:
@@ -252,15 +266,18 @@ def count_bytes(folder: Path, policy: JsonObject, devices: int) -> LoadedBytes:
         options = json.dumps({"flexquant": {"policy": str(file)}})
         arguments = ["--additional-config", options, "--tensor-parallel-size", str(devices)]
         vllm_config = engine_config(str(folder), arguments)
-        from flexquant.doctor.built_model import asked_for_cache, cache_bytes_per_token, memory_of_weights
+        from flexquant.doctor.built_model import asked_for_cache, cache_sizes, memory_of_weights
         from flexquant.serving.worker.weight_memory import weights_of_layers
 
         with built_without_weights(vllm_config) as model:
             variants, routes = dict(model.variants.items()), model.routes
-            per_token = cache_bytes_per_token(vllm_config)
+            memory, (per_token, states) = memory_of_weights(variants), cache_sizes(vllm_config)
+            with_states = per_token + states // vllm_config.model_config.max_model_len
             return LoadedBytes(
-                memory_of_weights(variants).nbytes_by_layer(),
-                {name: routes.source(name) for name in variants if not routes.has_weights(name)},
+                memory.nbytes_by_layer(),
+                memory.written,
+                {v: routes.source(v) for v in variants if not routes.has_weights(v)} | {**routes.nested},
                 max(map(weights_of_layers, variants.values())),
-                lambda nbytes: max(0, asked_for_cache(vllm_config, nbytes)) // per_token,
+                lambda nbytes: max(0, asked_for_cache(vllm_config, nbytes)) // with_states,
+                lambda tokens: tokens * per_token + states,
             )

@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.errors import FlexQuantError, explained
+from flexquant.errors import FlexQuantError, explained, said_by
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,7 +143,7 @@ def _as_text(document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name:
     try:
         return str(tokenizer.apply_chat_template(document, tokenize=False, add_generation_prompt=to_answer))
     except Exception as e:  # a template is a program by the model's author, and can raise anything
-        raise FlexQuantError(f"the model's chat template refuses messages of {name} ({e})") from e
+        raise FlexQuantError(f"the model's chat template refuses messages of {name} ({said_by(e)})") from e
 
 
 def plain_text(document: TextOrMessages) -> str:

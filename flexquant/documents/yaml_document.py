@@ -29,7 +29,7 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema
 
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, said_by
 
 MAX_VALUES = 100_000
 """Largest number of values in a document, aliases expanded; a few lines of them could fill any memory."""
@@ -98,8 +98,7 @@ def from_yaml(text: bytes, source: str, kind: str, keys: Sequence[str]) -> Docum
         problem = ", ".join(part for part in (e.context, e.problem) if part)
         raise FlexQuantError(f"{place}: not valid YAML ({problem}); correct the syntax") from e
     except yaml.YAMLError as e:
-        problem = " ".join(str(e).split())
-        raise FlexQuantError(f"{source}: not valid YAML ({problem}); save it as UTF-8 text") from e
+        raise FlexQuantError(f"{source}: not valid YAML ({said_by(e)}); save it as UTF-8 text") from e
     except RecursionError as e:
         raise FlexQuantError(
             f"{source}: nested too deeply, or an alias that contains itself; write it flat"

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.yaml_document import to_yaml
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, said_by
 from flexquant.evaluation.engine import engine, prepare_environment
 from flexquant.policy.rules import Policy
 
@@ -179,7 +179,7 @@ def _serve(connection: Connection, log: str, folder: str, options: JsonObject) -
     except Exception as e:
         traceback.print_exc()
         try:
-            connection.send((False, f"failed ({type(e).__name__}: {e})"))
+            connection.send((False, f"failed ({type(e).__name__}: {said_by(e)})"))
         except OSError:
             return
 

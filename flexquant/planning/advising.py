@@ -117,7 +117,8 @@ def try_ways(
         shape = model.shape(way.schemes, devices, way.policy.derived)
         if way.name == NESTED and not model.has_experts:
             shape = shape.with_nested(*way.schemes)
-        tokens, weights = kv_cache_tokens(shape, device, utilization), shape.resident_bytes / GIB
+        tokens = kv_cache_tokens(shape, device, utilization, batches.request_tokens)
+        weights = shape.resident_bytes / GIB
         problem = _problem(shape, device, model.group_size)
         if way.name == NESTED and model.has_experts:
             problem = "experts are not nested"
@@ -128,10 +129,13 @@ def try_ways(
     return outcomes
 
 
-def kv_cache_tokens(model: ModelShape, device: Device, utilization: float) -> int:
-    """Return how many tokens the KV cache holds beside the weights, below 0 if these do not fit."""
+def kv_cache_tokens(model: ModelShape, device: Device, utilization: float, request_tokens: int) -> int:
+    """Return how many tokens the KV cache holds beside the weights, below 0 if these do not fit.
+
+    They are those of requests with ``request_tokens`` tokens, each of which has its states beside them.
+    """
     left = device.memory_bytes * utilization - model.resident_bytes - device.reserve_bytes
-    return int(left // model.kv_bytes_per_token)
+    return int(left // (model.kv_bytes_per_token + model.state_bytes / request_tokens))
 
 
 def _problem(shape: ModelShape, device: Device, group_size: int) -> str:

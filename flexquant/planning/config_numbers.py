@@ -1,85 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Read from a model's config its heads, its layers with a KV cache, and the experts of a token."""
+"""Find out what each layer of a model keeps of a request, and through how many experts a token goes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from flexquant.checkpoint.built_model import nothing_fetched
 from flexquant.errors import FlexQuantError
 
-KV_BYTES = 2
-"""Bytes of one number in the KV cache: 16 bits, vLLM's default."""
-WITHOUT_CACHE = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "mlp", "moe")
-"""Kinds of layers, as configs of transformers name them, that keep no KV cache."""
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NUMBER_BYTES = 2
+"""Bytes of one number in the KV cache and in states: 16 bits, vLLM's default."""
+TOKENS = 8
+"""Tokens of the pass by which the caches are found; more than the columns that a convolution keeps."""
 ACTIVE_EXPERTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 """Names of the number of experts that a token goes through; most config classes map theirs to the first."""
 
 
 @dataclass(frozen=True)
-class Heads:
-    """The attention heads of a layer."""
+class LayerCache:
+    """What a decoder layer keeps of a request, and the heads of its attention, on all devices together."""
 
-    queries: int
-    kv: int
-    """Number of heads of keys and values."""
-    size: int
-
-    @classmethod
-    def read(cls, config: object, devices: int, source: str | Path) -> Heads:
-        """Read a layer's ``config``; raise FlexQuantError unless each device gets as many heads."""
-        hidden, queries = (_integer(config, key, source) for key in ("hidden_size", "num_attention_heads"))
-        kv = _integer(config, "num_key_value_heads", source, queries)
-        few, many = sorted((kv, devices))
-        if queries % devices or many % few:
-            raise FlexQuantError(
-                f"{source} has {queries} attention heads and {kv} KV heads, which {devices} devices cannot "
-                "share evenly; give a --tensor-parallel-size that divides them"
-            )
-        return cls(queries, kv, _integer(config, "head_dim", source, hidden // queries))
+    states: int
+    """Numbers in the states that replace a KV cache."""
+    heads: int = 0
+    """Heads of keys and values; 0: the layer has no attention."""
+    width: int = 0
+    """Numbers of a key and a value."""
+    queries: int = 0
+    """Heads of queries."""
+    is_shared: bool = False
+    """Whether its keys and values are those of an earlier layer."""
 
     def repeated(self, devices: int) -> int:
         """Return by how much more keys and values a token has on all devices: each has a head at least."""
-        return (max(1, devices // self.kv) - 1) * 2 * self.kv * self.size
+        return (max(1, devices // self.heads) - 1) * self.heads * self.width if self.heads else 0
 
-
-@dataclass(frozen=True)
-class Attention:
-    """One device's share of a model's attention."""
-
-    heads: list[Heads]
-    """The heads of each decoder layer, on all devices together."""
-    kv_bytes_per_token: float
-    flops: float
-    """Operations for one query token and one key token in all layers: scores and weighted sum."""
-
-    @classmethod
-    def read(cls, config: object, devices: int, source: str | Path) -> Attention:
-        """Read what ``built_model.language_config`` returns; ``source`` names the model in messages.
-
-        Sliding windows are counted as full attention, and states of layers without attention as nothing. A
-        KV cache that several layers share is counted once. Raises FlexQuantError for a model without
-        attention or with latent attention, and for heads that the ``devices`` cannot share.
-        """
-        num_layers = _integer(config, "num_hidden_layers", source)
-        stated = (getattr(config, key, None) for key in ("layers_block_type", "layer_types"))
-        kinds = next((kinds for kinds in stated if isinstance(kinds, list) and kinds), [None] * num_layers)
-        with_cache = [layer for layer, kind in enumerate(kinds[:num_layers]) if kind not in WITHOUT_CACHE]
-        if not with_cache or getattr(config, "kv_lora_rank", None):
+    def check(self, devices: int, source: str | Path) -> None:
+        """Raise FlexQuantError, which names the model ``source``, unless each device gets as many heads."""
+        if not self.heads:
+            return
+        few, many = sorted((self.heads, devices))
+        if self.queries % devices or many % few:
             raise FlexQuantError(
-                f"{source} has {'multi-head latent' if with_cache else 'no'} attention, and passes of such a "
-                "model cannot be predicted; measure them with 'flexquant tune'"
+                f"{source} has {self.queries} attention heads and {self.heads} KV heads, which {devices} "
+                "devices cannot share evenly; give a --tensor-parallel-size that divides them"
             )
-        # Few models have other heads in some layers.
-        configs = getattr(config, "per_layer_config", None) or [config] * num_layers
-        heads = [Heads.read(configs[number], devices, source) for number in range(num_layers)]
-        # The last layers can read the KV cache of layers before them, as in Gemma 3n.
-        shared = getattr(config, "num_kv_shared_layers", None)
-        stored = with_cache[: len(with_cache) - (shared if isinstance(shared, int) else 0)]
-        numbers = sum(2 * heads[n].kv * heads[n].size + heads[n].repeated(devices) for n in stored)
-        queries = sum(heads[n].queries * heads[n].size for n in with_cache)
-        return cls(heads, numbers * KV_BYTES / devices, queries * 4 / devices)
+
+
+def read_caches(model: Any, config: PretrainedConfig) -> list[LayerCache]:
+    """Return what each decoder layer keeps, by a pass of a model of transformers on the meta device.
+
+    ``config`` is the language model's. Raises whatever the model's class raises.
+    """
+    import torch
+
+    for module in model.modules():
+        # Some kinds of rotary embeddings look at the positions, which have no values there.
+        if isinstance(kinds := vars(module).get("rope_type"), dict):
+            module.rope_type = dict.fromkeys(kinds, "default")
+        elif kinds is not None:
+            module.rope_type = "default"
+    model.eval().set_experts_implementation("batched_mm")  # the default one looks at the tokens' experts
+    with torch.device("meta"), torch.no_grad(), nothing_fetched():
+        said = model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=True)
+    number: int = config.num_hidden_layers
+    # Few models have other heads in some layers.
+    configs = getattr(config, "per_layer_config", None) or [config] * number
+    found = []
+    kept = getattr(getattr(said, "past_key_values", None), "layers", ())
+    for layer, of_layer in zip(kept, configs, strict=False):
+        cache = LayerCache(sum(_states(layer)))
+        if (keys := getattr(layer, "keys", None)) is not None:
+            width = keys.shape[-1] + layer.values.shape[-1]
+            heads = keys.shape[1]
+            heads = min(heads, getattr(of_layer, "num_kv_heads", heads))  # Falcon keeps some several times
+            cache = LayerCache(cache.states, heads, width, of_layer.num_attention_heads)
+        found.append(cache)
+    # The last layers can read the KV cache of layers before them, as in Gemma 3n.
+    kinds = getattr(config, "layer_types", None) or [None] * number
+    last = dict(zip(kinds, found, strict=False))
+    of_others = [last[kind] for kind in kinds[len(found) : number] if kind in last]
+    return found + [replace(cache, is_shared=True) for cache in of_others]
+
+
+def _states(layer: Any) -> Iterator[int]:
+    """Yield the numbers of each state of a layer; transformers keeps a column more of a convolution."""
+    for kept in getattr(layer, "recurrent_states", {}).values():
+        yield 0 if kept is None else kept.numel()
+    for kept in getattr(layer, "conv_states", {}).values():
+        yield 0 if kept is None else kept[..., 1:].numel()
 
 
 def active_experts(config: object, source: str | Path) -> int:
@@ -94,15 +110,3 @@ def active_experts(config: object, source: str | Path) -> int:
         )
     number: int = each[0]
     return number
-
-
-def _integer(config: object, key: str, source: str | Path, default: int | None = None) -> int:
-    """Return a number of a config; ``default`` for None, if it is given."""
-    value = getattr(config, key, None)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise FlexQuantError(
-            f"{Path(source) / 'config.json'} has {key} {value!r}, expected a whole number from 1; correct "
-            "it, or fetch it again"
-        )
-    return value

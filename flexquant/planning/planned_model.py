@@ -10,7 +10,7 @@ config tells of is ignored.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import TYPE_CHECKING
@@ -21,8 +21,8 @@ from flexquant.checkpoint.merged_config import CONFIG_FILE
 from flexquant.checkpoint.model_config import JsonObject, count_layers, reads_more_than_text, text_config
 from flexquant.checkpoint.module_names import decoder_layer, fused_name, layer_number
 from flexquant.checkpoint.nested import count_exceptions
-from flexquant.errors import FlexQuantError
-from flexquant.planning.config_numbers import Attention, active_experts
+from flexquant.errors import FlexQuantError, said_by
+from flexquant.planning.config_numbers import NUMBER_BYTES, LayerCache, active_experts, read_caches
 from flexquant.planning.device import HUMMING, MARLIN, W4A8, W4A8_INT8
 from flexquant.policy.schema import Derivation
 
@@ -144,6 +144,9 @@ class ModelShape:
 
     num_layers: int
     kv_bytes_per_token: float
+    """Sliding windows count as full attention."""
+    state_bytes: float
+    """Bytes of a request's states, in layers that have these in place of a KV cache."""
     attention_flops: float
     """Operations for one query token and one key token in all layers: scores and weighted sum."""
     linears: Mapping[str, Mapping[Linear, int]]
@@ -209,6 +212,8 @@ class PlannedModel:
     """The model's name in messages."""
     config: PretrainedConfig
     """The language model's, with transformers' defaults for what ``config.json`` leaves out."""
+    caches: Sequence[LayerCache]
+    """What each decoder layer keeps of a request."""
     linears: Mapping[str, Linear]
     """Name, as vLLM fuses it -> linear of a decoder layer, in 16 bits."""
     kept: frozenset[str]
@@ -228,7 +233,8 @@ class PlannedModel:
         folder = find_model(model, (CONFIG_FILE,))
         check_folder(folder)
         whole = read_json(confined_file(folder, CONFIG_FILE))
-        config, parameters, quantised = _build(text_config(whole), str(folder / CONFIG_FILE))
+        text = {key: whole[key] for key in ("tie_word_embeddings",) if key in whole} | text_config(whole)
+        config, caches, parameters, quantised = _build(text, str(folder / CONFIG_FILE))
         linears: dict[str, Linear] = {}
         rest, kept = 0, set()
         for name, shape in parameters.items():
@@ -253,7 +259,7 @@ class PlannedModel:
             )
         matrices = (shape for shape in parameters.values() if len(shape) == 2)
         head = plain_linear(*(parameters.get("lm_head.weight") or next(matrices)))
-        return cls(model, config, linears, frozenset(kept), head, rest, reads_more_than_text(whole))
+        return cls(model, config, caches, linears, frozenset(kept), head, rest, reads_more_than_text(whole))
 
     @property
     def has_experts(self) -> bool:
@@ -263,26 +269,33 @@ class PlannedModel:
         """Return one device's share of the model with a variant, named after it, in each of ``schemes``.
 
         ``derived`` are variants that a policy derives from these. Bytes are divided evenly.
-        Raises FlexQuantError as :meth:`Attention.read` and :func:`active_experts` do, and for linears that
-        the ``devices`` cannot share.
+        Raises FlexQuantError for a model without attention or with latent attention, for heads and linears
+        that the ``devices`` cannot share, and as :func:`active_experts` does.
         """
-        attention = Attention.read(self.config, devices, self.source)
-        num_layers = len(attention.heads)
+        with_attention = [cache for cache in self.caches if cache.heads]
+        if not with_attention or getattr(self.config, "kv_lora_rank", None):
+            raise FlexQuantError(
+                f"{self.source} has {'multi-head latent' if with_attention else 'no'} attention, and passes "
+                "of such a model cannot be predicted; measure them with 'flexquant tune'"
+            )
+        for cache in with_attention:
+            cache.check(devices, self.source)
+        stored = (cache for cache in with_attention if not cache.is_shared)
 
         def part(name: str, linear: Linear) -> Linear:
             if linear.experts > 1:
-                active = min(active_experts(self.config, self.source), linear.experts)
-                linear = replace(linear, active_experts=active)
+                linear = replace(linear, active_experts=active_experts(self.config, self.source))
             if name.endswith(tuple(QKV)):
-                heads = attention.heads[(layer_number(name) or 0) % num_layers]
-                linear = linear.with_outputs(linear.outputs + heads.repeated(devices))
+                cache = self.caches[(layer_number(name) or 0) % len(self.caches)]
+                linear = linear.with_outputs(linear.outputs + cache.repeated(devices))
             return linear.share(name, devices)
 
         whole = {s: {name: self._in_scheme(name, s) for name in self.linears} for s in schemes}
         model = ModelShape(
-            num_layers,
-            attention.kv_bytes_per_token,
-            attention.flops,
+            len(self.caches),
+            NUMBER_BYTES * sum(c.heads * c.width + c.repeated(devices) for c in stored) / devices,
+            NUMBER_BYTES * sum(cache.states for cache in self.caches) / devices,
+            2 * sum(cache.queries * cache.width for cache in with_attention) / devices,
             {s: Counter(part(name, x) for name, x in of.items()) for s, of in whole.items()},
             self.head.with_outputs(ceil(self.head.outputs / devices)),
             {s: sum(x.experts * x.weight_bytes for x in of.values()) / devices for s, of in whole.items()},
@@ -311,28 +324,36 @@ class PlannedModel:
         return next(fitting, GROUP_SIZES[-1])
 
 
-def _build(config: JsonObject, source: str) -> tuple[PretrainedConfig, dict[str, tuple[int, ...]], set[str]]:
-    """Return the whole config, the shape of every parameter by name, and which of them a recipe quantises.
+def _build(
+    config: JsonObject, source: str
+) -> tuple[PretrainedConfig, list[LayerCache], dict[str, tuple[int, ...]], set[str]]:
+    """Return a language model's config, caches, shapes of parameters, and those that a recipe quantises.
 
-    A linear's shape ends with its outputs and inputs, as most models hold it.
+    A linear's shape ends with its outputs and inputs, as most models hold it. Of a model that also reads
+    images, ``config`` is the part of the language model.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()  # its warnings are about models that run
     try:
-        whole = build_config(config)
-        text = whole.get_text_config()
+        text = build_config(config).get_text_config()
         count_layers({"num_hidden_layers": getattr(text, "num_hidden_layers", None)})
+        has_head = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
         with torch.device("meta"):
-            model = build_model(AutoModelForCausalLM, whole)
+            model = build_model(AutoModelForCausalLM if has_head else AutoModel, text)
+            caches = read_caches(model, text)
     except FlexQuantError as e:
         raise FlexQuantError(f"{source}: {e}") from e
     except Exception as e:  # a class of transformers can raise anything
         raise FlexQuantError(
-            f"{source}: transformers cannot build the model ({' '.join(str(e).split())}); give a causal "
+            f"{source}: transformers cannot build the model ({said_by(e)}); give a causal "
             "language model of a type that it knows"
         ) from e
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if not has_head and not getattr(text, "tie_word_embeddings", True):
+        shapes["lm_head.weight"] = (text.vocab_size, text.hidden_size)
     turned = tuple(f"{n}." for n, module in model.named_modules() if getattr(module, "is_transposed", False))
     linears = {
         f"{name}.weight"
@@ -341,4 +362,4 @@ def _build(config: JsonObject, source: str) -> tuple[PretrainedConfig, dict[str,
     }
     experts = {name for name, shape in shapes.items() if ".experts." in name and len(shape) == 3}
     shapes |= {n: (shapes[n][0], *shapes[n][:0:-1]) for n in experts if n.startswith(turned)}
-    return text, shapes, linears | experts
+    return text, caches, shapes, linears | experts

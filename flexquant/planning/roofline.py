@@ -60,7 +60,8 @@ def pass_seconds(model: ModelShape, variant: str, batch: Batch, device: Device) 
             + preparation_seconds(linear, batch.tokens, device)
             + between / device.between_bytes_per_s
         )
-    seconds += batch.cached * model.kv_bytes_per_token / device.kernel("bf16").bytes_per_s
+    moved = batch.cached * model.kv_bytes_per_token + 2 * batch.sequences * model.state_bytes
+    seconds += moved / device.kernel("bf16").bytes_per_s
     seconds += batch.pairs * model.attention_flops / device.attention_flops_per_s
     return seconds + device.pass_seconds + model.num_layers * device.layer_seconds
 

@@ -32,7 +32,7 @@ from llmcompressor.observers import Observer
 from pydantic import PrivateAttr
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, said_by
 from flexquant.quantization.resolve import ResolvedVariant, quantization_groups
 from flexquant.quantization.vocabulary import ROTATES, split_mapping
 
@@ -59,8 +59,7 @@ def build_modifiers(variant: ResolvedVariant, tokens: int = 0) -> list[Modifier]
         built = [_modifier(name, {**given}, variant, tokens) for name, given in recipe.modifiers.items()]
         _check_observers(built[-1])
     except ValueError as e:
-        reason = " ".join(str(e).split())
-        raise FlexQuantError(f"{recipe.place} is refused by llmcompressor ({reason})") from e
+        raise FlexQuantError(f"{recipe.place} is refused by llmcompressor ({said_by(e)})") from e
     return built
 
 

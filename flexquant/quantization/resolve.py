@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import EXPERTS, LATENT_UP, LAYER, fused_name
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, said_by
 from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.source_model import ScaleMapping, default_mappings, gates, resolve_mappings
 from flexquant.quantization.vocabulary import ROTATES, TRANSFORMS, split_mapping
@@ -261,7 +261,8 @@ def quantization_groups(arguments: JsonObject) -> dict[str, QuantizationScheme]:
         given = arguments.get("config_groups", {})
         groups = {name: QuantizationScheme.model_validate(group) for name, group in given.items()}
     except ValueError as e:
-        raise FlexQuantError(f"config_groups is not what compressed-tensors reads ({e}); correct it") from e
+        problem = "config_groups is not what compressed-tensors reads"
+        raise FlexQuantError(f"{problem} ({said_by(e)}); correct it") from e
     if (scheme := arguments.get("scheme")) is not None:
         targets = scheme if isinstance(scheme, dict) else {scheme: arguments.get("targets", ["Linear"])}
         for number, (name, of_preset) in enumerate(targets.items()):

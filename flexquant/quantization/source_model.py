@@ -27,7 +27,7 @@ from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.module_names import LAYER
 from flexquant.checkpoint.safetensors_io import DTYPES, TensorRef, read_finite
 from flexquant.documents.results import digest_of, hash_file
-from flexquant.errors import FlexQuantError, explained
+from flexquant.errors import FlexQuantError, explained, said_by
 
 if TYPE_CHECKING:
     import torch
@@ -252,7 +252,7 @@ def resolve_mappings(
         try:
             sets = list(match_modules_set(model, [*balance, smooth]))
         except ValueError as e:
-            raise FlexQuantError(f"the mapping from '{smooth}' does not fit this model ({e})") from e
+            raise FlexQuantError(f"the mapping from '{smooth}' does not fit this model ({said_by(e)})") from e
         if not sets:
             raise FlexQuantError(
                 f"the mapping from '{smooth}' to {', '.join(balance)} matches no module of this model; "

@@ -15,14 +15,13 @@ from pathlib import Path
 from flexquant.checkpoint.built_model import language_config
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint, folder_label, weights_identity
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.doctor.examining import count_bytes
 from flexquant.errors import UsageError
 from flexquant.evaluation.comparison import Effort
 from flexquant.evaluation.engine import describe_machine, describe_versions
 from flexquant.evaluation.workers import Worker, start_workers
-from flexquant.planning.config_numbers import Attention
 from flexquant.policy.rules import Policy
 from flexquant.tuning.candidates import Memory
-from flexquant.tuning.objectives import Goal
 from flexquant.tuning.samples import Grid, Samples, check_decidable, wide
 
 Bar = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
@@ -70,10 +69,12 @@ class Measurement:
         overwrite: bool = False,
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
+        request_tokens: int | None = None,
     ) -> None:
         """Check the inputs, and load the samples of an interrupted run from ``file``.
 
         ``variants`` maps each variant, the most precise first, to the policy that runs every pass in it.
+        ``request_tokens`` are those of the requests of :meth:`requests`; None: it is not asked.
         Raises FlexQuantError for a folder that is no merged checkpoint, and for samples of another run unless
         ``overwrite`` is set.
         """
@@ -83,6 +84,11 @@ class Measurement:
             getattr(language_config(self._checkpoint.config, folder), "max_position_embeddings", None)
         )
         self.memory = Memory.of(self._checkpoint, variants, tensor_parallel_size)
+        self._request_bytes = 0
+        if request_tokens is not None:
+            any_policy = next(iter(variants.values())).document
+            of_rank = count_bytes(folder, any_policy, tensor_parallel_size).request_bytes(request_tokens)
+            self._request_bytes = of_rank * tensor_parallel_size
         self._serving = {"tensor_parallel_size": tensor_parallel_size, "enforce_eager": enforce_eager}
         self.run = {
             "model": folder_label(folder),
@@ -141,11 +147,9 @@ class Measurement:
         finally:
             self._save()
 
-    def requests(self, goal: Goal, variants: Sequence[str]) -> int:
-        """Return how many of the goal's requests fit beside the weights of the variants."""
-        folder = self._checkpoint.folder
-        attention = Attention.read(language_config(self._checkpoint.config, folder), 1, folder)
-        return self.memory.requests(variants, goal.request_tokens * attention.kv_bytes_per_token)
+    def requests(self, variants: Sequence[str]) -> int:
+        """Return how many requests fit beside the weights of the variants, on all devices."""
+        return self.memory.requests(variants, self._request_bytes)
 
     def discard_samples(self) -> None:
         """Delete the samples' file, once what follows from them is written."""

@@ -90,7 +90,7 @@ def tuned_policy(measured: Measurement, decision: Decision, goal: Goal) -> Tunin
         *kernel_notes(measured.kernels),
         *crossover_notes(samples, names, decision),
         *bound_notes(samples, decision, goal.slo),
-        *batch_notes(samples, goal, lambda: measured.requests(goal, decision.variants)),
+        *batch_notes(samples, goal, lambda: measured.requests(decision.variants)),
         *unused_notes(measured.memory.saved(decision.variants)),
     ]
     document = tuned_policy_document(decision, measured.variants, times, str(goal))

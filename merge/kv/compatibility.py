@@ -29,7 +29,7 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import decoder_layer
 from flexquant.checkpoint.safetensors_io import load_tensor
 from flexquant.checkpoint.writer import Progress
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, said_by
 from flexquant.merge.formats import Source
 from flexquant.merge.kv.layer_comparison import LayerComparison, RowsCached
 from flexquant.merge.kv.outside_layers import ResidualBasis, compare_bases, logits_difference
@@ -99,8 +99,8 @@ class Pair:
             raise
         except Exception as e:  # the code of a model in transformers can raise anything
             raise FlexQuantError(
-                f"layer {layer} of {self.names} cannot be run by transformers ({type(e).__name__}: {e}), so "
-                "its cache cannot be compared; update transformers"
+                f"layer {layer} of {self.names} cannot be run by transformers ({type(e).__name__}: "
+                f"{said_by(e)}), so its cache cannot be compared; update transformers"
             ) from e
 
 
@@ -284,7 +284,7 @@ def build_skeleton(source: Source) -> Skeleton:
     try:
         return Skeleton(source.config)
     except Exception as e:  # the code of a model in transformers can raise anything
-        reason = f"{type(e).__name__}: {e}"
+        reason = f"{type(e).__name__}: {said_by(e)}"
     names = {
         WEIGHT.sub("", name[found.end() :])
         for name in source.tensors

@@ -12,14 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flexquant.checkpoint.built_model import language_config
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE, read_tensors
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import CONFIG_FILE, read_merged_config
 from flexquant.checkpoint.safetensors_io import read_header
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
-from flexquant.planning.config_numbers import Attention
 from flexquant.planning.device import parse_device
 from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import parse_policy, parse_policy_text
@@ -112,8 +110,7 @@ def sources(data: bytes) -> None:
         write_folder(folders["w8a8"], first)
         with suppress(FlexQuantError):
             merge_checkpoints(folders, FOLDER / "merged", overwrite=True)
-            config = MergedCheckpoint.open(FOLDER / "merged").config
-            Attention.read(language_config(config, FOLDER), 1, FOLDER)
+            MergedCheckpoint.open(FOLDER / "merged")
 
 
 def yaml_document(data: bytes) -> None:

@@ -20,10 +20,13 @@ from vllm.model_executor.model_loader import LoadFormats
 from vllm.platforms import current_platform
 
 from flexquant.doctor import Finding, built_model
-from flexquant.doctor.examining import examine
+from flexquant.doctor.examining import count_bytes, examine
 from flexquant.merge import merge_checkpoints
+from flexquant.policy.plans import all_in
+from flexquant.policy.rules import load_policy
 from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
 from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
+from flexquant.tuning.candidates import FROM_INT4
 from tests.checkpoints import EXPERTS, make_checkpoint
 from tests.integration.conftest import answers, edited_json, engine
 from tests.policies import rules
@@ -45,6 +48,10 @@ BY_NAME = ["auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "run
 """Load formats whose loaders give a model named tensors, or none."""
 FOUR_TWICE = "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}}\n" + rules(
     "- {when: {phase: decode}, use: w4a16}", '- use: {default: w8a8, layers: {"4-5": w8a8-from-int4}}'
+)
+
+NESTED_AND_ONE_COPY = "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}}\n" + rules(
+    "- {when: {phase: decode}, use: w4a16}", "- {when: {tokens: {max: 8}}, use: w8a8}", f"- use: {FROM_INT4}"
 )
 
 
@@ -131,6 +138,29 @@ def test_a_second_copy_of_int4_is_said(merged):
         assert (said in weights.text) == twice == ({"w4a8", "w4a16"} <= sizes.keys()), policy
         if twice:
             assert sizes["w4a8"] == pytest.approx(sizes["w4a16"], rel=0.1)
+
+
+def test_the_memory_that_computed_weights_are_written_to_counts_once(tmp_path):
+    """A pass computes one linear after another: gate_up_proj, of 512 x 128 weights, is the largest."""
+    made = {name: make_checkpoint(tmp_path / name, "qwen2", name) for name in ("w8a8", "w4a16")}
+    merge_checkpoints(made, tmp_path / "merged", nested="near")
+    file = tmp_path / "both.yaml"
+    file.write_text(NESTED_AND_ONE_COPY)
+
+    def sizes(policy):
+        options = json.dumps({"flexquant": {"policy": str(policy)}})
+        (weights,) = findings(tmp_path / "merged", "--additional-config", options)["weights"]
+        assert set(weights.details["bytes"]) == set(weights.details["bytes_by_layers"])
+        return weights.details["bytes"]
+
+    nested, one_copy, both = map(sizes, ("w8a8", "one-copy", file))
+    written = nested["w8a8"] - both["w8a8"]
+    assert written == one_copy[FROM_INT4] - both[FROM_INT4] == both["shared"] - nested["shared"] == 512 * 128
+    loaded = count_bytes(tmp_path / "merged", load_policy(str(file)).document, devices=1)
+    plans = [all_in(name, 2) for name in ("w8a8", FROM_INT4, "w4a16")]
+    assert loaded.of(plans) == sum(both.values())
+    assert loaded.of(plans[:1]) == sum(nested.values())
+    assert loaded.of(plans[1:]) - loaded.of(plans[2:]) == one_copy[FROM_INT4]
 
 
 def test_scales_count_with_the_zero_points_that_pytorchs_kernel_keeps_beside_them(tmp_path, monkeypatch):

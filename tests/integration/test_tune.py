@@ -36,9 +36,11 @@ from flexquant.tuning.policy_file import TuningFiles
 from flexquant.tuning.samples import QUICK_CPU, QUICK_GPU
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import answers, engine
+from tests.states import make_variants
 
 pytestmark = pytest.mark.engine
 
+VARIANTS = ["w8a8", "w4a16"]
 FEW = ["--quick", "--max-batch", "4", "--max-tokens", "64"]
 
 
@@ -266,6 +268,38 @@ def test_layers_are_chosen_for_a_memory(real_merged, tmp_path):
         ((tokens, _),) = answers(llm, ["The capital of France is"], max_tokens=4)
         (found,) = llm.apply_model(lambda model: sum(model.weight_bytes.values()))
     assert len(tokens) == 4 and found <= 1.01 * memory
+
+
+@pytest.mark.parametrize(
+    ("model", "per_token"),
+    [
+        # 2 layers, keys and values of 2 heads of 32, 2 bytes a number: each device has a head at least.
+        ({"num_attention_heads": 8, "hidden_size": 256}, {1: 512, 2: 512, 8: 2048}),
+        # Latent attention: every device has all 512 + 64 numbers.
+        ({"architecture": "deepseek_v2"}, {1: 2 * 576 * 2, 2: 2 * 2 * 576 * 2}),
+    ],
+)
+def test_the_kv_cache_of_requests_is_counted_on_all_devices(tmp_path, model, per_token):
+    made = {name: make_checkpoint(tmp_path / name, scheme=name, **model) for name in ("w8a8", "w4a16")}
+    merge_checkpoints(made, tmp_path / "merged")
+    for devices, nbytes in per_token.items():
+        measured = measurement(tmp_path, tensor_parallel_size=devices, request_tokens=10**4)
+        assert measured.requests(["w8a8"]) == measured.memory.requests(["w8a8"], 10**4 * nbytes)
+
+
+def test_a_request_has_the_states_of_its_layers_once(tmp_path):
+    """Gated delta nets in 3 of 4 layers: 2 heads of 64 x 64 numbers, and three columns of 384."""
+    made = make_variants(tmp_path, "qwen3_next")
+    merge_checkpoints({name: made / name for name in VARIANTS}, tmp_path / "merged")
+    variants = find_variants(read_merged_config(tmp_path / "merged")[0], VARIANTS)
+    size = count_bytes(tmp_path / "merged", variants["w8a8"].document, devices=1).request_bytes
+    assert size(1000) - size(0) == 1000 * 2 * 4 * 32 * 2
+    assert 3 * 2 * (2 * 64 * 64 + 3 * 384) <= size(0) < 1000 * 2 * 4 * 32 * 2 * 3
+
+
+def measurement(folder, **options) -> Measurement:
+    variants = find_variants(read_merged_config(folder / "merged")[0], VARIANTS)
+    return Measurement(folder / "merged", variants, QUICK_CPU, folder / "samples.json", **options)
 
 
 def test_more_sequences_than_the_kv_cache_holds_are_refused(tiny_merged):

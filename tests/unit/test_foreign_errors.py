@@ -4,15 +4,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from pydantic import TypeAdapter
 
 from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, ComputedTensor, read_chunks
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, said_by
 from flexquant.merge import convert_checkpoint, merge_checkpoints
 from flexquant.merge.formats import Source, open_source, with_dtype
 from flexquant.merge.merge_plan import plan_merge
@@ -170,3 +173,39 @@ def test_rows_that_are_longer_than_a_chunk_are_computed_once(tmp_path):
     assert b"".join(chunks) == data.numpy().tobytes()
     assert {len(chunk) for chunk in chunks} == {CHUNK_BYTES}
     assert len(asked) == 4
+
+
+def error_of(call: Callable[[], object]) -> Exception:
+    with pytest.raises(Exception) as caught:
+        call()
+    return caught.value
+
+
+GROUPS = TypeAdapter(dict[str, int | list[str]])
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("Unknown class.\nIt should be one of A, B."), "Unknown class."),
+        (
+            ValueError("Refused by 'layers':\n    ValueError: 4 are too many\n"),
+            "Refused by 'layers': ValueError: 4 are too many",
+        ),
+        (AssertionError(), "AssertionError"),
+        (ValueError("word " * 99), "word " * 60 + "..."),
+        (ValueError("x" * 999), "x" * 300 + " ..."),
+        (
+            error_of(lambda: GROUPS.validate_python({"groups": "x"})),
+            "groups.int: Input should be a valid integer, unable to parse string as an integer; "
+            "groups: Input should be a valid list",
+        ),
+        (
+            error_of(lambda: transformers.AutoModelForCausalLM.from_config(transformers.CLIPTextConfig())),
+            f"Unrecognized configuration class {transformers.CLIPTextConfig} for this kind of AutoModel: "
+            "AutoModelForCausalLM.",
+        ),
+    ],
+)
+def test_of_what_a_library_says_its_point_is_shown(error, said):
+    assert said_by(error) == said

@@ -39,9 +39,10 @@ def loaded(layers: int = LAYERS, **others: int) -> LoadedBytes:
     by_layer: dict[str, dict[int | None, int]] = {
         variant: dict.fromkeys(range(layers), size * MIB) for variant, size in a_layer.items()
     }
-    rest: dict[str, dict[int | None, int]] = {FROM_INT4: {None: 3 * MIB}, "shared": {None: 10 * MIB}}
+    rest: dict[str, dict[int | None, int]] = {FROM_INT4: {}, "shared": {None: 10 * MIB}}
+    written, sources = {FROM_INT4: 3 * MIB}, {FROM_INT4: "w4a16"}
     return LoadedBytes(
-        by_layer | rest, {FROM_INT4: "w4a16"}, LAYERS * 8 * MIB, lambda size: 100 - size // MIB
+        by_layer | rest, written, sources, LAYERS * 8 * MIB, lambda size: 100 - size // MIB, int
     )
 
 
@@ -136,7 +137,7 @@ def test_layers_have_8_bit_of_their_own_beside_a_variant_in_16() -> None:
 
 def test_memory_that_is_no_whole_number_of_mib_is_rounded_up() -> None:
     exact = loaded()
-    more = replace(exact, by_layer={**exact.by_layer, FROM_INT4: {None: 3 * MIB + 1}})
+    more = replace(exact, written={FROM_INT4: 3 * MIB + 1})
     with pytest.raises(FlexQuantError, match="give --memory 30MiB or more") as e:
         fit(ONE_COPY, held=more)
     assert "and 3.0 MiB to compute" in str(e.value)

@@ -160,19 +160,23 @@ def test_a_mixture_of_experts(devices: int) -> None:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_hybrid(devices: int) -> None:
-    """One of three layers attends; the others have two linears around a convolution. The head is tied."""
+    """One of three layers attends; the others have two linears around a convolution. The head is tied.
+
+    A convolution's state, two columns of 256, is read and written in every pass.
+    """
     shape = model("hybrid").shape(("w4a16",), devices, {})
     call = in_int4(5)
     mlp = total(call(896 // devices, 256), call(256, 448 // devices))
     around = total(call(768 // devices, 256), call(256, 256 // devices))
     attention = total(call((4 + 2 * 2) * 64 // devices, 256), call(256, 256 // devices))
     read = 5 * 77 * 1 * 2 * (2 // devices) * 64 * 2 / BF16[1]
+    state = 2 * 2 * 2 * 256 // devices * 2 / BF16[1]
     head = in_16_bit(5)(1000 // devices, 256)
-    parts = total(times(3, mlp), times(2, around), attention, head, (read, 0))
+    parts = total(times(3, mlp), times(2, around), attention, head, (read + 5 * state, 0))
     check(shape, "w4a16", decode(5, 77), parts, calls=4)
     pairs = 15 * 1 * (4 // devices) * 64 * 4 / ATTENTION
     head = in_16_bit(1)(1000 // devices, 256)
-    parts = total(times(3, mlp), times(2, around), attention, head, (0, pairs))
+    parts = total(times(3, mlp), times(2, around), attention, head, (state, pairs))
     check(shape, "w4a16", prefill(5), parts, calls=4)
 
 
@@ -245,12 +249,19 @@ def test_bytes_of_the_weights() -> None:
 
 
 def test_tokens_that_the_cache_holds() -> None:
-    """0.85 of 2 GiB, less 0.3 GiB and the weights, in whole tokens of 3 x 2 x 2 x 48 numbers."""
+    """0.85 of 2 GiB, less 0.3 GiB and the weights, in whole tokens of 3 x 2 x 2 x 48 numbers.
+
+    Requests of two layers that keep two columns of 256 numbers have these beside their tokens.
+    """
     shape = model("dense").shape(("w8a8", "w4a16"), 1, {})
     left = 0.85 * 2 * 2**30 - 0.3 * 2**30 - shape.resident_bytes
     token = 3 * 2 * 2 * 48 * 2
     assert left % token
-    assert kv_cache_tokens(shape, UNLIKE, 0.85) == int(left / token)
+    assert kv_cache_tokens(shape, UNLIKE, 0.85, 99) == int(left / token)
+    hybrid = model("hybrid").shape(("w4a16",), 1, {})
+    left, token, states = left + shape.resident_bytes - hybrid.resident_bytes, 2 * 2 * 64 * 2, 2 * 2 * 256 * 2
+    assert (hybrid.kv_bytes_per_token, hybrid.state_bytes) == (token, states)
+    assert kv_cache_tokens(hybrid, UNLIKE, 0.85, 10) == int(left / (token + states / 10))
 
 
 CHUNKED = [Batch(100, 2, pairs=3050), Batch(20, 1, pairs=610), Batch(2, 2, 121)]
@@ -296,7 +307,7 @@ def test_latencies_of_a_load() -> None:
     request = prompts + sum(each)
     assert found == pytest.approx([prompts, sum(each) / 200, request, request], rel=1e-11, abs=0)
     assert way.weights_gib == shape.resident_bytes / 2**30
-    assert way.kv_cache_tokens == kv_cache_tokens(shape, UNLIKE, 0.85)
+    assert way.kv_cache_tokens == kv_cache_tokens(shape, UNLIKE, 0.85, 205)
 
 
 def test_a_cache_has_to_hold_a_request() -> None:

@@ -236,36 +236,52 @@ def search(study: Study, file: Path) -> Callable[..., SearchResult]:
     return run
 
 
+LEAVING = ["LHHH", "HLHH", "HHLH", "HHHL"]
+
+
 @pytest.mark.parametrize(
     ("budget", "chosen", "searched"),
     [
         # A loss is kept to with as few raised layers as the chain needs; the plans beside are measured too.
-        (Budget(max_kl=0.04), "LHHL", ["LHLL", "LHHL", "LHHH"]),
-        (Budget(max_kl=1.0), "LLLL", []),
-        (Budget(max_kl=0.001), "HHHH", []),
+        (Budget(max_kl=0.04), "LHHL", ["LHLL", "LHHL", *LEAVING]),
+        (Budget(max_kl=0.08), "LHLL", ["LHLL", "LHHL", *LEAVING]),
+        (Budget(max_kl=kl(plan("LHHL"))), "LHHL", ["LHLL", "LHHL", *LEAVING]),
+        (Budget(max_kl=kl(plan("LLLL"))), "LLLL", []),
+        (Budget(max_kl=0.001), "HHHH", LEAVING),
         # Each raised layer adds 1.5 ms to the 4 ms of a pass in W4A16.
-        (Budget(max_slowdown=0.8), "LHHL", []),
-        (Budget(max_slowdown=0), "LLLL", []),
+        (Budget(max_slowdown=0.75), "LHHL", ["LHLL", "LHHL", "LHLH", "HHLL", *LEAVING]),
+        (Budget(max_slowdown=0), "LLLL", LEAVING),
     ],
 )
 def test_the_plan_within_the_budget(
     search: Callable[..., SearchResult], budget: Budget, chosen: str, searched: list[str]
 ) -> None:
+    """The variants alone are always measured."""
     found = search(budget)
     assert found.chosen.layers == plan(chosen)
-    assert {plan(text) for text in searched} <= {one.layers for one in found.searched}
+    assert {one.layers for one in found.searched} == {plan(text) for text in ["HHHH", "LLLL", *searched]}
+
+
+CHOSEN = Decision({phase: (Range(None, "w4a16", None),) for phase in ("decode", "prefill")})
 
 
 def test_prompts_keep_the_most_precise_variant_where_a_tuned_policy_loses_too_much(
     study: Study, file: Path
 ) -> None:
     rules = [{"when": {"phase": "decode"}, "use": "w4a16"}, {"use": "w4a16"}]
-    decision = Decision({phase: (Range(None, "w4a16", None),) for phase in ("decode", "prefill")})
-    tuned = TuningResult({"schema": SCHEMA, "description": "tuned", "rules": rules}, decision, TIMES, [])
+    tuned = TuningResult({"schema": SCHEMA, "description": "tuned", "rules": rules}, CHOSEN, TIMES, [])
     limited = limit_loss(tuned, study, 0.04, file, overwrite=False, progress=lambda message: None)
     decode, others = limited.document["rules"]
     assert decode["use"] == {"default": "w4a16", "layers": {"1-2": "w8a8"}}
     assert others["use"] == "w8a8"
+
+
+def test_a_tuned_policy_that_loses_as_much_as_is_allowed_stays(study: Study, file: Path) -> None:
+    rules = [{"when": {"phase": "decode"}, "use": "w4a16"}, {"use": "w4a16"}]
+    tuned = TuningResult({"schema": SCHEMA, "description": "tuned", "rules": rules}, CHOSEN, TIMES, [])
+    most = kl(("w4a16",) * LAYERS)
+    limited = limit_loss(tuned, study, most, file, overwrite=False, progress=lambda message: None)
+    assert limited.document["rules"] == rules
 
 
 @pytest.mark.parametrize("changed", ["files", "settings", "variants"])

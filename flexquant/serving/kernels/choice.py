@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from flexquant.documents.results import digest_of
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, said_by
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.schema import PHASES
 from flexquant.serving.kernels.cpu_kernels import (
@@ -241,7 +241,7 @@ def zentorch_problem() -> str | None:
     try:
         importlib.import_module("zentorch")
     except (ImportError, OSError) as e:
-        reason = f"it does not load with torch {torch.__version__} ({' '.join(str(e).split())[:150]})"
+        reason = f"it does not load with torch {torch.__version__} ({said_by(e)})"
     else:
         reason = "it is for AMD CPUs with AVX512"
     return (

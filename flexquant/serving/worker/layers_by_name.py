@@ -26,7 +26,7 @@ from torch import nn
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, said_by
 from flexquant.serving.config import merged_of
 from flexquant.serving.kernels.layers import expert_layers
 from flexquant.serving.vllm_api import CompressedTensorsWNA16MoEMethod, LinearBase, MambaBase, MoERunner
@@ -74,9 +74,8 @@ def explained_kernels(variant: str, vllm_config: VllmConfig) -> Iterator[None]:
     except (NotImplementedError, ValueError, AssertionError) as e:
         if not vllm_config.model_config.is_moe:
             raise
-        said = " ".join(str(e).split()) or "it does not say why"
         raise FlexQuantError(
-            f"vLLM cannot build variant '{variant}' of this mixture-of-experts model here ({said}); {ADVICE}"
+            f"vLLM cannot build variant '{variant}' of this mixture of experts here ({said_by(e)}); {ADVICE}"
         ) from e
 
 

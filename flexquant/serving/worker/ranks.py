@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import digest_of
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, said_by
 from flexquant.policy.routes import RouteTable
 from flexquant.serving.vllm_api import get_pp_group, get_tp_group, get_world_group
 
@@ -63,7 +63,7 @@ def on_all_ranks(step: Callable[[], Result]) -> Result:
     except FlexQuantError as e:
         failure, everyones = e, [str(e)]
     except Exception as e:
-        failure, everyones = e, [f"{type(e).__name__} ({e}), and the worker's log tells where"]
+        failure, everyones = e, [f"{type(e).__name__} ({said_by(e)}), and the worker's log tells where"]
         logger.exception("a step that all ranks have to take together has failed")
     # Do not use the world group: it also has replicas of a mixture of experts, which run at other times.
     for group in (get_tp_group(), get_pp_group()):

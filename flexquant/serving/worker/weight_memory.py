@@ -57,7 +57,10 @@ class WeightMemory:
         Views of others have no weights of their own. ``to_be_packed`` are modules of models without weights
         that a kernel will keep an additional copy of.
         """
-        self._computed = {name: nbytes for name, m in models.items() if (nbytes := computed_bytes(m))}
+        computed = {name: sizes for name, m in models.items() if any(sizes := computed_bytes(m))}
+        self._kept = {name: kept for name, (_, kept) in computed.items()}
+        self.written = {name: written for name, (written, _) in computed.items()}
+        """Variant that computes its weights -> bytes that it writes them to; all write to the same memory."""
         self._models = {name: model for name, model in models.items() if not is_view(model)}
         self._to_be_packed = to_be_packed
         self._loaded = {
@@ -76,10 +79,17 @@ class WeightMemory:
 
     def nbytes_by_range(self) -> BytesByRange:
         """Return the bytes of weights as :meth:`nbytes` does, by range of decoder layers."""
-        return {name: by_range(of_layers) for name, of_layers in self.nbytes_by_layer().items()}
+        sizes = self.nbytes_by_layer()
+        if self.written:
+            outside = sizes[SHARED if len(self.written) > 1 else next(iter(self.written))]
+            outside[None] = outside.get(None, 0) + max(self.written.values())
+        return {name: by_range(of_layers) for name, of_layers in sizes.items()}
 
     def nbytes_by_layer(self) -> dict[str, dict[int | None, int]]:
-        """Return the bytes of weights as :meth:`nbytes` does, by decoder layer; None: outside of layers."""
+        """Return the bytes of weights as :meth:`nbytes` does, by decoder layer; None: outside of layers.
+
+        What weights are written to in each pass is in ``written`` instead.
+        """
         owners: dict[Piece, tuple[int | None, list[str]]] = {}
         for name, model in self._models.items():
             pieces = {
@@ -90,7 +100,7 @@ class WeightMemory:
             for piece, layer in pieces.items():
                 owners.setdefault(piece, (layer, []))[1].append(name)
         sizes: dict[str, dict[int | None, int]] = {name: {} for name in self._models}
-        for name, nbytes in self._computed.items():
+        for name, nbytes in self._kept.items():
             sizes.setdefault(name, {})[None] = nbytes
         sizes[SHARED] = {}
         for piece, (layer, names) in owners.items():

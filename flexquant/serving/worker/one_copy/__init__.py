@@ -117,14 +117,14 @@ def make_ready(models: Iterable[nn.Module]) -> None:
         method.make_ready(layer)
 
 
-def computed_bytes(model: nn.Module) -> int:
-    """Return the bytes that a variant takes beside its source and its own parameters, to compute weights.
+def computed_bytes(model: nn.Module) -> tuple[int, int]:
+    """Return the bytes that a variant writes its weights to in each pass, and those that it keeps to do so.
 
-    They are the 8-bit weights of its largest linear, and what each linear keeps. 0 for a variant whose
+    The first are for its largest linear, and all such variants write there. Both are 0 for a variant whose
     weights are stored.
     """
     sizes = [method.nbytes(layer) for layer, method in _computing(model)]
-    return max((shared for shared, _ in sizes), default=0) + sum(own for _, own in sizes)
+    return max((written for written, _ in sizes), default=0), sum(own for _, own in sizes)
 
 
 def is_view(model: nn.Module) -> bool:

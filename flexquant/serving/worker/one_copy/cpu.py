@@ -27,6 +27,7 @@ from vllm.logger import init_logger
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.nested import unpack_nibbles
 from flexquant.documents.results import digest_of, hash_file
+from flexquant.errors import said_by
 from flexquant.serving.kernels import cpu_identity
 from flexquant.serving.kernels.cpu_kernels import (
     TorchCPUInt4LinearKernel,
@@ -261,11 +262,10 @@ def has_operators() -> bool:
         if not _load_kept(folder, key):
             _compile(folder, key)
     except (OSError, RuntimeError, ImportError, subprocess.SubprocessError) as e:
-        reason = (str(e).splitlines() or [type(e).__name__])[0]
         logger.warning(
             "FlexQuant computes INT8 weights slowly, as its loops could not be compiled (%s); install g++ "
             "and ninja",
-            reason,
+            said_by(e),
         )
         return False
     finally:
