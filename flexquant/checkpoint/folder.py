@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject, with_section
 from flexquant.checkpoint.safetensors_io import TensorRef, read_header
+from flexquant.documents.json_text import parse_json
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
 
@@ -174,13 +175,13 @@ def read_json(path: Path) -> JsonObject:
     """Return the JSON object in a file; raise FlexQuantError for anything else, and for NaN in it."""
     try:
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text)
+        content = parse_json(text)
         check_finite(content)
         if "\\ud" in text.lower():  # raises ValueError for a lone surrogate
             json.dumps(content, ensure_ascii=False).encode()
     except OSError as e:
         raise FlexQuantError(f"cannot read {path}: {e.strerror}") from e
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise FlexQuantError(f"{path} is not valid JSON: {e}") from e
     if not isinstance(content, dict):
         raise FlexQuantError(f"{path} holds a JSON {type(content).__name__}, expected an object")

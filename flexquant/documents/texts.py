@@ -11,7 +11,6 @@ file is held out: nothing calibrates on it, and quantising measures with it.
 from __future__ import annotations
 
 import importlib.resources
-import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexquant.documents.json_text import parse_json
 from flexquant.errors import FlexQuantError, explained
 
 if TYPE_CHECKING:
@@ -173,8 +173,8 @@ def _read_file(path: Path) -> Iterator[TextOrMessages]:
             if line.strip():
                 where = f"{path}, line {number}"
                 try:
-                    record = json.loads(line)
-                except json.JSONDecodeError as e:
+                    record = parse_json(line)
+                except ValueError as e:
                     raise FlexQuantError(f"{where} is not JSON ({e})") from e
                 yield _text_of(record, where)
 

@@ -29,6 +29,7 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema
 
+from flexquant.documents.json_text import MAX_DEPTH
 from flexquant.errors import FlexQuantError
 
 MAX_VALUES = 100_000
@@ -148,6 +149,8 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
             document.fail(
                 (), f"holds more than {MAX_VALUES} values, aliases written out; write a smaller one"
             )
+        if len(path) > MAX_DEPTH:
+            raise RecursionError
         lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.SequenceNode):
             return [read(item, (*path, i)) for i, item in enumerate(node.value)]
