@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject, with_section
-from flexquant.checkpoint.safetensors_io import TensorRef, read_header
+from flexquant.checkpoint.safetensors_io import MAX_HEADER_BYTES, TensorRef, read_header
 from flexquant.documents.json_text import parse_json
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
@@ -174,6 +174,10 @@ def confined_file(folder: Path, name: str) -> Path:
 def read_json(path: Path) -> JsonObject:
     """Return the JSON object in a file; raise FlexQuantError for anything else, and for NaN in it."""
     try:
+        if (size := path.stat().st_size) > MAX_HEADER_BYTES:
+            raise FlexQuantError(
+                f"{path} has {size} bytes, and {MAX_HEADER_BYTES} are allowed; write it again"
+            )
         text = path.read_text(encoding="utf-8")
         content = parse_json(text)
         check_finite(content)

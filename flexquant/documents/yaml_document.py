@@ -34,6 +34,8 @@ from flexquant.errors import FlexQuantError
 
 MAX_VALUES = 100_000
 """Largest number of values in a document, aliases expanded; a few lines of them could fill any memory."""
+MAX_BYTES = 1_000_000
+"""Largest size of a document; reading it takes up to half a minute."""
 MAX_KEY = 200
 """Largest number of characters in a key; keys that name layers and sizes are read as numbers."""
 OLD_NUMBER = re.compile(r"[-+]?0[0-7_]+|.*:.*")
@@ -82,10 +84,12 @@ def from_data(data: object, source: str, kind: str) -> Document:
 
 
 def from_yaml(text: bytes, source: str, kind: str, keys: Sequence[str]) -> Document:
-    """Parse YAML; raise :class:`FlexQuantError` for bad syntax, duplicate keys and an empty file.
+    """Parse YAML; raise :class:`FlexQuantError` for bad syntax, duplicate keys, an empty and a large file.
 
     ``keys`` are the keys that the message for an empty file asks for.
     """
+    if len(text) > MAX_BYTES:
+        raise FlexQuantError(f"{source}: the {kind} has {len(text)} bytes; write one of at most {MAX_BYTES}")
     try:
         loader = _DatesAsText(text)
         root = loader.get_single_node()

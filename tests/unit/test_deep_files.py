@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A file that is nested too deeply is named in a sentence, however deep it is and whatever reads it."""
+"""A file that is nested too deeply, or huge, is named in a sentence, whatever reads it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flexquant.checkpoint.folder import read_config
 from flexquant.cli import main
 from flexquant.documents.json_text import MAX_DEPTH, parse_json
 from flexquant.documents.texts import read_documents
@@ -71,3 +72,14 @@ def test_a_deep_file_of_a_checkpoint_is_named(
     assert main([command, *([str(folder)] if command == "inspect" else arguments)]) == 1
     said = capsys.readouterr().err
     assert re.search(rf"error: .*{name} .*more than 64 lists and mappings", said) and said.count("\n") == 1
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(100_000_001)
+    with pytest.raises(FlexQuantError, match="config.json has 100000001 bytes, and 100000000 are allowed"):
+        read_config(tmp_path)
+    with pytest.raises(
+        FlexQuantError, match="it: the recipe has 1000001 bytes; write one of at most 1000000"
+    ):
+        from_yaml(b" " * 1_000_001, "it", "recipe", [])
