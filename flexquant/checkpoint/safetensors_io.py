@@ -84,6 +84,8 @@ class ComputedTensor(TensorRef):
 
     compute: Callable[[Sequence[range] | None], torch.Tensor]
     """Return the whole tensor for None, or these rows of it, concatenated."""
+    stored_dtype: str | None = None
+    """Key of DTYPES, where the tensor is cast from it."""
 
 
 def read_header(path: Path) -> dict[str, TensorRef]:

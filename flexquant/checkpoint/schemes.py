@@ -73,6 +73,12 @@ def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...
     return shapes
 
 
+def mantissa_bits(*tensors: TensorRef) -> int:
+    """Return the stored bits of the shortest mantissa that tensors of FLOAT_DTYPES have or are cast from."""
+    dtypes = ((ref.dtype, getattr(ref, "stored_dtype", None)) for ref in tensors)
+    return min(FLOAT_DTYPES[dtype] for dtype in chain.from_iterable(dtypes) if dtype in FLOAT_DTYPES)
+
+
 def rotates_in_passes(section: JsonObject) -> bool:
     """Whether a ``quantization_config`` has rotations that are no part of the weights alone."""
     groups = (section.get("transform_config") or {}).get("config_groups") or {}
