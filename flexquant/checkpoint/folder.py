@@ -267,7 +267,10 @@ def _shards_without_index(folder: Path) -> list[str]:
         return [SINGLE_FILE]
     names = sorted(path.name for path in folder.glob(SHARDS) if not path.name.startswith("consolidated"))
     if not names:
-        raise FlexQuantError(f"{folder} has no safetensors file; is it a checkpoint folder?")
+        raise FlexQuantError(
+            f"{folder} has no safetensors file, and weights in .bin files are not read; "
+            "save them with transformers' save_pretrained, or give a checkpoint folder"
+        )
     for name in names:
         if (numbered := NUMBERED.search(name)) and len(names) != (count := int(numbered[1])):
             raise FlexQuantError(f"{folder} has {len(names)} of {count} files such as {name}; fetch it again")
