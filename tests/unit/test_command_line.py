@@ -202,7 +202,7 @@ def test_a_reader_that_goes_away_is_no_traceback(merged):
 def test_inspect_says_what_a_model_in_16_bit_is(tmp_path, capsys):
     """By itself, and merged with another."""
     plain = make_checkpoint(tmp_path / "plain", scheme=None)
-    merge_checkpoints({"bf16": plain, "w8a8": make_checkpoint(tmp_path / "w8a8")}, tmp_path / "merged")
+    merge_checkpoints({"w4a16": plain, "w8a8": make_checkpoint(tmp_path / "w8a8")}, tmp_path / "merged")
     for folder in (plain, tmp_path / "merged"):
         assert cli.main(["inspect", str(folder)]) == 0
         assert "  16-bit weights, 16-bit activations\n" in capsys.readouterr().out
