@@ -259,7 +259,7 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
         for key in sorted(gone):  # what was shared is now the other variants' alone
             groups[name].pop(f"{name}.{key}", None)
             if groups.get(SHARED, {}).pop(SHARED_PREFIX + key, None) is not None:
-                for other in sources.keys() - eights:
+                for other in (other for other in sources if other not in eights):
                     groups.setdefault(other, {})[f"{other}.{key}"] = sources[other].tensors[key]
         groups[name] |= {f"{name}.{key}": ref for key, ref in stored.items()}
         variants[name] = NestedVariant(source, layers)
