@@ -20,7 +20,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.layers.memory_fit import PlanLosses
 from flexquant.serving.kernels import trial
 
-DEPTHS = [MAX_DEPTH + 1, 700, 800, 900, 980, 100_000]
+DEPTHS = [MAX_DEPTH + 1, 800, 980, 100_000]
 
 
 def nested(depth: int, inside: str = "1") -> str:
