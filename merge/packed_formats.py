@@ -139,8 +139,7 @@ def _read_dynamic(folder: Path, section: JsonObject, names: Sequence[str]) -> di
             "by pattern; get the checkpoint again"
         )
     found: dict[str, PackedFormat] = {}
-    place = "'dynamic' of its quantization_config"
-    fits = fitting(expressions_of_dynamic(section), names, str(folder), place)
+    fits = fitting(expressions_of_dynamic(section), names, str(folder), " in 'dynamic'")
     for text, changes in dynamic.items():
         left_out = text.startswith(LEFT_OUT)
         if not left_out and not isinstance(changes, dict):

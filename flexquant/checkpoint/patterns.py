@@ -28,7 +28,7 @@ PROGRAM = Path(__file__).with_name("pattern_process.py")
 
 
 def fitting(
-    expressions: Mapping[str, str], names: Iterable[str], owner: str, place: str = "its quantization_config"
+    expressions: Mapping[str, str], names: Iterable[str], owner: str, place: str = ""
 ) -> dict[str, frozenset[str]]:
     """Return those of ``names`` that each regular expression fits from their start.
 
@@ -46,7 +46,8 @@ def fitting(
         problem = f"takes more than {SECONDS} s or {MIB} MiB to match; write a simpler one, or list the names"
         if answer is not None:
             problem = f"is no regular expression ({answer}); correct it, or get the checkpoint again"
-        raise FlexQuantError(f"{owner} has {text!r} in {place}, which {problem}")
+        verdict = "cannot be used" if answer is None else "is not understood"
+        raise FlexQuantError(f"{owner} has a quantization_config that {verdict}: {text!r}{place} {problem}")
     return found
 
 
