@@ -118,7 +118,9 @@ def _metadata(report: CheckpointReport, sources: Sequence[Source]) -> str:
         metadata |= {"base_model": list(dict.fromkeys(bases)), "base_model_relation": "quantized"}
     for key in CARRIED:
         stated = [card[key] for card in cards if card.get(key)]
-        if stated and all(value == stated[0] for value in stated):
+        texts = (value if isinstance(value, list) else [value] for value in stated)
+        is_plain = all(isinstance(text, str) for listed in texts for text in listed)
+        if stated and is_plain and all(value == stated[0] for value in stated):
             metadata[key] = stated[0]
     return yaml.safe_dump(metadata, sort_keys=False).strip()
 
@@ -132,7 +134,7 @@ def _read_metadata(source: Source) -> JsonObject:
     try:
         found: JsonObject = ModelCard.load(confined_file(source.folder, CARD)).data.to_dict()
         return found
-    except (FlexQuantError, ValueError, TypeError, yaml.YAMLError):
+    except (FlexQuantError, ValueError, TypeError, RecursionError, yaml.YAMLError):
         return {}
 
 

@@ -173,8 +173,9 @@ def _read_when_served(tensors: dict[str, TensorRef], config: JsonObject, place: 
 def cast_tensors(tensors: Mapping[str, TensorRef], dtype: str) -> dict[str, TensorRef]:
     """Return the tensors with those in 16 bit in ``dtype``, a key of CASTS; they are cast when they are read.
 
-    Scales are cast where vLLM keeps them in the model's dtype: those of packed weights. What is in 32 bit
-    stays: vLLM keeps some of it so, such as a router's correction bias, and casts the rest when it loads it.
+    Scales are cast where vLLM keeps them in the model's dtype: those of packed weights, in 32 bit too. What
+    else is in 32 bit stays: vLLM keeps some of it so, such as a router's correction bias, and casts the rest
+    when it loads it.
     Raises FlexQuantError for another ``dtype`` and, when a tensor is read, for a number that ``dtype`` cannot
     hold.
     """
@@ -182,9 +183,10 @@ def cast_tensors(tensors: Mapping[str, TensorRef], dtype: str) -> dict[str, Tens
         raise FlexQuantError(f"weights cannot be cast to the dtype {dtype!r}; take {' or '.join(CASTS)}")
     found = dict(tensors)
     for name, ref in tensors.items():
-        is_packed = f"{name.rpartition('.')[0]}.weight{PACKED_SUFFIX}" in tensors
-        follows_the_model = is_packed or not QUANTISATION_PARAMETER.search(name)
-        if follows_the_model and ref.dtype in CASTS.values() and ref.dtype != CASTS[dtype]:
+        is_scale = QUANTISATION_PARAMETER.search(name) is not None
+        if is_scale and f"{name.rpartition('.')[0]}.weight{PACKED_SUFFIX}" not in tensors:
+            continue
+        if ref.dtype in (*CASTS.values(), *(["F32"] if is_scale else [])) and ref.dtype != CASTS[dtype]:
             found[name] = _cast(ref, CASTS[dtype])
     return found
 
@@ -217,4 +219,4 @@ def _cast(ref: TensorRef, dtype: str) -> TensorRef:
             )
         return cast
 
-    return ComputedTensor(ref.name, dtype, ref.shape, ref.file, 0, compute)
+    return ComputedTensor(ref.name, dtype, ref.shape, ref.file, 0, compute, stored_dtype=ref.dtype)

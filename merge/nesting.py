@@ -21,6 +21,7 @@ import torch
 
 from flexquant.checkpoint.draft_heads import drafts
 from flexquant.checkpoint.loadable import describe_linear
+from flexquant.checkpoint.merged_config import SHARED, SHARED_PREFIX
 from flexquant.checkpoint.module_names import EXPERTS, decoder_layer, fused_name
 from flexquant.checkpoint.nested import (
     Int4Weight,
@@ -218,10 +219,11 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
     The plan's sources have the INT8 weights that will be served. Only headers are read. Raises FlexQuantError
     if there is no such pair, or several, and if a linear cannot be nested.
     """
-    sources, groups = {s.name: s for s in plan.sources}, dict(plan.groups)
+    sources, groups = {s.name: s for s in plan.sources}, {name: {**of} for name, of in plan.groups.items()}
     schemes = {name: _schemes(source, plan.num_layers) for name, source in sources.items()}
     eights, source = _find_pair(schemes)
-    dtype = stated_dtype(plan.sources[0].config)
+    stated = stated_dtype(plan.sources[0].config)
+    dtypes = [stated] if stated in CASTS else list(CASTS)  # vLLM serves what is in 32 bit in one of these
     variants = {}
     for name in (*eights, source):
         if rotates_in_passes(sources[name].quantization_config):
@@ -235,10 +237,10 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
         for module in sorted(schemes[name] | schemes[source]):
             int4 = Int4Weight.of(sources[source].tensors, module)
             problem = _problem(module, schemes[name].get(module), schemes[source].get(module), int4)
-            if int4 and not problem and int4.scale.dtype != CASTS.get(dtype or ""):
+            if int4 and not problem and [int4.scale.dtype] != [CASTS[dtype] for dtype in dtypes]:
                 problem = (
-                    f"has INT4 scales in {int4.scale.dtype}, and is served in {dtype}, to which vLLM rounds "
-                    f"them; merge with --dtype {' or '.join(CASTS)}, which casts scales in 16 bit, or"
+                    f"has INT4 scales in {int4.scale.dtype}, and is served in {' or '.join(dtypes)}, to "
+                    f"which vLLM rounds them; merge with --dtype {' or '.join(CASTS)}, which casts them, or"
                 )
             scale8 = tensors.get(f"{module}.{SCALE}")
             if int4 and not problem and (scale8 is None or scale8.shape != (int4.shape[0], 1)):
@@ -255,10 +257,15 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
         own = {key: ref for key, ref in tensors.items() if key not in gone} | stored
         served = with_weights(own, nested_weights(own, sources[source].tensors))
         sources[name] = replace(sources[name], tensors=served)
-        kept = {key: ref for key, ref in groups[name].items() if key.removeprefix(f"{name}.") not in gone}
-        groups[name] = kept | {f"{name}.{key}": ref for key, ref in stored.items()}
+        for key in sorted(gone):  # what was shared is now the other variants' alone
+            groups[name].pop(f"{name}.{key}", None)
+            if groups.get(SHARED, {}).pop(SHARED_PREFIX + key, None) is not None:
+                for other in (other for other in sources if other not in eights):
+                    groups.setdefault(other, {})[f"{other}.{key}"] = sources[other].tensors[key]
+        groups[name] |= {f"{name}.{key}": ref for key, ref in stored.items()}
         variants[name] = NestedVariant(source, layers)
-    return replace(plan, sources=tuple(sources.values()), groups=groups), variants
+    left = {name: group for name, group in groups.items() if group}
+    return replace(plan, sources=tuple(sources.values()), groups=left), variants
 
 
 def _find_pair(schemes: Mapping[str, Mapping[str, Scheme]]) -> tuple[list[str], str]:

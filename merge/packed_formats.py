@@ -15,9 +15,8 @@ unsigned integers,
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from compressed_tensors.entrypoints.convert import AutoAWQConverter
 from torch.nn.functional import pad
 
 from flexquant.checkpoint.model_config import AWQ, GPTQ, ConfigGroup, JsonObject, complete_settings
+from flexquant.checkpoint.patterns import LEFT_OUT, expressions_of_dynamic, fitting
 from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, load_tensor
 from flexquant.errors import FlexQuantError
 
@@ -44,8 +44,6 @@ INPUTS_AT_A_TIME = 256
 """Inputs of an AWQ linear that are repacked at a time, to stay in a core's cache; an even number."""
 BY_LAYER = ("bits", "group_size", "sym", "desc_act")
 """Settings that vLLM reads of a pattern of GPTQModel's ``dynamic``."""
-LEFT_OUT = "-:"
-"""Begins a pattern of linears that are not quantised; others may begin with ``+:``."""
 Read = tuple[dict[str, ConfigGroup], dict[str, TensorRef]]
 """The scheme of each quantised linear, and the tensors as compressed-tensors has them."""
 
@@ -132,14 +130,16 @@ def read_settings(folder: Path, section: JsonObject) -> PackedFormat:
     return readers.get(section["quant_method"], _read_auto_round)(folder, section)
 
 
-def _read_dynamic(folder: Path, section: JsonObject) -> Iterator[tuple[re.Pattern[str], PackedFormat]]:
-    """Yield the patterns of GPTQModel's ``dynamic``, each with the format of the linears that it fits."""
+def _read_dynamic(folder: Path, section: JsonObject, names: Sequence[str]) -> dict[str, PackedFormat]:
+    """Return the formats of those of the linears ``names`` that GPTQModel's ``dynamic`` has a pattern for."""
     dynamic = section.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise FlexQuantError(
             f"{folder} has 'dynamic' {dynamic!r} in its quantization_config, expected an object of settings "
             "by pattern; get the checkpoint again"
         )
+    found: dict[str, PackedFormat] = {}
+    fits = fitting(expressions_of_dynamic(section), names, str(folder), " in 'dynamic'")
     for text, changes in dynamic.items():
         left_out = text.startswith(LEFT_OUT)
         if not left_out and not isinstance(changes, dict):
@@ -147,15 +147,9 @@ def _read_dynamic(folder: Path, section: JsonObject) -> Iterator[tuple[re.Patter
                 f"{folder} has '{text}' in 'dynamic' of its quantization_config with {changes!r}, expected "
                 "an object of settings; get the checkpoint again"
             )
-        try:
-            pattern = re.compile(text.removeprefix(LEFT_OUT).removeprefix("+:"))
-        except (re.error, OverflowError, RecursionError) as e:
-            raise FlexQuantError(
-                f"{folder} has '{text}' in 'dynamic' of its quantization_config, which is no regular "
-                f"expression ({e}); correct it, or get the checkpoint again"
-            ) from e
         own = {} if left_out else {key: changes[key] for key in BY_LAYER if key in changes}
-        yield pattern, _read_gptq(folder, section | own)
+        found = dict.fromkeys(fits[text], _read_gptq(folder, section | own)) | found
+    return found
 
 
 def _read_auto_round(folder: Path, section: JsonObject) -> PackedFormat:
@@ -232,16 +226,15 @@ def from_packed_format(folder: Path, section: JsonObject, tensors: Mapping[str, 
     or content does not fit the settings.
     """
     base = read_settings(folder, section)
-    by_pattern = list(_read_dynamic(folder, section)) if section["quant_method"] == GPTQ else []
     names = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
     if not names:
         raise FlexQuantError(
             f"{folder} has no linear in the format of {base.method} (no tensor is named "
             "'*.qweight'); take a checkpoint that is not packed for one kernel, such as marlin's"
         )
-    linears = {
-        name: next((form for pattern, form in by_pattern if pattern.match(name)), base) for name in names
-    }
+    linears = dict.fromkeys(names, base)
+    if section["quant_method"] == GPTQ:
+        linears |= _read_dynamic(folder, section, names)
     found = {
         name: ref
         for name, ref in tensors.items()

@@ -28,7 +28,7 @@ from flexquant.checkpoint.folder import (
     read_if_there,
     read_json,
 )
-from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.model_config import JsonObject, text_config
 from flexquant.errors import FlexQuantError, explained
 from flexquant.merge.formats import Source
 
@@ -40,6 +40,8 @@ SPECIAL = ("bos_token", "eos_token", "unk_token")
 """Special tokens by the names under which vLLM asks for them. It pads nothing."""
 SHOWN = 120
 """Characters of a differing value that a message shows."""
+VOCABULARY = ("tokenizer.json", "*vocab*", "*.model", "*.tiktoken", *MISTRAL_TOKENIZER)
+"""Files of which a checkpoint with a tokenizer has one, unless the tokenizer has code of its own."""
 HARD_TEXTS = (
     "",
     " ",
@@ -56,22 +58,6 @@ HARD_TEXTS = (
     "https://example.org/a_b?c=d&e=%20f user@example.org $x^{2}_{i}$ {{ braces }} `code` ~~ -- ——",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa        ........ ======== \n\n\n\n",
     "CamelCaseIdentifier snake_case_name kebab-case SCREAMING_CASE αβγ_δ",
-)
-CONVERSATIONS = (
-    [{"role": "user", "content": "Hi"}],
-    [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": " 1 + 1? "}],
-    [
-        {"role": "user", "content": "What is 🌍?"},
-        {"role": "assistant", "content": "The Earth.\n"},
-        {"role": "user", "content": "And\n\nthe moon?"},
-    ],
-    [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": ""}],
-    [
-        {"role": "system", "content": ""},
-        {"role": "user", "content": "<|im_end|></s> [INST]"},
-        {"role": "assistant", "content": "{}"},
-        {"role": "user", "content": ""},
-    ],
 )
 CLASS = "processor_class"
 CONFIG = "processor_config.json"
@@ -95,8 +81,8 @@ def tokenizer_difference(a: Source, b: Source) -> str | None:
     """Return what the tokenizers of two checkpoints do differently, in words; None if nothing was found.
 
     Equal files are not loaded. For others the vocabulary, the merges, the added and the special tokens and
-    the chat template have to be equal, and both have to treat HARD_TEXTS and CONVERSATIONS alike. A chat
-    template that only one of them has is no difference.
+    the chat template have to be equal, and both have to treat HARD_TEXTS alike. A chat template that only one
+    of them has is no difference. Templates are not run: their text and what it names decide what they do.
     """
     names = {name for source in (a, b) for name in find_files(source.folder, TOKENIZER)}
     differing = sorted(name for name in names if not has_same_file(name, a, b))
@@ -112,25 +98,52 @@ def tokenizer_difference(a: Source, b: Source) -> str | None:
     texts = [*HARD_TEXTS, *(f"a{token}b {token} c" for token in first.get_added_vocab())]
     with_template = bool(first.chat_template and second.chat_template)
     behaviours = (_behaviour(one, texts, with_template) for one in (first, second))
-    for (what, x), (_, y) in zip(*behaviours, strict=True):
-        if x != y:
-            return f"{what}, {first_difference(x, y)}"
+    try:
+        for (what, x), (_, y) in zip(*behaviours, strict=True):
+            if x != y:
+                return f"{what}, {first_difference(x, y)}"
+    except BaseException as e:  # the tokenizers library ends a pattern that takes too long by a panic
+        if type(e).__name__ != "PanicException":
+            raise
+        return f"{differing[0]} differs, and more cannot be said, as a text cannot be read ({e})"
     return None
+
+
+def tokenizer_problem(source: Source) -> str:
+    """Return why the model cannot have a checkpoint's tokenizer, empty if it can or if that is not known."""
+    if not find_files(source.folder, VOCABULARY) and "auto_map" not in stored_json(source, TOKENIZER_CONFIG):
+        return f"{source.folder} has no tokenizer, such as a tokenizer.json"
+    try:
+        tokenizer = load_tokenizer(source.folder)
+    except FlexQuantError:
+        return ""
+    added, rows = tokenizer.get_added_vocab(), text_config(source.config).get("vocab_size")
+    ids = {token: number for token, number in tokenizer.get_vocab().items() if token not in added}
+    ids |= {token: added[token] for name in SPECIAL if (token := getattr(tokenizer, name)) in added}
+    largest = max(ids, key=ids.__getitem__, default="")
+    if not isinstance(rows, int) or not ids or ids[largest] < rows:
+        return ""
+    return f"the tokenizer in {source.folder} has {largest!r} at {ids[largest]}, and the model {rows} tokens"
+
+
+def processor_problem(source: Source) -> str:
+    """Return why the model cannot have a checkpoint's processor; empty if it can."""
+    return "" if processor_parts(source) else f"{source.folder} has no processor, such as a {CONFIG}"
 
 
 def _behaviour(tokenizer: Tokenizer, texts: list[str], with_template: bool) -> Iterator[tuple[str, object]]:
     """Yield what tokenizers are compared by, one after the other: a description, and what this one does."""
-    yield "special tokens", {name: getattr(tokenizer, name) for name in SPECIAL}
+    templates = tokenizer.chat_template if with_template else {}
+    in_templates = {k: v for k, v in tokenizer.special_tokens_map.items() if k in str(templates)}
+    yield "special tokens", {name: getattr(tokenizer, name) for name in SPECIAL} | in_templates
     yield "vocabularies", tokenizer.get_vocab()
     added = tokenizer.added_tokens_decoder.items()
     yield "added tokens", {str(number): repr(token) for number, token in added}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     model = json.loads(backend.to_str())["model"] if backend else {}
     yield "models", {key: value for key, value in model.items() if key != "vocab"}
-    if with_template:
-        templates = tokenizer.chat_template
-        named = templates if isinstance(templates, dict) else {"default": templates}
-        yield "chat templates", {name: str(text).removesuffix("\n") for name, text in named.items()}
+    named = templates if isinstance(templates, dict) else {"default": templates}
+    yield "chat templates", {name: str(text).removesuffix("\n") for name, text in named.items()}
     for text in texts:
         ids = {special: tokenizer.encode(text, add_special_tokens=special) for special in (True, False)}
         yield (
@@ -142,14 +155,6 @@ def _behaviour(tokenizer: Tokenizer, texts: list[str], with_template: bool) -> I
                 "decoded without special tokens": tokenizer.decode(ids[True], skip_special_tokens=True),
             },
         )
-    for conversation in CONVERSATIONS if with_template else ():
-        try:
-            rendered: object = tokenizer.apply_chat_template(
-                conversation, tokenize=True, return_dict=False, add_generation_prompt=True
-            )
-        except Exception as e:  # a template can raise anything
-            rendered = str(e)
-        yield "texts of a conversation", rendered
 
 
 def has_same_file(name: str, a: Source, b: Source) -> bool:

@@ -30,8 +30,10 @@ from flexquant.merge.same_inputs import (
     has_same_file,
     processor_difference,
     processor_parts,
+    processor_problem,
     stored_json,
     tokenizer_difference,
+    tokenizer_problem,
 )
 
 SAMPLING: dict[str, tuple[int, ...]] = {
@@ -113,7 +115,7 @@ def plan_sidecars(sources: Sequence[Source], choices: Mapping[str, str | None] =
     processors differ, and for a choice that names no source.
     """
     with_template = next(filter(has_chat_template, sources), sources[0])
-    tokenizer = _choose(sources, with_template, "tokenizer", choices, tokenizer_difference)
+    tokenizer = _choose(sources, with_template, "tokenizer", choices, tokenizer_difference, tokenizer_problem)
     generation = _choose_generation(sources, choices.get("generation"))
     identical = {
         name for source in sources for name in _code_files(source.folder, _remote_code(source.config))
@@ -134,7 +136,8 @@ def plan_sidecars(sources: Sequence[Source], choices: Mapping[str, str | None] =
     }
     is_chosen = choices.get("processor") is not None
     if is_chosen or reads_more_than_text(sources[0].config):
-        processor = _choose(sources, sources[0], "processor", choices, processor_difference)
+        compare = processor_difference, processor_problem
+        processor = _choose(sources, sources[0], "processor", choices, *compare)
     with_processor = sorted(sources, key=lambda source: -len(processor_parts(source)))
     for source in [processor] if is_chosen else with_processor:
         for name in find_files(source.folder, PROCESSOR):
@@ -153,15 +156,27 @@ def _choose(
     part: str,
     choices: Mapping[str, str | None],
     difference: Callable[[Source, Source], str | None],
+    problem: Callable[[Source], str],
 ) -> Source:
-    """Return the source that is chosen for a part or, if all do the same, ``first``."""
+    """Return the source that is chosen for a part or, if all do the same, ``first``.
+
+    ``problem`` returns why the model cannot have a source's part; such a source is not advised.
+    """
+    option = f"--{part}-from"
     if (name := choices.get(part)) is not None:
-        return named(sources, name, f"--{part}-from")
+        chosen = named(sources, name, option)
+        if said := problem(chosen):
+            raise FlexQuantError(f"{option} names '{name}', but {said}; name another variant")
+        return chosen
     for other in (source for source in sources if source is not first):
         if found := difference(first, other):
+            problems = {source.name: said for source in (first, other) if (said := problem(source))}
+            able = [f"{option} {source.name}" for source in (first, other) if source.name not in problems]
+            advice = f"choose with {' or '.join(able)}" if able else "give one of them another"
             raise FlexQuantError(
-                f"the {part}s of '{first.name}' and '{other.name}' differ: {found}. One model has one; "
-                f"if these are variants of one model, {choice(first, other, f'--{part}-from')}"
+                f"the {part}s of '{first.name}' and '{other.name}' differ: "
+                f"{'; '.join(problems.values()) or found}. One model has one; if these are variants of one "
+                f"model, {advice}"
             )
     return first
 

@@ -20,6 +20,7 @@ from flexquant.checkpoint.merged_checkpoint import (
     compare_recorded,
     compare_tensors,
 )
+from flexquant.checkpoint.merged_config import SHARED_PREFIX
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
 from flexquant.checkpoint.output import prepare_output
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes, total_bytes
@@ -115,9 +116,13 @@ def verify_checkpoint(
     Tensors are compared with the source folders in ``against``, by variant name; without ``against``, with
     the recorded SHA-256. A nested weight is equal to its source's if the stored differences are those that
     lead nearest to the source's integers, and not too many miss them. Raises FlexQuantError that names the
-    tensors (with their shards) or files that differ, are missing or should not be there.
+    tensors (with their shards) or files that differ, are missing, are there twice or should not be there.
     """
     checkpoint = MergedCheckpoint.open(folder)
+    keys, variants = checkpoint.tensors.keys(), checkpoint.merged.variants.values()
+    shared = [key.removeprefix(SHARED_PREFIX) for key in keys if key.startswith(SHARED_PREFIX)]
+    if twice := sorted(keys & {variant.prefix + name for name in shared for variant in variants}):
+        raise FlexQuantError(f"{folder} has '{twice[0]}' among the shared tensors too; merge it again")
     pairs = list(against.items()) if isinstance(against, Mapping) else list(against)
     check_recorded_files(checkpoint)
     if pairs:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject, with_section
-from flexquant.checkpoint.safetensors_io import TensorRef, read_header
+from flexquant.checkpoint.safetensors_io import MAX_HEADER_BYTES, TensorRef, read_header
+from flexquant.documents.json_text import parse_json
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError, said_by
 
@@ -173,14 +174,18 @@ def confined_file(folder: Path, name: str) -> Path:
 def read_json(path: Path) -> JsonObject:
     """Return the JSON object in a file; raise FlexQuantError for anything else, and for NaN in it."""
     try:
+        if (size := path.stat().st_size) > MAX_HEADER_BYTES:
+            raise FlexQuantError(
+                f"{path} has {size} bytes, and {MAX_HEADER_BYTES} are allowed; write it again"
+            )
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text)
+        content = parse_json(text)
         check_finite(content)
         if "\\ud" in text.lower():  # raises ValueError for a lone surrogate
             json.dumps(content, ensure_ascii=False).encode()
     except OSError as e:
         raise FlexQuantError(f"cannot read {path}: {e.strerror}") from e
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise FlexQuantError(f"{path} is not valid JSON: {e}") from e
     if not isinstance(content, dict):
         raise FlexQuantError(f"{path} holds a JSON {type(content).__name__}, expected an object")
@@ -262,7 +267,10 @@ def _shards_without_index(folder: Path) -> list[str]:
         return [SINGLE_FILE]
     names = sorted(path.name for path in folder.glob(SHARDS) if not path.name.startswith("consolidated"))
     if not names:
-        raise FlexQuantError(f"{folder} has no safetensors file; is it a checkpoint folder?")
+        raise FlexQuantError(
+            f"{folder} has no safetensors file, and weights in .bin files are not read; "
+            "save them with transformers' save_pretrained, or give a checkpoint folder"
+        )
     for name in names:
         if (numbered := NUMBERED.search(name)) and len(names) != (count := int(numbered[1])):
             raise FlexQuantError(f"{folder} has {len(names)} of {count} files such as {name}; fetch it again")

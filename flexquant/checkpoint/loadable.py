@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import DRAFTS, EXPERTS, FUSED, decoder_layer
+from flexquant.checkpoint.patterns import expressions_of_dynamic, fitting
 from flexquant.checkpoint.safetensors_io import TensorRef
 from flexquant.checkpoint.schemes import (
     CLASSES,
@@ -48,10 +49,12 @@ CACHE_SCALE = re.compile(r"[qkv]_(scale|zero_point)")
 def check_loadable(section: JsonObject, tensors: Mapping[str, TensorRef], owner: str) -> None:
     """Raise FlexQuantError, naming the module, unless vLLM loads ``tensors`` by these settings.
 
-    ``section`` is a ``quantization_config``; nothing is said of another format than compressed-tensors.
+    ``section`` is a ``quantization_config``; of another format than compressed-tensors, patterns alone are
+    looked at.
     ``owner`` names the checkpoint in messages. Only headers are read.
     """
     if section.get("quant_method", COMPRESSED_TENSORS) != COMPRESSED_TENSORS:
+        fitting(expressions_of_dynamic(section), {name.rpartition(".")[0] for name in tensors}, owner)
         return
     schemes = LinearSchemes(section, owner, tensors)
     _check_section(section, schemes, owner)

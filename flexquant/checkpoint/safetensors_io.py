@@ -10,7 +10,6 @@ tensors.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.documents.json_text import parse_json
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ class ComputedTensor(TensorRef):
 
     compute: Callable[[Sequence[range] | None], torch.Tensor]
     """Return the whole tensor for None, or these rows of it, concatenated."""
+    stored_dtype: str | None = None
+    """Key of DTYPES, where the tensor is cast from it."""
 
 
 def read_header(path: Path) -> dict[str, TensorRef]:
@@ -106,8 +108,8 @@ def read_header(path: Path) -> dict[str, TensorRef]:
     except OSError as e:
         raise FlexQuantError(f"cannot read {path}: {e.strerror}") from e
     try:
-        header = json.loads(raw, object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as e:
+        header = parse_json(raw, _no_duplicates)
+    except ValueError as e:
         raise _corrupt(path, f"its header is not valid JSON ({e})") from e
     if not isinstance(header, dict):
         raise _corrupt(path, "its header is not a JSON object")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import EMBEDDINGS, EXPERTS, FUSED, layer_of
+from flexquant.checkpoint.patterns import PREFIX, Patterns
 from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
 from flexquant.errors import FlexQuantError, said_by
 
@@ -44,7 +45,7 @@ IN_ANOTHER_ORDER = (
     "its inputs in another order (actorder 'group', weight_g_idx), which vLLM does not undo (actorder "
     "'static' keeps their order)"
 )
-LINEAR = "Linear"
+LINEAR, ROUTED = "Linear", "RoutedExperts"
 CLASSES = {"lm_head": "ParallelLMHead"} | dict.fromkeys(EMBEDDINGS, "VocabParallelEmbedding")
 """Last part of a module's name -> vLLM's class, where it is not one of its linear layers."""
 ORDER = {part: number for number, part in enumerate(FUSED)}
@@ -70,6 +71,12 @@ def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...
         elif not QUANTISATION_PARAMETER.search(name) and not _rotates_inputs(name, tensors):
             shapes[name] = ref.shape
     return shapes
+
+
+def mantissa_bits(*tensors: TensorRef) -> int:
+    """Return the stored bits of the shortest mantissa that tensors of FLOAT_DTYPES have or are cast from."""
+    dtypes = ((ref.dtype, getattr(ref, "stored_dtype", None)) for ref in tensors)
+    return min(FLOAT_DTYPES[dtype] for dtype in chain.from_iterable(dtypes) if dtype in FLOAT_DTYPES)
 
 
 def rotates_in_passes(section: JsonObject) -> bool:
@@ -129,7 +136,7 @@ class LinearSchemes:
         Raises FlexQuantError, which begins with ``owner``, for a section that compressed-tensors refuses.
         """
         self._owner = owner
-        self._config = _parse(section, owner)
+        self._config, of_transforms = _parse(section, owner)
         self.groups = {
             name: group
             for name, group in self._config.config_groups.items()
@@ -137,11 +144,16 @@ class LinearSchemes:
         }
         """The settings of linears by the name of their group."""
         self._schemes = {target: group for group in self.groups.values() for target in group.targets}
-        self._targets, self._ignored = _Patterns(self._schemes), _Patterns(self._config.ignore or ())
         self.layers: dict[str, list[str]] = {}
         """Name of a layer in vLLM -> the modules that it is made of."""
-        for module in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
+        for module in modules:
             self.layers.setdefault(layer_of(module), []).append(module)
+        names = dict.fromkeys([*modules, *self.layers, *CLASSES, *CLASSES.values(), LINEAR, ROUTED])
+        self._targets, self._ignored, _ = (
+            Patterns(patterns, names, owner)
+            for patterns in (self._schemes, self._config.ignore or (), of_transforms)
+        )
         for parts in self.layers.values():
             parts.sort(key=lambda part: ORDER.get(part.rpartition(".")[2], 0))
 
@@ -175,10 +187,10 @@ class LinearSchemes:
 
     def _scheme(self, name: str, target: str | None) -> QuantizationScheme | None:
         if target is None:  # the first that fits the name of vLLM's class
-            kind = "RoutedExperts" if EXPERTS.match(name) else CLASSES.get(name.rpartition(".")[2], LINEAR)
-            target = next((target for target in self._schemes if _is_in_class(target, kind)), None)
-            if target is None and kind == "RoutedExperts":
-                target = LINEAR
+            kind = ROUTED if EXPERTS.match(name) else CLASSES.get(name.rpartition(".")[2], LINEAR)
+            fits = self._targets.fitting(kind)
+            fits += [t for t in self._schemes if not t.startswith(PREFIX) and t.lower() in kind.lower()]
+            target = next((t for t in self._schemes if t in fits), LINEAR if kind == ROUTED else None)
         return None if target is None else self._schemes.get(target)
 
 
@@ -195,46 +207,23 @@ def _is_of_attention(targets: Sequence[str]) -> bool:
     return len(targets) == 1 and targets[0].endswith("Attention")
 
 
-def _is_in_class(target: str, name: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), name) is not None
-    return target.lower() in name.lower()
-
-
-class _Patterns:
-    """Names and, after ``re:``, regular expressions, of which the first that fits a module counts."""
-
-    def __init__(self, patterns: Iterable[str]) -> None:
-        self._order = {pattern: number for number, pattern in enumerate(dict.fromkeys(patterns))}
-        self._expressions = [pattern for pattern in self._order if pattern.startswith("re:")]
-
-    def first(self, name: str) -> str | None:
-        """Return the first pattern that fits a name."""
-        found = [p for p in self._expressions if re.match(p.removeprefix("re:"), name)]
-        found += [name] if name in self._order else []
-        return min(found, key=self._order.__getitem__, default=None)
-
-
-def _parse(section: JsonObject, owner: str) -> QuantizationConfig:
+def _parse(section: JsonObject, owner: str) -> tuple[QuantizationConfig, list[str]]:
+    """Return a section as compressed-tensors reads it, and the patterns of its transforms."""
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.transform import TransformConfig
-    from compressed_tensors.utils.match import match_name
 
     try:
         if section.get("ignore", ()) is None:
             raise ValueError("ignore is null")
         config = QuantizationConfig.model_validate({"config_groups": {}, **section})
-        groups = [group.targets for group in config.config_groups.values() if not isinstance(group, list)]
-        for name in chain(config.ignore or (), *groups):
-            match_name("", name)  # compiles it, if it is a regular expression
-        if transforms := section.get("transform_config"):
-            TransformConfig.model_validate(transforms)
-        return config
-    except (ValueError, TypeError, KeyError, NotImplementedError, OverflowError, re.error) as e:
+        transforms = TransformConfig.model_validate(section.get("transform_config") or {"config_groups": {}})
+    except (ValueError, TypeError, KeyError, NotImplementedError, OverflowError) as e:
         raise FlexQuantError(
             f"{owner} has a quantization_config that is not understood ({said_by(e)}); quantise the model "
             "again with a supported release of llmcompressor"
         ) from e
+    applied = chain.from_iterable(scheme.apply for scheme in transforms.config_groups.values())
+    return config, [pattern for args in applied for pattern in (*args.targets, *args.ignore)]
 
 
 def is_readable(args: QuantizationArgs, form: str) -> bool:

@@ -264,7 +264,7 @@ def describe_nested(report: CheckpointReport) -> list[str]:
 
 def describe_scheme(quantization_config: JsonObject) -> str:
     """Return e.g. ``int4 weights (group 128), 16-bit activations``, one part for each distinct group."""
-    groups = quantization_config.get("config_groups") or {}
+    groups = quantization_config.get("config_groups") or {"of 16 bit": {}}
     parts = [
         f"{_describe(g.get('weights'), 'weights')}, {_describe(g.get('input_activations'), 'activations')}"
         for g in groups.values()
@@ -272,7 +272,7 @@ def describe_scheme(quantization_config: JsonObject) -> str:
     ]
     if rotates_in_passes(quantization_config):
         parts.append("rotated in each pass")
-    return "; ".join(dict.fromkeys(parts)) or str(quantization_config.get("format") or "unknown scheme")
+    return "; ".join(dict.fromkeys(parts))
 
 
 def describe_mixing(report: CheckpointReport) -> str:

@@ -156,7 +156,8 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=tuple(CASTS),
-        help="cast what is in 16 bit to this dtype; vLLM itself casts what is in 32 bit (default: as it is)",
+        help="cast what is in 16 bit, and scales of packed weights, to this dtype; vLLM casts what else "
+        "is in 32 bit (default: as it is)",
     )
 
 

@@ -11,14 +11,17 @@ file is held out: nothing calibrates on it, and quantising measures with it.
 from __future__ import annotations
 
 import importlib.resources
-import json
 import random
 import re
+import signal
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import current_thread, main_thread
+from typing import TYPE_CHECKING, NoReturn
 
+from flexquant.documents.json_text import parse_json
 from flexquant.errors import FlexQuantError, explained, said_by
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ SEPARATOR = "\n=====\n"
 HELD_OUT = 4
 """Number of documents in a row of which the last one is held out."""
 LANGUAGES = "languages/"
+TEMPLATE_SECONDS = 10
+"""How long a chat template may render one document."""
 TURN = re.compile(r"^(User|Assistant): ", re.MULTILINE)
 
 Corpus = dict[str, list[TextOrMessages]]
@@ -141,9 +146,31 @@ def _as_text(document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name:
             f"{name} has 'messages', but the model's tokenizer has no chat template; give records with 'text'"
         )
     try:
-        return str(tokenizer.apply_chat_template(document, tokenize=False, add_generation_prompt=to_answer))
+        with _stopped_after(TEMPLATE_SECONDS):
+            return str(
+                tokenizer.apply_chat_template(document, tokenize=False, add_generation_prompt=to_answer)
+            )
     except Exception as e:  # a template is a program by the model's author, and can raise anything
         raise FlexQuantError(f"the model's chat template refuses messages of {name} ({said_by(e)})") from e
+
+
+@contextmanager
+def _stopped_after(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in the block when it takes longer; only the main thread can be stopped."""
+    if current_thread() is not main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> NoReturn:
+        raise TimeoutError(f"it takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def plain_text(document: TextOrMessages) -> str:
@@ -173,8 +200,8 @@ def _read_file(path: Path) -> Iterator[TextOrMessages]:
             if line.strip():
                 where = f"{path}, line {number}"
                 try:
-                    record = json.loads(line)
-                except (json.JSONDecodeError, RecursionError) as e:
+                    record = parse_json(line)
+                except ValueError as e:
                     raise FlexQuantError(f"{where} is not JSON ({e})") from e
                 yield _text_of(record, where)
 

@@ -29,10 +29,13 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema
 
+from flexquant.documents.json_text import MAX_DEPTH
 from flexquant.errors import FlexQuantError, said_by
 
 MAX_VALUES = 100_000
 """Largest number of values in a document, aliases expanded; a few lines of them could fill any memory."""
+MAX_BYTES = 1_000_000
+"""Largest size of a document; reading it takes up to half a minute."""
 MAX_KEY = 200
 """Largest number of characters in a key; keys that name layers and sizes are read as numbers."""
 OLD_NUMBER = re.compile(r"[-+]?0[0-7_]+|.*:.*")
@@ -81,10 +84,12 @@ def from_data(data: object, source: str, kind: str) -> Document:
 
 
 def from_yaml(text: bytes, source: str, kind: str, keys: Sequence[str]) -> Document:
-    """Parse YAML; raise :class:`FlexQuantError` for bad syntax, duplicate keys and an empty file.
+    """Parse YAML; raise :class:`FlexQuantError` for bad syntax, duplicate keys, an empty and a large file.
 
     ``keys`` are the keys that the message for an empty file asks for.
     """
+    if len(text) > MAX_BYTES:
+        raise FlexQuantError(f"{source}: the {kind} has {len(text)} bytes; write one of at most {MAX_BYTES}")
     try:
         loader = _DatesAsText(text)
         root = loader.get_single_node()
@@ -147,6 +152,8 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
             document.fail(
                 (), f"holds more than {MAX_VALUES} values, aliases written out; write a smaller one"
             )
+        if len(path) > MAX_DEPTH:
+            raise RecursionError
         lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.SequenceNode):
             return [read(item, (*path, i)) for i, item in enumerate(node.value)]

@@ -9,7 +9,6 @@ other numbers of layers lie between those of the variants, as each layer costs i
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.module_names import describe_ranges
 from flexquant.checkpoint.weight_bytes import format_bytes
 from flexquant.doctor.examining import LoadedBytes, count_bytes
+from flexquant.documents.json_text import parse_json
 from flexquant.documents.results import table_lines
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.layers.sensitivity import SCHEMA as SENSITIVITY
@@ -85,7 +85,7 @@ class PlanLosses:
         """
         self.file = file
         try:
-            document = json.loads(file.read_text(encoding="utf-8"))
+            document = parse_json(file.read_text(encoding="utf-8"))
             found = {key: document[key] for key in ("schema", "layers", "files")}
             variants = [*document["variants"]]
             self._means = {plan: fmean(rows) for plan, rows in document["kl"].items()}

@@ -22,6 +22,7 @@ from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.merged_checkpoint import folder_label, weights_identity
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, read_earlier, staged_file
+from flexquant.documents.json_text import parse_json
 from flexquant.documents.results import digest_of
 from flexquant.evaluation.engine import (
     describe_command,
@@ -222,7 +223,7 @@ class Study:
             return described
 
         def read(text: str) -> tuple[JsonObject, StudyDocument]:
-            document = json.loads(text)
+            document = parse_json(text)
             document["kl"].items()  # raises AttributeError if it is no mapping
             document.setdefault("derive", {})  # earlier files have none
             return {key: document.get(key) for key in described} | {"kl": {}}, document

@@ -25,6 +25,7 @@ from flexquant.checkpoint.folder import NOTICES, find_files
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import read_earlier, write_text
 from flexquant.checkpoint.writer import Progress
+from flexquant.documents.json_text import parse_json
 from flexquant.documents.results import digest_of
 from flexquant.documents.texts import (
     SELF,
@@ -136,7 +137,7 @@ def _is_written(file: Path, expected: JsonObject, overwrite: bool) -> bool:
     )
 
     def read(text: str) -> tuple[JsonObject, bool]:
-        first, *others = map(json.loads, text.removesuffix("\n").split("\n"))
+        first, *others = map(parse_json, text.removesuffix("\n").split("\n"))
         header = first.pop("made_with")
         header.pop("model", None)  # its label, in files of before
         if header.pop("text_sha256") != digest_of([first, *others]):

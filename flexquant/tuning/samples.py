@@ -15,6 +15,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import read_earlier, write_text
+from flexquant.documents.json_text import parse_json
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.comparison import Comparison, Effort, compare
 from flexquant.evaluation.workers import MAX_STEPS
@@ -168,7 +169,7 @@ class Samples:
         run = json.loads(json.dumps(run))
 
         def read(text: str) -> tuple[JsonObject, Samples]:
-            data, samples = json.loads(text), cls()
+            data, samples = parse_json(text), cls()
             samples._seconds = {
                 variant: {
                     phase: {int(size): values for size, values in curve.items()}

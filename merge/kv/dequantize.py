@@ -22,6 +22,7 @@ from flexquant.checkpoint.schemes import (
     PACKED_SUFFIX,
     LinearSchemes,
     is_readable,
+    mantissa_bits,
     shape_problem,
     stored_shape,
 )
@@ -133,7 +134,7 @@ class StoredLinear:
         ones = torch.ones(len(raw), dtype=torch.float32)
         if _is_float(self._stored):
             values = self._finite(self._reader.as_floats(raw))
-            return ScaledRows(values, _ulp(values, FLOAT_DTYPES[self._stored.dtype], -126) ** 2 / 12, ones)
+            return ScaledRows(values, _ulp(values, mantissa_bits(self._stored), -126) ** 2 / 12, ones)
         if _is_packed(self._stored):
             raw = unpack(raw, self._args.num_bits, self.shape[1])
         index = row_numbers(rows)

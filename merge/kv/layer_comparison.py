@@ -22,6 +22,7 @@ import torch
 
 from flexquant.checkpoint.module_names import ranges
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor, same_bytes
+from flexquant.checkpoint.schemes import FLOAT_DTYPES, mantissa_bits
 from flexquant.merge.kv.agreement import (
     ERROR_CAP,
     OUTPUT_NOISE_FACTOR,
@@ -35,7 +36,6 @@ from flexquant.merge.kv.agreement import (
     sum_products,
     unexplained_gains,
 )
-from flexquant.merge.kv.dequantize import FLOAT_DTYPES
 from flexquant.merge.kv.layer_pass import (
     ARITHMETIC,
     CALL,
@@ -91,7 +91,7 @@ def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: torch.Tensor | No
     if len(factors) not in a.shape[1:]:
         return False
     last = a.shape[-1] == len(factors)
-    rounding = 2.0 ** -min(FLOAT_DTYPES[a.dtype], FLOAT_DTYPES[b.dtype])
+    rounding = 2.0 ** -mantissa_bits(a, b)
     for expert in range(a.shape[0]):
         x, y = (load_tensor(ref, [range(expert, expert + 1)]).float() for ref in (a, b))
         x *= factors if last else factors[:, None]

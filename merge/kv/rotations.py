@@ -13,11 +13,12 @@ from dataclasses import replace
 import torch
 from compressed_tensors.transform import TransformConfig, TransformLocation, TransformScheme
 from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
-from compressed_tensors.utils.match import match_name
 
 from flexquant.checkpoint.loadable import ROUTERS
 from flexquant.checkpoint.module_names import EMBEDDINGS, EXPERTS, LATENT_UP
+from flexquant.checkpoint.patterns import Patterns
 from flexquant.checkpoint.safetensors_io import load_tensor
+from flexquant.checkpoint.schemes import LINEAR
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import Source
 from flexquant.merge.kv.agreement import ScaledRows
@@ -33,8 +34,9 @@ class InputRotations:
         self._source = source
         section = source.quantization_config.get("transform_config") or {}
         groups = TransformConfig.model_validate(section).config_groups if section else {}
+        modules = [LINEAR, *dict.fromkeys(name.rpartition(".")[0] for name in source.tensors)]
         self._online = [
-            (name, scheme, args)
+            (name, scheme, args, *(Patterns(p, modules, source.owner) for p in (args.targets, args.ignore)))
             for name, scheme in groups.items()
             for args in scheme.apply
             if args.location == TransformLocation.INPUT
@@ -52,8 +54,9 @@ class InputRotations:
         found = None
         if f"{module}.".endswith(tuple(f"{name}." for name in EMBEDDINGS)):
             return None
-        for name, scheme, args in self._online:
-            if _fits(module, args.targets) and not _fits(module, args.ignore):
+        for name, scheme, args, *patterns in self._online:
+            targeted, ignored = (p.first(module) or p.first(LINEAR) for p in patterns)
+            if targeted and not ignored:
                 matrix = self._matrix(module, name, scheme, scheme.head_dim or inputs)
                 found = matrix if args.inverse else matrix.t()
         by_itself = module.rpartition(".")[2] in (*ROUTERS, "lm_head")
@@ -94,7 +97,3 @@ def turned_back(stored: ScaledRows, rotation: torch.Tensor) -> ScaledRows:
 
 def _by_block(rows: torch.Tensor, matrix: torch.Tensor, size: int) -> torch.Tensor:
     return (rows.view(len(rows), -1, size) @ matrix).flatten(1)
-
-
-def _fits(module: str, patterns: list[str]) -> bool:
-    return any(pattern == "Linear" or match_name(module, pattern) for pattern in patterns)

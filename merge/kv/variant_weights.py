@@ -13,7 +13,7 @@ import torch
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import EMBEDDINGS, HEAD, above, decoder_layer, decoder_stacks
 from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor, same_bytes
-from flexquant.checkpoint.schemes import FLOAT_DTYPES, QUANTISATION_PARAMETER
+from flexquant.checkpoint.schemes import FLOAT_DTYPES, QUANTISATION_PARAMETER, mantissa_bits
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import Source
 from flexquant.merge.kv.agreement import BLOCK_ROWS, ScaledMatrix, ScaledRows, row_numbers, sample_rows
@@ -96,10 +96,14 @@ class VariantWeights:
         return loaded
 
     def rounding_steps(self, layer: int) -> dict[str, float]:
-        """Return the largest relative rounding error of each parameter's stored dtype, by name."""
+        """Return the largest relative rounding error of each parameter's dtypes, by name.
+
+        These are the one that it is stored in, and the one that it is cast to.
+        """
         refs, names = self.layers[layer].parameters, self.skeleton.parameters[layer]
-        dtypes = {name: refs[name].dtype if name in refs else "BF16" for name in names}
-        return {name: 2.0 ** -(FLOAT_DTYPES.get(dtype, 7) + 1) for name, dtype in dtypes.items()}
+        known = {name for name in names if name in refs and refs[name].dtype in FLOAT_DTYPES}
+        bits = {name: mantissa_bits(refs[name]) if name in known else 7 for name in names}
+        return {name: 2.0 ** -(of_name + 1) for name, of_name in bits.items()}
 
     def matrix(
         self,

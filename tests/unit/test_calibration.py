@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.documents.texts import Corpus, draw_rows, plain_text, read_corpus, read_documents
+from flexquant.documents import texts
+from flexquant.documents.texts import (
+    Corpus,
+    document_tokens,
+    draw_rows,
+    plain_text,
+    read_corpus,
+    read_documents,
+)
 from flexquant.errors import FlexQuantError
 from tests.checkpoints import base_config, byte_tokenizer
 
@@ -178,6 +186,16 @@ def test_what_gives_no_rows_is_told(tokenizer, documents, samples: int, length: 
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(FlexQuantError, match=expected):
         draw_rows(documents, tokenizer, samples=samples, length=length, seed=0)
+
+
+def test_a_template_that_does_not_end_is_stopped(tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(texts, "TEMPLATE_SECONDS", 1)
+    tokenizer.chat_template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    for _ in range(2):
+        with pytest.raises(FlexQuantError, match=r"refuses messages of text \(it takes more than 1 s\)"):
+            document_tokens([{"role": "user", "content": "a"}], tokenizer, "text")
+    tokenizer.chat_template = TEMPLATE
+    assert document_tokens([{"role": "user", "content": "a"}], tokenizer, "text")
 
 
 KINDS = {"prose", "conversation", "instructions", "code", "tables"}

@@ -235,3 +235,12 @@ def test_a_source_whose_name_is_no_text(source, tmp_path, monkeypatch):
     shutil.copytree(source, f"{named}2")
     for name in (named, f"{named}2"):
         assert cli.main(["merge", f"w8a8={name}", "--output", "merged", "--overwrite"]) == 0
+
+
+def test_inspect_says_what_a_model_in_16_bit_is(tmp_path, capsys):
+    """By itself, and merged with another."""
+    plain = make_checkpoint(tmp_path / "plain", scheme=None)
+    merge_checkpoints({"w4a16": plain, "w8a8": make_checkpoint(tmp_path / "w8a8")}, tmp_path / "merged")
+    for folder in (plain, tmp_path / "merged"):
+        assert cli.main(["inspect", str(folder)]) == 0
+        assert "  16-bit weights, 16-bit activations\n" in capsys.readouterr().out

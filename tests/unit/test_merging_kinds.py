@@ -7,6 +7,7 @@ What is compared beside K and V, and what is stored once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,37 @@ def test_language_models_that_differ_are_refused(kind, tmp_path):
 def test_the_tower_that_a_tensor_lies_in(tensor, found):
     layer = "model.language_model.layers.0.self_attn.q_proj.weight"
     assert tower(tensor, map(above, decoder_stacks([layer, tensor]))) == found
+
+
+@pytest.mark.parametrize("cast", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(torch.float16, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.float32, torch.float16)],
+)
+def test_what_storing_rounds_is_no_difference_after_a_cast(tmp_path, first, second, cast):
+    def stored_in(dtype: torch.dtype) -> Callable[[StateDict], StateDict]:
+        def stored(state: StateDict) -> StateDict:
+            generator = torch.Generator().manual_seed(0)
+            finer = {k: t * (1 + torch.rand(t.shape, generator=generator) / 256) for k, t in state.items()}
+            return {name: tensor.to(dtype) for name, tensor in finer.items()}
+
+        return stored
+
+    made = {
+        name: make_checkpoint(
+            tmp_path / name, "qwen2", name, transform=stored_in(dtype), dtype=str(dtype).split(".")[1]
+        )
+        for name, dtype in (("w8a8", first), ("w4a16", second))
+    }
+    merge_checkpoints(made, tmp_path / "merged", dtype=cast)
+    merge_checkpoints(dict(reversed(made.items())), tmp_path / "again", dtype=cast)
+    for name in ("merged", "again"):
+        assert read_merged_config(tmp_path / name)[0].layered_plans
+
+
+def test_a_cast_hides_no_other_bias(tmp_path):
+    def other(state: StateDict) -> StateDict:
+        return {name: t * (1.05 if name.endswith("q_proj.bias") else 1) for name, t in state.items()}
+
+    with pytest.raises(FlexQuantError, match="q_proj.bias differs by 0.0499"):
+        merge_checkpoints(make_pair(tmp_path, "qwen2", other), tmp_path / "merged", dtype="float16")

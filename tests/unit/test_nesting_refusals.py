@@ -6,20 +6,23 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, MergedCheckpoint
 from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.checkpoint.safetensors_io import CASTS, load_tensor
 from flexquant.errors import FlexQuantError
-from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
-from flexquant.merge.nesting import MAX_ADDED_NOISE
+from flexquant.merge import merge_checkpoints, nesting, split_checkpoint, verify_checkpoint
+from flexquant.merge.nesting import MAX_ADDED_NOISE, is_nearest
 from tests.checkpoints import flip_a_byte, make_checkpoint
-from tests.foreign import config_of
+from tests.foreign import assert_equal, config_of
 from tests.publishers import edits
 from tests.unit.edits import in_float32, rotate_residual, smooth_norms
 from tests.unit.nested import make_w4a16
@@ -252,3 +255,64 @@ def test_a_variant_nested_in_none_that_could_be_is_refused(merged, source):
         FlexQuantError, match="'w8a8' has nested_in .* expected another variant that is not nested"
     ):
         MergedConfig.from_json(section)
+
+
+def test_what_is_stored_is_nearest_up_to_the_bound_of_noise(merged, nested_pair, monkeypatch):
+    checkpoint, sources = MergedCheckpoint.open(merged), read_tensors(nested_pair["w8a8"])
+    weight = checkpoint.nested_weights("w8a8")[f"{LINEAR}.weight"]
+    wide = checkpoint.variant_tensors("w8a8")[f"{LINEAR}.weight_scale"]
+    weight8, scale8 = sources[f"{LINEAR}.weight"], sources[f"{LINEAR}.weight_scale"]
+    given, stored = (load_tensor(ref).float() for ref in (scale8, wide))
+    far = weight.read(None).double() * (stored / given).double() - load_tensor(weight8).double()
+    noise = 12 * float(far.square().mean())
+    for bound, expected in ((noise * (1 + 1e-6), True), (noise * (1 - 1e-6), False)):
+        monkeypatch.setattr(nesting, "MAX_ADDED_NOISE", bound)
+        assert is_nearest(weight, wide, weight8, scale8) is expected
+    monkeypatch.undo()
+    assert not is_nearest(weight, wide, replace(weight8, dtype="U8"), scale8)
+
+
+def test_a_scale_that_both_had_is_stored_once_for_each(tmp_path):
+    """W8A8 has the integers and scales of W4A16, one scale a row, which it shares until it is nested."""
+    four = make_w4a16(tmp_path / "w4a16", None, symmetric=True)
+    eight = make_checkpoint(tmp_path / "w8a8", scheme="w8a8")
+    stored, tensors = load_file(four / "model.safetensors"), load_file(eight / "model.safetensors")
+    for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.int8]:
+        tensors[name] = unpack_from_int32(stored[f"{name}_packed"], 4, tensors[name].shape)
+        tensors[f"{name}_scale"] = stored[f"{name}_scale"]
+    save_file(tensors, eight / "model.safetensors", metadata={"format": "pt"})
+    sources = {"w8a8": eight, "w4a16": four}
+    merge_checkpoints(sources, tmp_path / "merged", nested="near")
+    keys = read_tensors(tmp_path / "merged").keys()
+    assert {f"{name}.{LINEAR}.weight_scale" for name in (*sources, "shared")} - keys == {
+        f"shared.{LINEAR}.weight_scale"
+    }
+    verify_checkpoint(tmp_path / "merged", sources)
+    split_checkpoint(tmp_path / "merged", "w4a16", tmp_path / "split")
+    assert_equal(load_file(tmp_path / "split" / "model.safetensors"), stored)
+
+
+def test_verify_tells_of_a_tensor_under_two_prefixes(merged):
+    checkpoint, norm = MergedCheckpoint.open(merged), "model.norm.weight"
+    file = checkpoint.tensors[f"w8a8.{LINEAR}.weight_scale"].file
+    again = load_tensor(checkpoint.tensors[f"shared.{norm}"])
+    save_file(load_file(file) | {f"w8a8.{norm}": again}, file, metadata={"format": "pt"})
+    (merged / "model.safetensors.index.json").unlink()
+    with pytest.raises(FlexQuantError, match=f"has 'w8a8.{norm}' among the shared tensors too; merge it"):
+        verify_checkpoint(merged)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_advised_dtype_nests_what_has_scales_in_32_bit(dtype, tmp_path):
+    sources = {"w8a8": W8A8(tmp_path / "w8a8"), "w4a16": with_scales_in_32_bit(tmp_path / "w4a16")}
+    merge_checkpoints(sources, tmp_path / "merged", nested="near", dtype=dtype)
+    verify_checkpoint(tmp_path / "merged", sources)
+    assert read_tensors(tmp_path / "merged")[f"w4a16.{LINEAR}.weight_scale"].dtype == CASTS[dtype]
+
+
+def test_the_dtype_that_is_served_is_not_float32(tmp_path):
+    sources = {"w8a8": W8A8(tmp_path / "w8a8"), "w4a16": W4A16(tmp_path / "w4a16")}
+    for folder in sources.values():
+        edits.config(dtype="float32")(folder)
+    with pytest.raises(FlexQuantError, match="INT4 scales in BF16, and is served in bfloat16 or float16, to"):
+        merge_checkpoints(sources, tmp_path / "merged", nested="near")

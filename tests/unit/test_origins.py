@@ -92,6 +92,7 @@ def test_other_recipes_are_named_and_missing_ones_said(tmp_path):
         ("7", None),
         ("{org/a: org/b}", None),
         ("true", None),
+        ("[" * 900 + "]" * 900, None),
         (None, None),
     ],
 )
@@ -102,7 +103,8 @@ def test_only_names_of_base_models_are_carried_over(stated, bases, tmp_path):
     source = make_checkpoint(tmp_path / "w8a8", num_layers=1)
     (source / "README.md").write_text(pointer if stated is None else card)
     merge_checkpoints({"w8a8": source}, tmp_path / "merged")
-    assert ModelCard.load(tmp_path / "merged/README.md").data.to_dict().get("base_model") == bases
+    found = ModelCard.load(tmp_path / "merged/README.md").data.to_dict()
+    assert (found.get("base_model"), found.get("license")) == (bases, None)
 
 
 def test_the_card_does_not_promise_another_format_back(tmp_path):

@@ -104,6 +104,51 @@ def test_what_does_the_same_is_merged(sources, tmp_path, case, edited):
     assert not (tmp_path / "merged/quantize.py").exists()
 
 
+def with_another_end(content: JsonObject) -> None:
+    """Fill the model's vocabulary, and add an end behind it."""
+    content["model"]["vocab"] |= {f"w{i}": i for i in range(512) if i not in (*range(259), 500, 501, 502)}
+    content["added_tokens"].append(content["added_tokens"][-1] | {"id": 512, "content": "<eos>"})
+
+
+LACKING = {
+    "no files": (
+        lambda folder: [file.unlink() for file in folder.glob("tokenizer*")],
+        "w4a16 has no tokenizer, such as a tokenizer.json",
+    ),
+    "too large": (
+        tokenizer(lambda c: c["model"]["vocab"].update(more=512)),
+        "the tokenizer in .*w4a16 has 'more' at 512, and the model 512 tokens",
+    ),
+    "an end too many": (
+        both(tokenizer(with_another_end), tokenizer_config(eos_token="<eos>")),
+        "the tokenizer in .*w4a16 has '<eos>' at 512, and the model 512 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_a_tokenizer_that_is_missing_or_too_large_is_neither_advised_nor_taken(sources, tmp_path, case):
+    edit, problem = LACKING[case]
+    edit(sources["w4a16"])
+    with pytest.raises(FlexQuantError, match=f"differ: .*{problem}.* choose with --tokenizer-from w8a8$"):
+        merge_checkpoints(sources, tmp_path / "merged")
+    with pytest.raises(
+        FlexQuantError, match=f"--tokenizer-from names 'w4a16', but .*{problem}; name another"
+    ):
+        merge_checkpoints(sources, tmp_path / "merged", tokenizer_from="w4a16")
+    merge_checkpoints(sources, tmp_path / "merged", tokenizer_from="w8a8")
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged")("a").input_ids == [64]
+
+
+SLOW = {"type": "Split", "behavior": "Isolated", "invert": False}
+SLOW |= {"pattern": {"Regex": "^(([a-zA-Z ]|[., !])+)+[?]$"}}
+
+
+def with_a_slow_pattern(content: JsonObject) -> None:
+    parts = [SLOW, content["pre_tokenizer"]]
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
+
+
 OTHER = {
     "merges in another order": (tokenizer(lambda c: c["model"]["merges"].reverse()), "models, 'merges': "),
     "a normaliser": (
@@ -126,9 +171,13 @@ OTHER = {
         write("additional_chat_templates/tool_use.jinja", TEMPLATE),
         "chat templates, 'tool_use': None against ",
     ),
-    "no tokenizer": (
-        lambda folder: [file.unlink() for file in folder.glob("tokenizer*")],
-        "tokenizer.json differs or is missing, and more cannot be said, as the tokenizer of ",
+    "another token that the template names": (
+        tokenizer_config(pad_token="<tool>"),
+        "special tokens, 'pad_token': '<s>' against '<tool>'",
+    ),
+    "a text that cannot be read": (
+        tokenizer(with_a_slow_pattern),
+        r"tokenizer.json differs, and more cannot be said, as a text cannot be read \(Onig: Regex search",
     ),
 }
 
@@ -136,6 +185,9 @@ OTHER = {
 @pytest.mark.parametrize("case", OTHER)
 def test_what_does_something_else_is_refused_with_the_difference_and_the_choices(sources, tmp_path, case):
     edit, named = OTHER[case]
+    if "template names" in case:
+        for source in sources.values():
+            both(tokenizer_config(pad_token="<s>"), write("chat_template.jinja", "{{ pad_token }}"))(source)
     edit(sources["w4a16"])
     choices = r"(?s:.*)choose with --tokenizer-from w8a8 or --tokenizer-from w4a16"
     with pytest.raises(FlexQuantError, match=f"tokenizers of 'w8a8' and 'w4a16' differ: {named}{choices}"):
@@ -180,8 +232,11 @@ def test_code_that_is_damaged_or_incomplete_is_named(code, problem, sources, tmp
         merge_checkpoints(sources, tmp_path / "merged")
 
 
-@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[7].content.x() }}", "{% if %}", 5])
-def test_chat_templates_that_fail_alike_are_the_same(template, sources, tmp_path):
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[7].content.x() }}", "{% if %}", LOOP, 5])
+def test_chat_templates_are_compared_and_not_run(template, sources, tmp_path):
     for name, source in sources.items():
         (source / "chat_template.jinja").unlink()
         tokenizer_config(chat_template=template, made_by=name)(source)

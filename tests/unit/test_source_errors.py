@@ -121,7 +121,11 @@ OF_MISTRAL = edits.config(architectures=["MistralForCausalLM"])
     ("variant", "edit", "fragments"),
     [
         ("w8a8", lost(SECOND_SHARD), f"no file '{SECOND_SHARD}'"),
-        ("w4a16", lost(SINGLE_FILE), "w4a16 has no safetensors file"),
+        (
+            "w4a16",
+            lost(SINGLE_FILE),
+            "w4a16 has no safetensors file, and weights in .bin files",
+        ),
         ("w8a8", quantised_by("gptq"), "no linear in the format of gptq"),
         ("w8a8", quantised_by("bitsandbytes"), "quant_method 'bitsandbytes'; compressed-tensors, awq, gptq"),
         ("w4a16", OF_MISTRAL, "'w8a8' is a LlamaForCausalLM and 'w4a16' a MistralForCausalLM"),

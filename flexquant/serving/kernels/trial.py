@@ -35,6 +35,7 @@ from vllm.platforms import current_platform
 
 from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.documents.json_text import parse_json
 from flexquant.documents.results import digest_of, versions_of
 from flexquant.serving.kernels import cpu_identity
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
@@ -158,9 +159,9 @@ def _circumstances() -> JsonObject:
 def _read(file: Path, key: JsonObject) -> str | None:
     """Return an earlier trial's choice; None if there is none, or if its file cannot be used."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        found = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
         return found["chosen"] if found["key"] == key and found["chosen"] in key["kernels"] else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
