@@ -32,27 +32,31 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
 from flexquant.checkpoint.built_model import nothing_fetched
 from flexquant.checkpoint.folder import COPIED, GENERATION_CONFIG, find_files, read_config, read_tensors
 from flexquant.checkpoint.module_names import LAYER
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
-from flexquant.checkpoint.writer import Progress, copy_files
+from flexquant.checkpoint.schemes import FLOAT_DTYPES
+from flexquant.checkpoint.writer import Progress, copy_files, write_json
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.distillation import distill_scales
 from flexquant.quantization.modifiers import SearchedSmoothQuant, build_modifiers, smoothing_report
 from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.report import Report
 from flexquant.quantization.resolve import ResolvedVariant, with_strengths
-from flexquant.quantization.source_model import SourceModel
+from flexquant.quantization.source_model import SourceModel, with_plain_linears
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
+WEIGHT = re.compile(r"\.weight(_packed)?$")
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def load_model(source: SourceModel) -> PreTrainedModel:
     """Return the model to quantise: its experts are separate linears, saved under their published names."""
-    model = _load(source)
+    model = with_plain_linears(_load(source))
     if get_non_linearized_moes(model):
         loading: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
         linearize_moe(model)
@@ -92,15 +96,23 @@ def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel
 
 def load_quantized(folder: Path) -> PreTrainedModel:
     """Return a checkpoint of compressed-tensors, of which the linears quantise their inputs as served."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder,
-        trust_remote_code=False,
-        dtype="auto" if torch.cuda.is_available() else torch.float32,
-        device_map="auto" if torch.cuda.is_available() else None,
-        quantization_config=CompressedTensorsConfig(run_compressed=False),
-    )
+
+
+    def with_plain(quantizer: CompressedTensorsHfQuantizer, model: PreTrainedModel, **given: Any) -> None:
+        HfQuantizer.preprocess_model(quantizer, with_plain_linears(model), **given)
+
+    with patch_attr(CompressedTensorsHfQuantizer, "preprocess_model", with_plain):
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder,
+            trust_remote_code=False,
+            dtype="auto" if torch.cuda.is_available() else torch.float32,
+            device_map="auto" if torch.cuda.is_available() else None,
+            quantization_config=CompressedTensorsConfig(run_compressed=False),
+        )
     if section := read_config(folder)["quantization_config"].get("transform_config"):
         _rotate_inputs(model, TransformConfig.model_validate(section), read_tensors(folder))
+    if not torch.cuda.is_available():  # tensors that transformers renames come in the dtype of the file
+        _convert_parameters(model, torch.float32, all_of_them=True)
     return model
 
 
@@ -216,12 +228,13 @@ def _convert_parameters(model: PreTrainedModel, dtype: torch.dtype, all_of_them:
             parameter.data = parameter.data.to(dtype)
 
 
-def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder: Path) -> None:
-    """Write the compressed model in the source's ``dtype``, with the files beside the source's weights.
+def save_model(model: PreTrainedModel, source: SourceModel, linears: int, folder: Path) -> None:
+    """Write the compressed model in the source's dtype, with the files beside the source's weights.
 
-    Generation settings are kept unchanged, even those that transformers would refuse to save.
+    The architecture's name is kept, and so are generation settings, even those that transformers would refuse
+    to save. Raises FlexQuantError unless the weights of as many ``linears`` are compressed.
     """
-    _convert_parameters(model, dtype)
+    _convert_parameters(model, source.dtype)
     settings = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -233,7 +246,17 @@ def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder:
     if settings is not None:
         settings.to_json_file(folder / GENERATION_CONFIG)
     active_session().reset()  # else it holds the model until the next one is loaded
-    copy_files(find_files(source, COPIED), folder)
+    if source.config.architectures:
+        config = read_config(folder)
+        write_json(folder / "config.json", {**config, "architectures": source.config.architectures})
+    copy_files(find_files(source.folder, COPIED), folder)
+    weights = ((name, ref) for name, ref in read_tensors(folder).items() if WEIGHT.search(name))
+    found = sum(name.endswith("_packed") or ref.dtype not in FLOAT_DTYPES for name, ref in weights)
+    if found != linears:
+        raise FlexQuantError(
+            f"llmcompressor compressed {found} linears, and {linears} were to be quantised; name the others "
+            "in 'ignore'"
+        )
 
 
 @contextmanager

@@ -186,6 +186,7 @@ def _quantized_linears(
 ) -> dict[str, tuple[int, QuantizationScheme]]:
     """Return the input features and scheme of every linear that a quantising modifier quantises, by name."""
     import torch
+    from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.utils import match_named_modules
     from compressed_tensors.utils.match import match_targets
 
@@ -193,7 +194,13 @@ def _quantized_linears(
     found = {}
     for name, module in match_named_modules(model, schemes, arguments.get("ignore", [])):
         if isinstance(module, torch.nn.Linear):
-            found[name] = (module.in_features, schemes[match_targets(name, module, schemes)[0]])
+            scheme = schemes[match_targets(name, module, schemes)[0]]
+            found[name] = (module.in_features, scheme)
+            if infer_module_format(type(module), scheme) == "dense":
+                raise FlexQuantError(
+                    f"{name}, a {type(module).__name__}, would be stored without compression; add its name "
+                    "to 'ignore', or choose a scheme with weights of at most 8 bits"
+                )
     if "lm_head" in found:
         raise FlexQuantError(
             "lm_head would be quantised; add 'ignore: [lm_head]', which vLLM keeps in 16 bit and many models "

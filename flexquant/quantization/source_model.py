@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.built_model import build_config, build_model, find_model_class
+from flexquant.checkpoint.built_model import build_config, build_model, find_model_class, only_multiplies
 from flexquant.checkpoint.folder import (
     COPIED,
     GENERATION_CONFIG,
@@ -23,6 +23,7 @@ from flexquant.checkpoint.folder import (
     read_16_bit_config,
     read_tensors,
 )
+from flexquant.checkpoint.loadable import ROUTERS
 from flexquant.checkpoint.merged_checkpoint import folder_label
 from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.module_names import LAYER
@@ -73,9 +74,6 @@ LARGE = ("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "q_proj", "k_pro
 """Last parts of the names of a state's large projections, by which its gates can be told."""
 OUT_OF_STATES = ("out_proj", "o_proj")
 """Last parts of the names of the projections behind a state."""
-SMALL_GATES = ("shared_expert_gate",)
-"""Last parts of the names of other gates, for which vLLM has 16 bit only."""
-
 ScaleMapping = tuple[list[str], str]
 """Linears, and the module in front of them, each a name or a regular expression after ``re:``."""
 
@@ -180,24 +178,49 @@ def _hash_weights(tensors: Mapping[str, TensorRef]) -> str:
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Return a configuration's model without memory for its weights (torch's meta device)."""
+    """Return a configuration's model without memory for its weights (torch's meta device).
+
+    Raises FlexQuantError if transformers cannot build it, or has another class than the configuration names.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     problem = f"'{config.model_type}' is not a language model that transformers can build"
     with explained(problem, "give a causal language model", (Exception,)), torch.device("meta"):
-        return build_model(AutoModelForCausalLM, config)
+        model = build_model(AutoModelForCausalLM, config)
+    found, named = type(model).__name__, next(iter(config.architectures or ()), "")
+    if named and named.lower() != found.lower():
+        raise FlexQuantError(
+            f"config.json names the architecture {named}, but transformers computes its model_type "
+            f"'{config.model_type}' as {found}; correct config.json, or quantise the model with code that "
+            f"has a {named}"
+        )
+    return with_plain_linears(model)
+
+
+def with_plain_linears(model: PreTrainedModel) -> PreTrainedModel:
+    """Make linears of classes that only multiply, such as Falcon's, ``nn.Linear``; return the model.
+
+    compressed-tensors compresses no subclass.
+    """
+    from torch import nn
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and only_multiplies(type(module)):
+            module.__class__ = nn.Linear
+    return model
 
 
 def gates(model: PreTrainedModel) -> list[str]:
     """Return the names of the linears that stay in 16 bit unless a recipe names them, as publishers do.
 
-    These are the gates and steps of time of a state (of each module with a short convolution), with what vLLM
-    computes together with them or only in 16 bit: all of a Mamba-1 mixer, and Kimi's linear q, k and v.
+    These are routers, and the gates and steps of time of a state (of each module with a short convolution),
+    with what vLLM computes together with them or only in 16 bit: all of a Mamba-1 mixer, and Kimi's linear q,
+    k and v.
     """
     from torch import nn
 
-    found = [name for name, _ in model.named_modules() if name.endswith(SMALL_GATES)]
+    found = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ROUTERS]
     for name, module in model.named_modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
             inside = [own for own, one in module.named_modules() if isinstance(one, nn.Linear)]
