@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -31,6 +32,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
@@ -57,10 +59,9 @@ CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
 def load_model(source: SourceModel) -> PreTrainedModel:
     """Return the model to quantise: its experts are separate linears, saved under their published names."""
     model = with_plain_linears(_load(source))
-    if get_non_linearized_moes(model):
-        loading: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
+    if published := _names_of_experts(model):
         linearize_moe(model)
-        set_save_conversion_mapping(model, _names_of_experts(loading or []))
+        set_save_conversion_mapping(model, published)
     return model
 
 
@@ -125,12 +126,16 @@ def _rotate_inputs(model: PreTrainedModel, config: TransformConfig, stored: Mapp
     model.load_state_dict({name: load_tensor(stored[name]) for name in names & {*stored}}, strict=False)
 
 
-def _names_of_experts(conversions: list[WeightTransform]) -> list[WeightTransform]:
-    """Return the renamings for separate experts in transformers' ``conversions`` for fused ones.
+def _names_of_experts(model: PreTrainedModel) -> list[WeightTransform]:
+    """Return the renamings for separate experts in transformers' conversions for fused ones.
 
-    Mixtral's ``experts.0.w1`` becomes gate_proj, ``w3`` up_proj.
+    Mixtral's ``experts.0.w1`` becomes gate_proj, ``w3`` up_proj. Empty for a model whose experts are published
+    in tensors for all experts, or that has none.
     """
     names: list[WeightTransform] = []
+    conversions = get_model_conversion_mapping(model) if get_non_linearized_moes(model) else []
+    if not any("experts.*." in pattern for conversion in conversions for pattern in conversion.source_patterns):
+        return names
     for conversion in conversions:
         if not isinstance(conversion, WeightConverter):
             names.append(conversion)
@@ -143,9 +148,9 @@ def _names_of_experts(conversions: list[WeightTransform]) -> list[WeightTransfor
 
 
 def separate_experts(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace the fused tensors of all experts, in a model without weights, by linears for each expert."""
+    """Replace the fused tensors of experts that are published one by one by linears, in an empty model."""
     with torch.device("meta"):
-        for name, experts in get_non_linearized_moes(model):
+        for name, experts in get_non_linearized_moes(model) if _names_of_experts(model) else ():
             kind = LinearExperts2D.get_linear_experts_cls(type(experts))
             model.set_submodule(name, kind(getattr(experts, "config", model.config)))
     return model
@@ -201,10 +206,12 @@ def run_modifiers(
     # llmcompressor 0.14's AWQ pins memory, which torch refuses without a GPU.
     on_gpu, pin = torch.accelerator.is_available(), "_pin_intermediate"
     unpinned = nullcontext() if on_gpu else patch_attr(IntermediatesCache, pin, staticmethod(lambda _: None))
+    # It would also separate experts that are published in tensors for all experts.
+    as_loaded = patch_attr(sys.modules[oneshot.__module__], get_non_linearized_moes.__name__, lambda _: [])
     samples = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
     data = DataLoader(cast("Dataset[dict[str, torch.Tensor]]", samples), batch_size=1) if rows else None
     try:
-        with watched_layers(model, progress), unpinned:
+        with watched_layers(model, progress), unpinned, as_loaded:
             oneshot(model=model, tokenizer=tokenizer, dataset=data, recipe=modifiers)
     except BaseException:
         active_session().reset()  # else it holds the model
@@ -228,11 +235,11 @@ def _convert_parameters(model: PreTrainedModel, dtype: torch.dtype, all_of_them:
             parameter.data = parameter.data.to(dtype)
 
 
-def save_model(model: PreTrainedModel, source: SourceModel, linears: int, folder: Path) -> None:
+def save_model(model: PreTrainedModel, source: SourceModel, variant: ResolvedVariant, folder: Path) -> None:
     """Write the compressed model in the source's dtype, with the files beside the source's weights.
 
     The architecture's name is kept, and so are generation settings, even those that transformers would refuse
-    to save. Raises FlexQuantError unless the weights of as many ``linears`` are compressed.
+    to save. Raises FlexQuantError unless the weights of all linears of the ``variant`` are compressed.
     """
     _convert_parameters(model, source.dtype)
     settings = model.generation_config
@@ -246,16 +253,19 @@ def save_model(model: PreTrainedModel, source: SourceModel, linears: int, folder
     if settings is not None:
         settings.to_json_file(folder / GENERATION_CONFIG)
     active_session().reset()  # else it holds the model until the next one is loaded
-    if source.config.architectures:
-        config = read_config(folder)
-        write_json(folder / "config.json", {**config, "architectures": source.config.architectures})
+    config = read_config(folder)
+    config["architectures"] = source.config.architectures or config["architectures"]
+    section = config["quantization_config"]  # llmcompressor lists ignored linears, and not fused experts
+    ignored = variant.recipe.modifiers[variant.recipe.quantizer].get("ignore", ())
+    section["ignore"] = list(dict.fromkeys([*section["ignore"], *ignored]))
+    write_json(folder / "config.json", config)
     copy_files(find_files(source.folder, COPIED), folder)
     weights = ((name, ref) for name, ref in read_tensors(folder).items() if WEIGHT.search(name))
     found = sum(name.endswith("_packed") or ref.dtype not in FLOAT_DTYPES for name, ref in weights)
-    if found != linears:
+    if found != len(variant.linears):
         raise FlexQuantError(
-            f"llmcompressor compressed {found} linears, and {linears} were to be quantised; name the others "
-            "in 'ignore'"
+            f"llmcompressor compressed the weights of {found} linears, and the recipe of '{variant.recipe.name}' "
+            f"quantises {len(variant.linears)}; add what it cannot compress to 'ignore'"
         )
 
 

@@ -234,7 +234,7 @@ class _Run:
             )
             losses = measure_loss(model, reference)
             with staged_folder(job.folder, overwrite=self.overwrite) as stage:
-                save_model(model, source, len(variant.linears), stage)
+                save_model(model, source, variant, stage)
                 del model
                 document = resolved_document(
                     resolved, self.recipe.description, settings, source, job.rows, losses

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
     from transformers import PreTrainedModel
 
+IN_EXPERTS = r"re:.*\.experts\..*"
+"""Matches the matrices of a layer's routed experts, in a recipe."""
+
 
 def in_layer(name: str) -> str:
     """Return a module's name below its decoder layer."""
@@ -76,6 +79,9 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
             notes.append(
                 f"{', '.join(left)} left in 16 bit: gates, which only a recipe that names them quantises"
             )
+        if any(part.ndim == 3 for name, part in model.named_parameters() if EXPERTS.match(name)):
+            quantizer["ignore"] = [*quantizer.get("ignore", []), IN_EXPERTS]
+            notes.append("experts left in 16 bit: the model is published with all of a layer in one tensor")
         linears = _quantized_linears(groups, quantizer, model)
         group_size = _group_size(quantizer, linears)
         if "group_size" in quantizer:
@@ -311,9 +317,9 @@ def with_asymmetric_activations(arguments: JsonObject, model: PreTrainedModel) -
             if group.targets != ["Linear"]:
                 raise FlexQuantError(
                     f"asymmetric_activations cannot leave out experts where {', '.join(group.targets)} names "
-                    "them; give targets: [Linear], or add 're:.*\\.experts\\..*' to 'ignore'"
+                    f"them; give targets: [Linear], or add '{IN_EXPERTS}' to 'ignore'"
                 )
-            symmetric = group.model_copy(update={"targets": ["re:.*\\.experts\\..*"]})
+            symmetric = group.model_copy(update={"targets": [IN_EXPERTS]})
             groups[f"{name}_experts"] = symmetric.model_dump(mode="json", exclude_defaults=True)
         activations.symmetric = False
         groups[name] = group.model_dump(mode="json", exclude_defaults=True)
