@@ -98,7 +98,6 @@ def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel
 def load_quantized(folder: Path) -> PreTrainedModel:
     """Return a checkpoint of compressed-tensors, of which the linears quantise their inputs as served."""
 
-
     def with_plain(quantizer: CompressedTensorsHfQuantizer, model: PreTrainedModel, **given: Any) -> None:
         HfQuantizer.preprocess_model(quantizer, with_plain_linears(model), **given)
 
@@ -129,12 +128,14 @@ def _rotate_inputs(model: PreTrainedModel, config: TransformConfig, stored: Mapp
 def _names_of_experts(model: PreTrainedModel) -> list[WeightTransform]:
     """Return the renamings for separate experts in transformers' conversions for fused ones.
 
-    Mixtral's ``experts.0.w1`` becomes gate_proj, ``w3`` up_proj. Empty for a model whose experts are published
-    in tensors for all experts, or that has none.
+    Mixtral's ``experts.0.w1`` becomes gate_proj, ``w3`` up_proj. Empty if experts are published in one tensor
+    for all, and without experts.
     """
     names: list[WeightTransform] = []
     conversions = get_model_conversion_mapping(model) if get_non_linearized_moes(model) else []
-    if not any("experts.*." in pattern for conversion in conversions for pattern in conversion.source_patterns):
+    if not any(
+        "experts.*." in pattern for conversion in conversions for pattern in conversion.source_patterns
+    ):
         return names
     for conversion in conversions:
         if not isinstance(conversion, WeightConverter):
@@ -253,19 +254,19 @@ def save_model(model: PreTrainedModel, source: SourceModel, variant: ResolvedVar
     if settings is not None:
         settings.to_json_file(folder / GENERATION_CONFIG)
     active_session().reset()  # else it holds the model until the next one is loaded
-    config = read_config(folder)
-    config["architectures"] = source.config.architectures or config["architectures"]
-    section = config["quantization_config"]  # llmcompressor lists ignored linears, and not fused experts
-    ignored = variant.recipe.modifiers[variant.recipe.quantizer].get("ignore", ())
+    config, written = read_config(folder), read_config(source.folder)
+    config["architectures"] = written.get("architectures") or config["architectures"]
+    section, recipe = config["quantization_config"], variant.recipe
+    ignored = recipe.modifiers[recipe.quantizer].get("ignore", ())  # llmcompressor lists no fused experts
     section["ignore"] = list(dict.fromkeys([*section["ignore"], *ignored]))
     write_json(folder / "config.json", config)
     copy_files(find_files(source.folder, COPIED), folder)
-    weights = ((name, ref) for name, ref in read_tensors(folder).items() if WEIGHT.search(name))
-    found = sum(name.endswith("_packed") or ref.dtype not in FLOAT_DTYPES for name, ref in weights)
-    if found != len(variant.linears):
+    weights = [(name, ref) for name, ref in read_tensors(folder).items() if WEIGHT.search(name)]
+    compressed = sum(name.endswith("_packed") or ref.dtype not in FLOAT_DTYPES for name, ref in weights)
+    if compressed != len(variant.linears):
         raise FlexQuantError(
-            f"llmcompressor compressed the weights of {found} linears, and the recipe of '{variant.recipe.name}' "
-            f"quantises {len(variant.linears)}; add what it cannot compress to 'ignore'"
+            f"llmcompressor compressed the weights of {compressed} linears, and '{recipe.name}' has "
+            f"{len(variant.linears)} to quantise; add what it cannot compress to 'ignore'"
         )
 
 

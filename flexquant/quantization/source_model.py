@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexquant.checkpoint.built_model import build_config, build_model, find_model_class, only_multiplies
 from flexquant.checkpoint.folder import (
@@ -206,7 +206,8 @@ def with_plain_linears(model: PreTrainedModel) -> PreTrainedModel:
     from torch import nn
 
     for module in model.modules():
-        if isinstance(module, nn.Linear) and only_multiplies(type(module)):
+        kind: Any = type(module)
+        if issubclass(kind, nn.Linear) and only_multiplies(kind):
             module.__class__ = nn.Linear
     return model
 
@@ -214,13 +215,17 @@ def with_plain_linears(model: PreTrainedModel) -> PreTrainedModel:
 def gates(model: PreTrainedModel) -> list[str]:
     """Return the names of the linears that stay in 16 bit unless a recipe names them, as publishers do.
 
-    These are routers, and the gates and steps of time of a state (of each module with a short convolution),
-    with what vLLM computes together with them or only in 16 bit: all of a Mamba-1 mixer, and Kimi's linear q,
-    k and v.
+    These are what lies outside of the layers, routers, and the gates and steps of time of a state (of each
+    module with a short convolution), with what vLLM computes together with them or only in 16 bit: all of a
+    Mamba-1 mixer, and Kimi's linear q, k and v.
     """
     from torch import nn
 
-    found = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ROUTERS]
+    found = [
+        name
+        for name, _ in model.named_modules()
+        if name.rpartition(".")[2] in ROUTERS or not (LAYER.match(f"{name}.") or name == "lm_head")
+    ]
     for name, module in model.named_modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
             inside = [own for own, one in module.named_modules() if isinstance(one, nn.Linear)]

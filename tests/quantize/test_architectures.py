@@ -24,7 +24,7 @@ from tests.quantize.quantizing import recorder
 
 FOUND = json.loads(RESULTS.read_text())["architectures"]
 SOME = ("AfmoeForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM", "GptOssForCausalLM", "OPTForCausalLM")
-"""A router of its own name, linears of their own class, a renamed head, fused experts, and one that is refused."""
+"""A router in 16 bit, another class of linears, a renamed head, fused experts, and one that is refused."""
 UNKNOWN = "names the architecture {}, but transformers computes its model_type '{}' as"
 REFUSED = {"OPTForCausalLM": "transformers cannot build the OPTForCausalLM"} | {
     name: UNKNOWN.format(name, FOUND[name]["model_type"])
@@ -39,7 +39,8 @@ REFUSED = {"OPTForCausalLM": "transformers cannot build the OPTForCausalLM"} | {
 
 def write_model(folder: Path, architecture: str) -> Path:
     """Write a small random 16-bit model of an architecture, and return its folder."""
-    model = random_model(small_config(FOUND[architecture]["model_type"], **LIKE.get(architecture, ("", {}))[1]))
+    own = LIKE.get(architecture, ("", {}))[1]
+    model = random_model(small_config(FOUND[architecture]["model_type"], **own))
     model.config.architectures = [architecture]
     return write_checkpoint(folder, model.config, saved_tensors(model), None, set(), [])
 
