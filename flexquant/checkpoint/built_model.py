@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from threading import RLock
 from types import SimpleNamespace
@@ -83,22 +83,6 @@ def build_model(kind: Any, config: PretrainedConfig, **options: Any) -> PreTrain
     with nothing_fetched():
         model: PreTrainedModel = kind.from_config(config, trust_remote_code=False, **options)
         return model
-
-
-@cache
-def only_multiplies(kind: Any) -> bool:
-    """Whether a subclass of ``nn.Linear`` computes what that does, such as Falcon's; routers do not."""
-    import torch
-
-    if kind.forward is torch.nn.Linear.forward:
-        return True
-    probe, x = torch.nn.Linear(4, 3, dtype=torch.float32), torch.arange(8.0).reshape(2, 4)
-    expected = probe(x)
-    probe.__class__ = kind
-    try:
-        return torch.allclose(probe(x), expected)
-    except Exception:  # it reads attributes of its own, or returns several tensors
-        return False
 
 
 @contextmanager

@@ -34,8 +34,7 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
-from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+from transformers.monkey_patching import register_patch_mapping
 
 from flexquant.checkpoint.built_model import nothing_fetched
 from flexquant.checkpoint.folder import COPIED, GENERATION_CONFIG, find_files, read_config, read_tensors
@@ -49,16 +48,18 @@ from flexquant.quantization.modifiers import SearchedSmoothQuant, build_modifier
 from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.report import Report
 from flexquant.quantization.resolve import ResolvedVariant, with_strengths
-from flexquant.quantization.source_model import SourceModel, with_plain_linears
+from flexquant.quantization.source_model import SourceModel
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
-WEIGHT = re.compile(r"\.weight(_packed)?$")
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
+WEIGHTS = (".weight", ".weight_packed")
+# It only multiplies, and compressed-tensors compresses no subclass of nn.Linear.
+register_patch_mapping({"FalconLinear": torch.nn.Linear}, overwrite=True)
 
 
 def load_model(source: SourceModel) -> PreTrainedModel:
     """Return the model to quantise: its experts are separate linears, saved under their published names."""
-    model = with_plain_linears(_load(source))
+    model = _load(source)
     if published := _names_of_experts(model):
         linearize_moe(model)
         set_save_conversion_mapping(model, published)
@@ -97,18 +98,13 @@ def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel
 
 def load_quantized(folder: Path) -> PreTrainedModel:
     """Return a checkpoint of compressed-tensors, of which the linears quantise their inputs as served."""
-
-    def with_plain(quantizer: CompressedTensorsHfQuantizer, model: PreTrainedModel, **given: Any) -> None:
-        HfQuantizer.preprocess_model(quantizer, with_plain_linears(model), **given)
-
-    with patch_attr(CompressedTensorsHfQuantizer, "preprocess_model", with_plain):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder,
-            trust_remote_code=False,
-            dtype="auto" if torch.cuda.is_available() else torch.float32,
-            device_map="auto" if torch.cuda.is_available() else None,
-            quantization_config=CompressedTensorsConfig(run_compressed=False),
-        )
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder,
+        trust_remote_code=False,
+        dtype="auto" if torch.cuda.is_available() else torch.float32,
+        device_map="auto" if torch.cuda.is_available() else None,
+        quantization_config=CompressedTensorsConfig(run_compressed=False),
+    )
     if section := read_config(folder)["quantization_config"].get("transform_config"):
         _rotate_inputs(model, TransformConfig.model_validate(section), read_tensors(folder))
     if not torch.cuda.is_available():  # tensors that transformers renames come in the dtype of the file
@@ -133,11 +129,8 @@ def _names_of_experts(model: PreTrainedModel) -> list[WeightTransform]:
     """
     names: list[WeightTransform] = []
     conversions = get_model_conversion_mapping(model) if get_non_linearized_moes(model) else []
-    if not any(
-        "experts.*." in pattern for conversion in conversions for pattern in conversion.source_patterns
-    ):
-        return names
-    for conversion in conversions:
+    published_apart = any("experts.*." in str(conversion.source_patterns) for conversion in conversions)
+    for conversion in conversions if published_apart else ():
         if not isinstance(conversion, WeightConverter):
             names.append(conversion)
         elif ".experts." in (target := conversion.target_patterns[0]):
@@ -254,19 +247,19 @@ def save_model(model: PreTrainedModel, source: SourceModel, variant: ResolvedVar
     if settings is not None:
         settings.to_json_file(folder / GENERATION_CONFIG)
     active_session().reset()  # else it holds the model until the next one is loaded
-    config, written = read_config(folder), read_config(source.folder)
-    config["architectures"] = written.get("architectures") or config["architectures"]
-    section, recipe = config["quantization_config"], variant.recipe
+    config, recipe = read_config(folder), variant.recipe
+    config["architectures"] = read_config(source.folder).get("architectures") or config["architectures"]
     ignored = recipe.modifiers[recipe.quantizer].get("ignore", ())  # llmcompressor lists no fused experts
+    section = config["quantization_config"]
     section["ignore"] = list(dict.fromkeys([*section["ignore"], *ignored]))
     write_json(folder / "config.json", config)
     copy_files(find_files(source.folder, COPIED), folder)
-    weights = [(name, ref) for name, ref in read_tensors(folder).items() if WEIGHT.search(name)]
-    compressed = sum(name.endswith("_packed") or ref.dtype not in FLOAT_DTYPES for name, ref in weights)
-    if compressed != len(variant.linears):
+    weights = (ref for name, ref in read_tensors(folder).items() if name.endswith(WEIGHTS))
+    compressed, asked = sum(ref.dtype not in FLOAT_DTYPES for ref in weights), len(variant.linears)
+    if compressed != asked:
         raise FlexQuantError(
-            f"llmcompressor compressed the weights of {compressed} linears, and '{recipe.name}' has "
-            f"{len(variant.linears)} to quantise; add what it cannot compress to 'ignore'"
+            f"llmcompressor compressed {compressed} of the {asked} linears that '{recipe.name}' quantises; "
+            "add the others to 'ignore'"
         )
 
 

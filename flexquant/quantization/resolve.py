@@ -203,10 +203,8 @@ def _quantized_linears(
             scheme = schemes[match_targets(name, module, schemes)[0]]
             found[name] = (module.in_features, scheme)
             if infer_module_format(type(module), scheme) == "dense":
-                raise FlexQuantError(
-                    f"{name}, a {type(module).__name__}, would be stored without compression; add its name "
-                    "to 'ignore', or choose a scheme with weights of at most 8 bits"
-                )
+                kind = type(module).__name__
+                raise FlexQuantError(f"{name}, a {kind}, would be stored uncompressed; add it to 'ignore'")
     if "lm_head" in found:
         raise FlexQuantError(
             "lm_head would be quantised; add 'ignore: [lm_head]', which vLLM keeps in 16 bit and many models "

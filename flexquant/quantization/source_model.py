@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.built_model import build_config, build_model, find_model_class, only_multiplies
+from flexquant.checkpoint.built_model import build_config, build_model, find_model_class
 from flexquant.checkpoint.folder import (
     COPIED,
     GENERATION_CONFIG,
@@ -74,6 +74,7 @@ LARGE = ("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "q_proj", "k_pro
 """Last parts of the names of a state's large projections, by which its gates can be told."""
 OUT_OF_STATES = ("out_proj", "o_proj")
 """Last parts of the names of the projections behind a state."""
+
 ScaleMapping = tuple[list[str], str]
 """Linears, and the module in front of them, each a name or a regular expression after ``re:``."""
 
@@ -191,24 +192,9 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
     found, named = type(model).__name__, next(iter(config.architectures or ()), "")
     if named and named.lower() != found.lower():
         raise FlexQuantError(
-            f"config.json names the architecture {named}, but transformers computes its model_type "
-            f"'{config.model_type}' as {found}; correct config.json, or quantise the model with code that "
-            f"has a {named}"
+            f"config.json names the architecture {named}, and transformers computes the model_type "
+            f"'{config.model_type}' as a {found}; correct config.json, or give a model that transformers has"
         )
-    return with_plain_linears(model)
-
-
-def with_plain_linears(model: PreTrainedModel) -> PreTrainedModel:
-    """Make linears of classes that only multiply, such as Falcon's, ``nn.Linear``; return the model.
-
-    compressed-tensors compresses no subclass.
-    """
-    from torch import nn
-
-    for module in model.modules():
-        kind: Any = type(module)
-        if issubclass(kind, nn.Linear) and only_multiplies(kind):
-            module.__class__ = nn.Linear
     return model
 
 
@@ -221,11 +207,8 @@ def gates(model: PreTrainedModel) -> list[str]:
     """
     from torch import nn
 
-    found = [
-        name
-        for name, _ in model.named_modules()
-        if name.rpartition(".")[2] in ROUTERS or not (LAYER.match(f"{name}.") or name == "lm_head")
-    ]
+    names = [name for name, _ in model.named_modules() if name != "lm_head"]
+    found = [name for name in names if name.rpartition(".")[2] in ROUTERS or not LAYER.match(f"{name}.")]
     for name, module in model.named_modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
             inside = [own for own, one in module.named_modules() if isinstance(one, nn.Linear)]

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
-
-from flexquant.checkpoint.built_model import only_multiplies
 
 EXPERTS = "experts"
 """Last part of the name of the module that holds a layer's routed experts."""
@@ -24,7 +23,21 @@ OwnForward = Callable[..., Answer]
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module only multiplies with its weight and adds its bias."""
     kind: Any = type(module)
-    return issubclass(kind, nn.Linear) and only_multiplies(kind)
+    return issubclass(kind, nn.Linear) and _only_multiplies(kind)
+
+
+@cache
+def _only_multiplies(kind: Any) -> bool:
+    """Whether a class of linears computes what `nn.Linear` does, such as Falcon's; routers do not."""
+    if kind.forward is nn.Linear.forward:
+        return True
+    probe, x = nn.Linear(4, 3), random("linear", (2, 4))
+    expected = probe(x)
+    probe.__class__ = kind
+    try:
+        return torch.allclose(probe(x), expected)
+    except Exception:  # it reads attributes of its own, or returns several tensors
+        return False
 
 
 def shape_of(matrix: nn.Module) -> tuple[int, int]:

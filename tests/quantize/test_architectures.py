@@ -25,7 +25,7 @@ from tests.quantize.quantizing import recorder
 FOUND = json.loads(RESULTS.read_text())["architectures"]
 SOME = ("AfmoeForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM", "GptOssForCausalLM", "OPTForCausalLM")
 """A router in 16 bit, another class of linears, a renamed head, fused experts, and one that is refused."""
-UNKNOWN = "names the architecture {}, but transformers computes its model_type '{}' as"
+UNKNOWN = "names the architecture {}, and transformers computes the model_type '{}' as"
 REFUSED = {"OPTForCausalLM": "transformers cannot build the OPTForCausalLM"} | {
     name: UNKNOWN.format(name, FOUND[name]["model_type"])
     for name in (
@@ -41,8 +41,9 @@ def write_model(folder: Path, architecture: str) -> Path:
     """Write a small random 16-bit model of an architecture, and return its folder."""
     own = LIKE.get(architecture, ("", {}))[1]
     model = random_model(small_config(FOUND[architecture]["model_type"], **own))
+    tensors = saved_tensors(model)
     model.config.architectures = [architecture]
-    return write_checkpoint(folder, model.config, saved_tensors(model), None, set(), [])
+    return write_checkpoint(folder, model.config, tensors, None, set(), [])
 
 
 @pytest.mark.parametrize(
