@@ -34,7 +34,7 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
-from transformers.monkey_patching import register_patch_mapping
+from transformers.models.falcon import modeling_falcon
 
 from flexquant.checkpoint.built_model import nothing_fetched
 from flexquant.checkpoint.folder import COPIED, GENERATION_CONFIG, find_files, read_config, read_tensors
@@ -54,7 +54,7 @@ OS_ERROR = re.compile(r"\(os error (\d+)\)")
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
 WEIGHTS = (".weight", ".weight_packed")
 # It only multiplies, and compressed-tensors compresses no subclass of nn.Linear.
-register_patch_mapping({"FalconLinear": torch.nn.Linear}, overwrite=True)
+modeling_falcon.FalconLinear = torch.nn.Linear  # type: ignore[misc]
 
 
 def load_model(source: SourceModel) -> PreTrainedModel:
