@@ -53,8 +53,16 @@ from flexquant.quantization.source_model import SourceModel
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
 WEIGHTS = (".weight", ".weight_packed")
-# It only multiplies, and compressed-tensors compresses no subclass of nn.Linear.
-modeling_falcon.FalconLinear = torch.nn.Linear  # type: ignore[misc]
+
+
+class PlainLinear(torch.nn.Linear):
+    """Makes a ``torch.nn.Linear``, of which compressed-tensors compresses no subclass."""
+
+    def __new__(cls, *sizes: int, bias: bool = True) -> Any:
+        return torch.nn.Linear(*sizes, bias=bias)
+
+
+modeling_falcon.FalconLinear = PlainLinear  # type: ignore[misc]
 
 
 def load_model(source: SourceModel) -> PreTrainedModel:

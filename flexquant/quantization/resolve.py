@@ -182,7 +182,7 @@ def _gates_left_out(
     asked = {name for name, _ in match_named_modules(model, named, ignored)} if named else set()
     matched = {name for name, _ in match_named_modules(model, targets, ignored)}
     left = [name for name in gates(model) if name in matched - asked]
-    kept = {in_layer(name) for name in matched - {*left}}
+    kept = {in_layer(name) for name in matched - {*left}} | {name for name in left if in_layer(name) == name}
     patterns = {name: f"re:.*\\.{re.escape(in_layer(name))}$" for name in left}
     return list(dict.fromkeys(name if in_layer(name) in kept else patterns[name] for name in left))
 
