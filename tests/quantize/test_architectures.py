@@ -23,8 +23,11 @@ from tests.checkpoints import saved_tensors, write_checkpoint
 from tests.quantize.quantizing import recorder
 
 FOUND = json.loads(RESULTS.read_text())["architectures"]
-SOME = ("AfmoeForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM", "GptOssForCausalLM", "OPTForCausalLM")
-"""A router in 16 bit, another class of linears, a renamed head, fused experts, and one that is refused."""
+SOME = (
+    *("AfmoeForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM", "GptOssForCausalLM"),
+    *("MiMoForCausalLM", "OPTForCausalLM"),
+)
+"""A router in 16 bit, another class of linears, a renamed head, fused experts, and two that are refused."""
 UNKNOWN = "names the architecture {}, and transformers computes the model_type '{}' as"
 REFUSED = {"OPTForCausalLM": "transformers cannot build the OPTForCausalLM"} | {
     name: UNKNOWN.format(name, FOUND[name]["model_type"])
