@@ -58,11 +58,11 @@ WEIGHTS = (".weight", ".weight_packed")
 class PlainLinear(torch.nn.Linear):
     """Makes a ``torch.nn.Linear``, of which compressed-tensors compresses no subclass."""
 
-    def __new__(cls, *sizes: int, bias: bool = True) -> Any:
-        return torch.nn.Linear(*sizes, bias=bias)
+    def __new__(cls, *sizes: Any, **options: Any) -> Any:
+        return torch.nn.Linear(*sizes, **options)
 
 
-modeling_falcon.FalconLinear = PlainLinear  # type: ignore[misc]
+modeling_falcon.FalconLinear = PlainLinear  # type: ignore[misc, assignment]
 
 
 def load_model(source: SourceModel) -> PreTrainedModel:
