@@ -47,7 +47,7 @@ from flexquant.quantization.distillation import distill_scales
 from flexquant.quantization.modifiers import SearchedSmoothQuant, build_modifiers, smoothing_report
 from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.report import Report
-from flexquant.quantization.resolve import ResolvedVariant, with_strengths
+from flexquant.quantization.resolve import IN_EXPERTS, ResolvedVariant, with_strengths
 from flexquant.quantization.source_model import SourceModel
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -257,9 +257,8 @@ def save_model(model: PreTrainedModel, source: SourceModel, variant: ResolvedVar
     active_session().reset()  # else it holds the model until the next one is loaded
     config, recipe = read_config(folder), variant.recipe
     config["architectures"] = read_config(source.folder).get("architectures") or config["architectures"]
-    ignored = recipe.modifiers[recipe.quantizer].get("ignore", ())  # llmcompressor lists no fused experts
-    section = config["quantization_config"]
-    section["ignore"] = list(dict.fromkeys([*section["ignore"], *ignored]))
+    if IN_EXPERTS in recipe.modifiers[recipe.quantizer].get("ignore", ()):
+        config["quantization_config"]["ignore"].append(IN_EXPERTS)  # llmcompressor lists no fused experts
     write_json(folder / "config.json", config)
     copy_files(find_files(source.folder, COPIED), folder)
     weights = (ref for name, ref in read_tensors(folder).items() if name.endswith(WEIGHTS))
