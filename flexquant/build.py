@@ -10,9 +10,11 @@ inputs; a finished checkpoint is only verified, and measured as it is served.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,6 +33,7 @@ from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.merge.formats import open_source
+from flexquant.merge.merge_plan import plan_merge
 from flexquant.merge.merging import policy_to_store
 from flexquant.merge.sidecar_plan import plan_sidecars
 from flexquant.policy.routes import build_route_table
@@ -96,9 +99,9 @@ def build_checkpoint(
     else:
         prepare_output(output, [folder], overwrite=overwrite)
     shown: dict[str, Any] = {"progress": progress, "stage": stage, "verbose": verbose}
-    variants = quantize_variants(
-        model, folder, recipe, resume=True, overwrite=overwrite, **shown, **quantizing
-    )
+    check = partial(_check_mergeable, list(recipe.variants), policy)
+    quantizing = {"resume": True, "overwrite": overwrite, "check": check, **shown, **quantizing}
+    variants = quantize_variants(model, folder, recipe, **quantizing)
     sources = [(variant.name, variant.folder) for variant in variants]
     if finished:
         with stage(f"{output} is merged already"):
@@ -193,6 +196,18 @@ def _check_policy(policy: str | None, recipe: Recipe) -> None:
                 f"the policy '{chosen.name}' uses the variant '{variant}', but the recipe '{recipe.name}' "
                 f"makes {', '.join(recipe.variants)}; choose another with --policy"
             )
+
+
+def _check_mergeable(variants: Sequence[str], policy: str | None, folder: Path) -> None:
+    """Raise FlexQuantError for what merging would refuse, however the model in ``folder`` is quantised."""
+    from flexquant.merge.kv.compatibility import build_skeleton
+    from flexquant.merge.kv.variant_weights import VariantWeights
+
+    plan = plan_merge([open_source(variants[0], folder)])
+    chosen = choose_policy(policy, policy_to_store(policy, variants))
+    build_route_table(chosen, variants, plan.num_layers, sys.maxsize)
+    if len(variants) > 1:
+        VariantWeights(plan.sources[0], build_skeleton(plan.sources[0]))
 
 
 def _check_finished(

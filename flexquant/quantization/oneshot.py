@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -31,32 +32,45 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
+from transformers.models.falcon import modeling_falcon
 
 from flexquant.checkpoint.built_model import nothing_fetched
 from flexquant.checkpoint.folder import COPIED, GENERATION_CONFIG, find_files, read_config, read_tensors
 from flexquant.checkpoint.module_names import LAYER
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
-from flexquant.checkpoint.writer import Progress, copy_files
+from flexquant.checkpoint.schemes import FLOAT_DTYPES
+from flexquant.checkpoint.writer import Progress, copy_files, write_json
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.distillation import distill_scales
 from flexquant.quantization.modifiers import SearchedSmoothQuant, build_modifiers, smoothing_report
 from flexquant.quantization.recipe import VariantRecipe
 from flexquant.quantization.report import Report
-from flexquant.quantization.resolve import ResolvedVariant, with_strengths
+from flexquant.quantization.resolve import IN_EXPERTS, ResolvedVariant, with_strengths
 from flexquant.quantization.source_model import SourceModel
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "out of memory")
+WEIGHTS = (".weight", ".weight_packed")
+
+
+class PlainLinear(torch.nn.Linear):
+    """Makes a ``torch.nn.Linear``, of which compressed-tensors compresses no subclass."""
+
+    def __new__(cls, *sizes: Any, **options: Any) -> Any:
+        return torch.nn.Linear(*sizes, **options)
+
+
+modeling_falcon.FalconLinear = PlainLinear  # type: ignore[misc, assignment]
 
 
 def load_model(source: SourceModel) -> PreTrainedModel:
     """Return the model to quantise: its experts are separate linears, saved under their published names."""
     model = _load(source)
-    if get_non_linearized_moes(model):
-        loading: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
+    if published := _names_of_experts(model):
         linearize_moe(model)
-        set_save_conversion_mapping(model, _names_of_experts(loading or []))
+        set_save_conversion_mapping(model, published)
     return model
 
 
@@ -101,6 +115,8 @@ def load_quantized(folder: Path) -> PreTrainedModel:
     )
     if section := read_config(folder)["quantization_config"].get("transform_config"):
         _rotate_inputs(model, TransformConfig.model_validate(section), read_tensors(folder))
+    if not torch.cuda.is_available():  # tensors that transformers renames come in the dtype of the file
+        _convert_parameters(model, torch.float32, all_of_them=True)
     return model
 
 
@@ -113,13 +129,16 @@ def _rotate_inputs(model: PreTrainedModel, config: TransformConfig, stored: Mapp
     model.load_state_dict({name: load_tensor(stored[name]) for name in names & {*stored}}, strict=False)
 
 
-def _names_of_experts(conversions: list[WeightTransform]) -> list[WeightTransform]:
-    """Return the renamings for separate experts in transformers' ``conversions`` for fused ones.
+def _names_of_experts(model: PreTrainedModel) -> list[WeightTransform]:
+    """Return the renamings for separate experts in transformers' conversions for fused ones.
 
-    Mixtral's ``experts.0.w1`` becomes gate_proj, ``w3`` up_proj.
+    Mixtral's ``experts.0.w1`` becomes gate_proj, ``w3`` up_proj. Empty if experts are published in one tensor
+    for all, and without experts.
     """
     names: list[WeightTransform] = []
-    for conversion in conversions:
+    conversions = get_model_conversion_mapping(model) if get_non_linearized_moes(model) else []
+    published_apart = any("experts.*." in str(conversion.source_patterns) for conversion in conversions)
+    for conversion in conversions if published_apart else ():
         if not isinstance(conversion, WeightConverter):
             names.append(conversion)
         elif ".experts." in (target := conversion.target_patterns[0]):
@@ -131,9 +150,9 @@ def _names_of_experts(conversions: list[WeightTransform]) -> list[WeightTransfor
 
 
 def separate_experts(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace the fused tensors of all experts, in a model without weights, by linears for each expert."""
+    """Replace the fused tensors of experts that are published one by one by linears, in an empty model."""
     with torch.device("meta"):
-        for name, experts in get_non_linearized_moes(model):
+        for name, experts in get_non_linearized_moes(model) if _names_of_experts(model) else ():
             kind = LinearExperts2D.get_linear_experts_cls(type(experts))
             model.set_submodule(name, kind(getattr(experts, "config", model.config)))
     return model
@@ -189,10 +208,12 @@ def run_modifiers(
     # llmcompressor 0.14's AWQ pins memory, which torch refuses without a GPU.
     on_gpu, pin = torch.accelerator.is_available(), "_pin_intermediate"
     unpinned = nullcontext() if on_gpu else patch_attr(IntermediatesCache, pin, staticmethod(lambda _: None))
+    # It would also separate experts that are published in tensors for all experts.
+    as_loaded = patch_attr(sys.modules[oneshot.__module__], get_non_linearized_moes.__name__, lambda _: [])
     samples = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
     data = DataLoader(cast("Dataset[dict[str, torch.Tensor]]", samples), batch_size=1) if rows else None
     try:
-        with watched_layers(model, progress), unpinned:
+        with watched_layers(model, progress), unpinned, as_loaded:
             oneshot(model=model, tokenizer=tokenizer, dataset=data, recipe=modifiers)
     except BaseException:
         active_session().reset()  # else it holds the model
@@ -216,12 +237,13 @@ def _convert_parameters(model: PreTrainedModel, dtype: torch.dtype, all_of_them:
             parameter.data = parameter.data.to(dtype)
 
 
-def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder: Path) -> None:
-    """Write the compressed model in the source's ``dtype``, with the files beside the source's weights.
+def save_model(model: PreTrainedModel, source: SourceModel, variant: ResolvedVariant, folder: Path) -> None:
+    """Write the compressed model in the source's dtype, with the files beside the source's weights.
 
-    Generation settings are kept unchanged, even those that transformers would refuse to save.
+    The architecture's name is kept, and so are generation settings, even those that transformers would refuse
+    to save. Raises FlexQuantError unless the weights of all linears of the ``variant`` are compressed.
     """
-    _convert_parameters(model, dtype)
+    _convert_parameters(model, source.dtype)
     settings = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -233,7 +255,19 @@ def save_model(model: PreTrainedModel, dtype: torch.dtype, source: Path, folder:
     if settings is not None:
         settings.to_json_file(folder / GENERATION_CONFIG)
     active_session().reset()  # else it holds the model until the next one is loaded
-    copy_files(find_files(source, COPIED), folder)
+    config, recipe = read_config(folder), variant.recipe
+    config["architectures"] = read_config(source.folder).get("architectures") or config["architectures"]
+    if IN_EXPERTS in recipe.modifiers[recipe.quantizer].get("ignore", ()):
+        config["quantization_config"]["ignore"].append(IN_EXPERTS)  # llmcompressor lists no fused experts
+    write_json(folder / "config.json", config)
+    copy_files(find_files(source.folder, COPIED), folder)
+    weights = (ref for name, ref in read_tensors(folder).items() if name.endswith(WEIGHTS))
+    compressed, asked = sum(ref.dtype not in FLOAT_DTYPES for ref in weights), len(variant.linears)
+    if compressed != asked:
+        raise FlexQuantError(
+            f"llmcompressor compressed {compressed} of the {asked} linears that '{recipe.name}' quantises; "
+            "add the others to 'ignore'"
+        )
 
 
 @contextmanager

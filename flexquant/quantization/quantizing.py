@@ -78,6 +78,7 @@ def quantize_variants(
     seed: int | None = None,
     overwrite: bool = False,
     resume: bool = False,
+    check: Callable[[Path], None] = lambda folder: None,
     progress: Callable[[str], None] = lambda message: None,
     stage: Stage = no_stage,
     verbose: bool = False,
@@ -89,6 +90,7 @@ def quantize_variants(
     recipe's values if given; ``calibration`` is "self" (the model writes ``output``/calibration.jsonl) or
     what :func:`~flexquant.documents.texts.read_documents` takes. ``resume`` keeps variants that an earlier
     run finished from the same inputs; ``overwrite`` replaces others, each once the new one is complete.
+    ``check`` is called with the model's folder before anything is quantised, and may refuse it.
     ``progress`` receives notes of one line; ``stage`` is entered for each stage. Output of the libraries is
     discarded unless ``verbose``.
 
@@ -123,6 +125,7 @@ def quantize_variants(
             tokenizer = load_tokenizer(folder)
             empty = separate_experts(empty_model(source.config))
             resolved = [resolve_variant(chosen, empty, source.config.model_type) for chosen in recipes]
+            check(folder)
             for variant in resolved:
                 for note in variant.notes:
                     progress(f"{variant.recipe.name}: {note}")
@@ -231,7 +234,7 @@ class _Run:
             )
             losses = measure_loss(model, reference)
             with staged_folder(job.folder, overwrite=self.overwrite) as stage:
-                save_model(model, source.dtype, source.folder, stage)
+                save_model(model, source, variant, stage)
                 del model
                 document = resolved_document(
                     resolved, self.recipe.description, settings, source, job.rows, losses

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
     from transformers import PreTrainedModel
 
+IN_EXPERTS = r"re:.*\.experts\..*"
+"""Matches the matrices of a layer's routed experts, in a recipe."""
+
 
 def in_layer(name: str) -> str:
     """Return a module's name below its decoder layer."""
@@ -76,6 +79,9 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
             notes.append(
                 f"{', '.join(left)} left in 16 bit: gates, which only a recipe that names them quantises"
             )
+        if any(part.ndim == 3 for name, part in model.named_parameters() if EXPERTS.match(name)):
+            quantizer["ignore"] = [*quantizer.get("ignore", []), IN_EXPERTS]
+            notes.append("experts left in 16 bit: the model is published with all of a layer in one tensor")
         linears = _quantized_linears(groups, quantizer, model)
         group_size = _group_size(quantizer, linears)
         if "group_size" in quantizer:
@@ -176,7 +182,7 @@ def _gates_left_out(
     asked = {name for name, _ in match_named_modules(model, named, ignored)} if named else set()
     matched = {name for name, _ in match_named_modules(model, targets, ignored)}
     left = [name for name in gates(model) if name in matched - asked]
-    kept = {in_layer(name) for name in matched - {*left}}
+    kept = {in_layer(name) for name in matched - {*left}} | {name for name in left if in_layer(name) == name}
     patterns = {name: f"re:.*\\.{re.escape(in_layer(name))}$" for name in left}
     return list(dict.fromkeys(name if in_layer(name) in kept else patterns[name] for name in left))
 
@@ -186,6 +192,7 @@ def _quantized_linears(
 ) -> dict[str, tuple[int, QuantizationScheme]]:
     """Return the input features and scheme of every linear that a quantising modifier quantises, by name."""
     import torch
+    from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.utils import match_named_modules
     from compressed_tensors.utils.match import match_targets
 
@@ -193,7 +200,11 @@ def _quantized_linears(
     found = {}
     for name, module in match_named_modules(model, schemes, arguments.get("ignore", [])):
         if isinstance(module, torch.nn.Linear):
-            found[name] = (module.in_features, schemes[match_targets(name, module, schemes)[0]])
+            scheme = schemes[match_targets(name, module, schemes)[0]]
+            found[name] = (module.in_features, scheme)
+            if infer_module_format(type(module), scheme) == "dense":
+                kind = type(module).__name__
+                raise FlexQuantError(f"{name}, a {kind}, would be stored uncompressed; add it to 'ignore'")
     if "lm_head" in found:
         raise FlexQuantError(
             "lm_head would be quantised; add 'ignore: [lm_head]', which vLLM keeps in 16 bit and many models "
@@ -305,9 +316,9 @@ def with_asymmetric_activations(arguments: JsonObject, model: PreTrainedModel) -
             if group.targets != ["Linear"]:
                 raise FlexQuantError(
                     f"asymmetric_activations cannot leave out experts where {', '.join(group.targets)} names "
-                    "them; give targets: [Linear], or add 're:.*\\.experts\\..*' to 'ignore'"
+                    f"them; give targets: [Linear], or add '{IN_EXPERTS}' to 'ignore'"
                 )
-            symmetric = group.model_copy(update={"targets": ["re:.*\\.experts\\..*"]})
+            symmetric = group.model_copy(update={"targets": [IN_EXPERTS]})
             groups[f"{name}_experts"] = symmetric.model_dump(mode="json", exclude_defaults=True)
         activations.symmetric = False
         groups[name] = group.model_dump(mode="json", exclude_defaults=True)

@@ -22,6 +22,7 @@ from flexquant.checkpoint.folder import (
     read_16_bit_config,
     read_tensors,
 )
+from flexquant.checkpoint.loadable import ROUTERS
 from flexquant.checkpoint.merged_checkpoint import folder_label, hash_tensors
 from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.module_names import LAYER
@@ -72,8 +73,6 @@ LARGE = ("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "q_proj", "k_pro
 """Last parts of the names of a state's large projections, by which its gates can be told."""
 OUT_OF_STATES = ("out_proj", "o_proj")
 """Last parts of the names of the projections behind a state."""
-SMALL_GATES = ("shared_expert_gate",)
-"""Last parts of the names of other gates, for which vLLM has 16 bit only."""
 
 ScaleMapping = tuple[list[str], str]
 """Linears, and the module in front of them, each a name or a regular expression after ``re:``."""
@@ -174,24 +173,36 @@ def _check_dtypes(tensors: Mapping[str, TensorRef]) -> None:
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Return a configuration's model without memory for its weights (torch's meta device)."""
+    """Return a configuration's model without memory for its weights (torch's meta device).
+
+    Raises FlexQuantError if transformers cannot build it, or has another class than the configuration names.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     problem = f"'{config.model_type}' is not a language model that transformers can build"
     with explained(problem, "give a causal language model", (Exception,)), torch.device("meta"):
-        return build_model(AutoModelForCausalLM, config)
+        model = build_model(AutoModelForCausalLM, config)
+    found, named = type(model).__name__, next(iter(config.architectures or ()), "")
+    if named and named.lower() != found.lower():
+        raise FlexQuantError(
+            f"config.json names the architecture {named}, and transformers computes the model_type "
+            f"'{config.model_type}' as a {found}; correct config.json, or give a model that transformers has"
+        )
+    return model
 
 
 def gates(model: PreTrainedModel) -> list[str]:
     """Return the names of the linears that stay in 16 bit unless a recipe names them, as publishers do.
 
-    These are the gates and steps of time of a state (of each module with a short convolution), with what vLLM
-    computes together with them or only in 16 bit: all of a Mamba-1 mixer, and Kimi's linear q, k and v.
+    These are what lies outside of the layers, routers, and the gates and steps of time of a state (of each
+    module with a short convolution), with what vLLM computes together with them or only in 16 bit: all of a
+    Mamba-1 mixer, and Kimi's linear q, k and v.
     """
     from torch import nn
 
-    found = [name for name, _ in model.named_modules() if name.endswith(SMALL_GATES)]
+    names = [name for name, _ in model.named_modules() if name != "lm_head"]
+    found = [name for name in names if name.rpartition(".")[2] in ROUTERS or not LAYER.match(f"{name}.")]
     for name, module in model.named_modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
             inside = [own for own, one in module.named_modules() if isinstance(one, nn.Linear)]

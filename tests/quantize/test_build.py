@@ -280,6 +280,10 @@ def test_a_policy_that_the_recipe_cannot_serve_is_refused_first(tmp_path: Path, 
     message = refused(tmp_path / "merged", "--recipe", str(tmp_path / "recipe.yaml"))
     assert "the policy 'phase-batch' uses the variant" in message
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+    rule = "use: {default: w4a16, layers: {'7': w8a8}}"
+    (tmp_path / "policy.yaml").write_text(f"schema: flexquant.policy/v1\nrules: [{{{rule}}}]\n")
+    message = refused(tmp_path / "merged", "--recipe", "rtn", "--policy", str(tmp_path / "policy.yaml"))
+    assert "7" in message and "[2/" not in message
 
 
 def test_the_fp8_recipe_needs_data_for_w4a16_alone_and_stores_its_policy(

@@ -12,12 +12,14 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 from flexquant import cli
 from flexquant.checkpoint.measured_loss import PROMPT_TOKENS, read_losses
 from flexquant.documents.texts import draw_rows, read_corpus, read_documents
 from flexquant.quantization.loss import (
+    TOKENS,
     _answers,
     _compare,
     _loss,
@@ -151,6 +153,14 @@ def test_without_a_chat_template_conversations_name_their_speakers(tokenizer: Au
     rows = measuring_rows(read_corpus(held_out=True), (), tokenizer)
     assert tokenizer.chat_template is None
     assert all("User: " in tokenizer.decode(row) for row in rows["conversation"])
+
+
+def test_a_document_counts_with_the_token_that_begins_it(model: Path) -> None:
+    """The texts have as many letters as tokens: with the first token, one is as long as a row."""
+    tokenizer, long, short = AutoTokenizer.from_pretrained(model), "a" * (TOKENS - 1), "b" * (TOKENS - 2)
+    tokenizer._tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
+    rows = measuring_rows({"prose": [long, short]}, (), tokenizer)
+    assert rows == {"prose": [[256] + [tokenizer.convert_tokens_to_ids("a")] * (TOKENS - 1)]}
 
 
 def test_the_divergence_is_from_the_16_bit_model() -> None:
