@@ -36,7 +36,7 @@ ROOMS = {
         "nesting_refusals origins quark_format same_model same_processor same_tokenizer settings_by_layer "
         "source_errors split_verify"
     ),
-    "flexquant/serving/worker": "heads one_copy pass_records plan_digest w4a8_scales",
+    "flexquant/serving/worker": "heads keys one_copy pass_records w4a8_scales",
 }
 """Room -> the tests in tests/unit that are run against its mutants."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +20,18 @@ from pydantic import BaseModel, ValidationError
 
 from flexquant.checkpoint.folder import (
     INDEX_FILE,
+    SHARDS,
     confined_file,
     find_model,
+    read_config,
     read_json,
     read_tensors,
     wrong_key,
 )
-from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig, read_model_config
+from flexquant.checkpoint.merged_config import CONFIG_FILE, SHARED_PREFIX, MergedConfig, read_model_config
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
-from flexquant.checkpoint.writer import MAX_THREADS, Progress, results_of
+from flexquant.checkpoint.writer import MAX_THREADS, Progress, Result, results_of
 from flexquant.documents.results import digest_of, hash_file
 from flexquant.errors import FlexQuantError
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from flexquant.checkpoint.nested import NestedWeight
 
 PROVENANCE_FILE = "flexquant_provenance.json"
+NOT_COMPUTED = ("kv_compatibility", "policy")
+"""Keys of ``quantization_config`` that do not change what a model computes in a plan."""
 MAX_NAMED = 5
 UNRECORDED = (PROVENANCE_FILE, INDEX_FILE, "README.md")
 """Files that the merge writes without recording a hash; users may edit the card."""
@@ -82,16 +86,24 @@ def read_provenance(folder: Path) -> Provenance:
         raise FlexQuantError(f"{file} has {wrong_key(e)}; fetch or merge the checkpoint again") from e
 
 
-def weights_identity(folder: Path) -> dict[str, int | str]:
-    """Return what tells a checkpoint's weights: bytes of its files, and a digest of the recorded hashes.
+def weights_identity(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of a model's tensors, which are all read, and of the settings in its config.
 
-    A published checkpoint has no recorded hashes.
+    Settings that do not change what the model computes are left out. Without safetensors files, the tensors
+    are none.
     """
-    sizes: dict[str, int | str] = {
-        file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))
-    }
-    recorded = read_provenance(folder).tensors
-    return sizes | ({PROVENANCE_FILE: digest_of(recorded)} if recorded else {})
+    config = read_config(folder)
+    section = config.get("quantization_config") or {}
+    config["quantization_config"] = {key: section[key] for key in section if key not in NOT_COMPUTED}
+    tensors = read_tensors(folder) if any(folder.glob(SHARDS)) else {}
+    return {CONFIG_FILE: digest_of(config), "tensors": hash_tensors(tensors)}
+
+
+def hash_tensors(
+    tensors: Mapping[str, TensorRef], read: Callable[[TensorRef], Iterable[memoryview]] = read_chunks
+) -> str:
+    """Return the SHA-256 over names, dtypes, shapes and bytes; ``read`` yields the bytes of a tensor."""
+    return digest_of(match_each(tensors, lambda _, ref: (ref.dtype, ref.shape, _hash(ref, read)), None))
 
 
 def folder_label(folder: Path) -> str:
@@ -246,8 +258,8 @@ def compare_recorded(
 
 
 def match_each(
-    tensors: Mapping[str, TensorRef], check: Callable[[str, TensorRef], bool], progress: Progress | None
-) -> dict[str, bool]:
+    tensors: Mapping[str, TensorRef], check: Callable[[str, TensorRef], Result], progress: Progress | None
+) -> dict[str, Result]:
     """Return the result of ``check`` for every tensor, by name; several threads read at a time."""
     pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
     try:
@@ -303,9 +315,9 @@ def _unknown_files(checkpoint: MergedCheckpoint) -> list[str]:
     return [name.as_posix() for name in names if name.parts[0] not in BOOKKEEPING]
 
 
-def _hash(ref: TensorRef) -> str:
+def _hash(ref: TensorRef, read: Callable[[TensorRef], Iterable[memoryview]] = read_chunks) -> str:
     digest = hashlib.sha256()
-    for chunk in read_chunks(ref):
+    for chunk in read(ref):
         digest.update(chunk)
     return digest.hexdigest()
 

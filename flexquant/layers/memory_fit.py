@@ -76,7 +76,7 @@ class PlanLosses:
     """The KL divergence of decoding to a reference, in nats a token, of plans with two variants."""
 
     def __init__(
-        self, file: Path, high: str, lower: Sequence[str], num_layers: int, files: Mapping[str, int | str]
+        self, file: Path, high: str, lower: Sequence[str], num_layers: int, files: Mapping[str, str]
     ) -> None:
         """Read ``file``; of the variants ``lower``, the first that it has stands for all of them.
 
@@ -89,7 +89,7 @@ class PlanLosses:
             found = {key: document[key] for key in ("schema", "layers", "files")}
             variants = [*document["variants"]]
             self._means = {plan: fmean(rows) for plan, rows in document["kl"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise UsageError(f"{file} cannot be read ({e!r}); {ADVICE}") from e
         if found != {"schema": SENSITIVITY, "layers": num_layers, "files": dict(files)}:
             raise UsageError(f"{file} is of another checkpoint, or by another release; {ADVICE}")

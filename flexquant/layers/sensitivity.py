@@ -14,13 +14,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
+from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.merged_checkpoint import folder_label, weights_identity
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, read_earlier, staged_file
-from flexquant.documents.results import hash_file
+from flexquant.documents.results import digest_of, hash_file
 from flexquant.evaluation.engine import (
     describe_command,
     describe_machine,
@@ -49,9 +51,11 @@ class StudyDocument(TypedDict):
 
     schema: str
     checkpoint: str
-    files: dict[str, int | str]
+    files: dict[str, str]
     """What :func:`weights_identity` returns for the checkpoint."""
     reference: str | None
+    reference_files: dict[str, str] | None
+    """The same of the reference."""
     variants: list[str]
     """The most precise one comes first."""
     derive: JsonObject
@@ -60,10 +64,12 @@ class StudyDocument(TypedDict):
     """Number of decoder layers."""
     settings: JsonObject
     text: dict[str, str]
+    """Name and SHA-256 of the file, and SHA-256 of the rows of token ids that are drawn from it."""
+    device: str
+    versions: dict[str, str]
     kl: dict[str, list[float]]
     """Plan, as ``describe_layers`` has it -> mean KL divergence of every row to the reference, in nats."""
     machine: NotRequired[JsonObject]
-    versions: NotRequired[dict[str, str]]
     argv: NotRequired[list[str]]
 
 
@@ -90,6 +96,11 @@ class Study:
     def highest(self) -> str:
         return next(iter(self.variants))
 
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """Rows of token ids; raises FlexQuantError for a text that is too short."""
+        return read_rows(self.text, self.subject.tokenizer, self.settings)
+
     def alone(self) -> list[Layers]:
         """Return the plans that run every layer in one variant."""
         return [all_in(variant, self.subject.num_layers) for variant in self.variants]
@@ -105,17 +116,25 @@ class Study:
         ]
 
     def described(self) -> StudyDocument:
-        """Return the document of the study's inputs, with nothing measured yet."""
+        """Return the document of all that the results depend on, with nothing measured yet."""
+        machine, reference = describe_machine(), self.reference
         return {
             "schema": SCHEMA,
             "checkpoint": folder_label(self.subject.folder),
             "files": weights_identity(self.subject.folder),
-            "reference": None if self.reference is None else Path(self.reference).name,
+            "reference": None if reference is None else Path(reference).name,
+            "reference_files": None if reference is None else weights_identity(find_model(reference)),
             "variants": list(self.variants),
             "derive": policy_that_loads(self.variants).get("derive", {}),
             "layers": self.subject.num_layers,
             "settings": {**asdict(self.settings), "batch_sizes": list(self.settings.batch_sizes)},
-            "text": {"file": self.text.name, "sha256": hash_file(self.text)},
+            "text": {
+                "file": self.text.name,
+                "sha256": hash_file(self.text),
+                "rows_sha256": digest_of(self.rows),
+            },
+            "device": machine["gpu"] or machine["cpu"],
+            "versions": describe_versions(),
             "kl": {},
         }
 
@@ -153,7 +172,6 @@ class Study:
         The first plan that the document lacks starts the engine.
         """
         prepare_environment()
-        rows = read_rows(self.text, self.subject.tokenizer, self.settings)
         document = self._load(file, overwrite)
         score: Measure | None = None
         # vLLM's second model runner has another interface for logits processors.
@@ -163,7 +181,7 @@ class Study:
                 nonlocal score
                 name = describe_layers(layers)
                 if name not in document["kl"]:
-                    score = score or stack.enter_context(self._scoring(rows, progress))
+                    score = score or stack.enter_context(self._scoring(progress))
                     document["kl"][name] = score(layers)
                     self._save(file, document)
                 return document["kl"][name]
@@ -171,17 +189,17 @@ class Study:
             yield document, measure
 
     @contextmanager
-    def _scoring(self, rows: list[list[int]], progress: Callable[[str], None]) -> Iterator[Measure]:
+    def _scoring(self, progress: Callable[[str], None]) -> Iterator[Measure]:
         """Score the reference, then yield a function that scores a plan on an engine with all variants."""
         (batch_size,) = self.settings.batch_sizes
         options = engine_options(batch_size, self.settings.prompt_tokens, self.settings.row_tokens)
         with tempfile.TemporaryDirectory(prefix="flexquant-sensitivity-") as folder:
             stored, scores = Path(folder, "reference"), Path(folder, "scores")
-            check_free_space(stored, 4 * len(rows) * self.settings.tokens * self.subject.vocab_size)
+            check_free_space(stored, 4 * len(self.rows) * self.settings.tokens * self.subject.vocab_size)
             if self.reference is not None:
                 progress(f"the reference {self.reference}")
                 with engine(self.reference, **options) as llm:
-                    self._score(llm, rows, scores, store_in=stored)
+                    self._score(llm, scores, store_in=stored)
             # Run eagerly on every device: a compiled engine has no plans but those of its policy.
             policy = Path(folder, "policy.json")
             policy.write_text(json.dumps(policy_that_loads(self.variants)))
@@ -190,11 +208,11 @@ class Study:
                 if self.reference is None:
                     progress(f"the reference {self.highest}")
                     self._take(llm, self.alone()[0])
-                    self._score(llm, rows, scores, store_in=stored)
+                    self._score(llm, scores, store_in=stored)
 
                 def score(layers: Layers) -> list[float]:
                     self._take(llm, layers)
-                    found = self._score(llm, rows, scores, compare_with=stored)
+                    found = self._score(llm, scores, compare_with=stored)
                     assert found.kl is not None
                     return [float(mean) for mean in found.kl.mean(axis=1)]
 
@@ -222,7 +240,6 @@ class Study:
 
     def _save(self, file: Path, document: StudyDocument) -> None:
         document["machine"] = describe_machine()
-        document["versions"] = describe_versions()
         document["argv"] = describe_command()
         with staged_file(file) as partial:
             partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -233,9 +250,9 @@ class Study:
         decode = {"use": Plan.from_layers(layers).rule_use()}
         take_policy(llm, "plan", _with_rules([prefill, decode], self.variants))
 
-    def _score(self, llm: LLM, rows: list[list[int]], folder: Path, **files: Path) -> Scores:
+    def _score(self, llm: LLM, folder: Path, **files: Path) -> Scores:
         (batch_size,) = self.settings.batch_sizes
-        return decode_forced(llm, rows, self.settings.prompt_tokens, batch_size, folder, **files)
+        return decode_forced(llm, self.rows, self.settings.prompt_tokens, batch_size, folder, **files)
 
 
 def policy_that_loads(variants: Mapping[str, Policy]) -> JsonObject:

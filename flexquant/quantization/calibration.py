@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -120,6 +121,7 @@ def _made_with(source: SourceModel, settings: Calibration) -> JsonObject:
         **{name: digest for name, digest in source.files_sha256.items() if name not in notices},
         **settings.model_dump(exclude={"data"}),
         "versions": versions(),
+        "python": platform.python_version(),
     }
 
 

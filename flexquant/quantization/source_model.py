@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from flexquant.checkpoint.folder import (
     read_16_bit_config,
     read_tensors,
 )
-from flexquant.checkpoint.merged_checkpoint import folder_label
+from flexquant.checkpoint.merged_checkpoint import folder_label, hash_tensors
 from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.module_names import LAYER
 from flexquant.checkpoint.safetensors_io import DTYPES, TensorRef, read_finite
@@ -133,7 +132,8 @@ def read_source(folder: Path) -> SourceModel:
         model.check({name: ref.shape for name, ref in tensors.items()}, str(folder))
     hashes = {name: hash_file(path) for name, path in files.items()}
     parameters = sum(math.prod(ref.shape) for ref in tensors.values())
-    weights = _hash_weights(tensors)
+    _check_dtypes(tensors)
+    weights = hash_tensors(tensors, read_finite)
     return SourceModel(folder, folder_label(folder), config, parameters, weights, digest_of(written), hashes)
 
 
@@ -163,20 +163,14 @@ def _check_names(folder: Path, tensors: Mapping[str, TensorRef]) -> None:
         )
 
 
-def _hash_weights(tensors: Mapping[str, TensorRef]) -> str:
-    """Return the SHA-256 over all tensors; raise FlexQuantError for a weight that cannot be quantised."""
-    digest = hashlib.sha256()
+def _check_dtypes(tensors: Mapping[str, TensorRef]) -> None:
+    """Raise FlexQuantError for a weight that cannot be quantised."""
     for name, ref in sorted(tensors.items()):
-        is_weight = name.endswith((".weight", ".bias"))
-        if is_weight and ref.dtype not in WEIGHT_DTYPES:
+        if name.endswith((".weight", ".bias")) and ref.dtype not in WEIGHT_DTYPES:
             raise FlexQuantError(
                 f"tensor '{name}' in {ref.file} has dtype {DTYPES[ref.dtype][1] or ref.dtype}; quantising "
                 "starts from float16, bfloat16 or float32 weights: use the model's 16-bit release"
             )
-        digest.update(f"{name} {ref.dtype} {ref.shape}\n".encode())
-        for chunk in read_finite(ref):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:

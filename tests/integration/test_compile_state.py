@@ -18,8 +18,13 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 
+from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
+from flexquant.policy.plans import Plan
 from flexquant.serving.config import find_compiled_code_again
-from flexquant.serving.worker.plan_views import give_own_compile_state, shallow_copy
+from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.trial import new_layer
+from flexquant.serving.worker.one_copy.methods import NestedMethod
+from flexquant.serving.worker.plan_views import build_plan, give_own_compile_state, shallow_copy
 
 
 class Scale(nn.Module):
@@ -66,6 +71,33 @@ def test_name_and_digest_are_in_the_key_and_in_the_folders_name() -> None:
         keys.add(plan.vllm_config.compute_hash())
         folders.add(plan._compile_tag)
     assert len(keys) == 4 and len(folders) == 3
+
+
+class OtherKernel(TorchCPUInt4LinearKernel):
+    """The same under another name."""
+
+
+def test_the_kernel_of_a_linear_is_in_the_key() -> None:
+    """vLLM looks for compiled code by this key before it traces."""
+
+    def key(kind: type = TorchCPUInt4LinearKernel, method: Any = None) -> str:
+        model, _ = compiled_model()
+        linear = new_layer({"inputs": 64, "outputs": 64, "dtype": "bfloat16", "group_size": 32}, kind)
+        linear.quant_method = method or linear.quant_method
+        model.layers, variant = nn.ModuleList([linear]), nn.Module()
+        variant.model = model
+        scheme = StoredVariant("w4a16.", {}, own_head=True, negative_scales=False)
+        merged = MergedConfig("LlamaForCausalLM", {"w4a16": scheme})
+        plan = build_plan({"w4a16": variant}, Plan.from_layers(("w4a16",)), merged, {})
+        return plan.model.vllm_config.compute_hash()
+
+    def nested_in(name: str) -> NestedMethod:
+        method = NestedMethod(nn.Module(), symmetric=True)
+        method.kernel_name = f"INT8 nested in {name}"
+        return method
+
+    keys = [key(), key(OtherKernel), *(key(method=nested_in(name)) for name in ("Marlin", "Humming"))]
+    assert len(set(keys)) == 4 and key() == keys[0]
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU's compiled code is kept by vLLM")

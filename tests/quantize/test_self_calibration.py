@@ -8,6 +8,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
 from random import Random
@@ -21,12 +22,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flexquant.checkpoint.built_model import load_tokenizer
 from flexquant.documents.texts import SELF, plain_text, read_corpus
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.calibration import calibration_rows
+from flexquant.quantization.calibration import _made_with, calibration_rows
 from flexquant.quantization.progress import no_stage
 from flexquant.quantization.recipe import Calibration, load_recipe
 from flexquant.quantization.sampling import ENGLISH, end_tokens, known_languages, sample, vocabulary_word
 from flexquant.quantization.source_model import read_source
 from tests.checkpoints import StateDict, make_checkpoint
+from tests.keys import assert_whole
 from tests.publishers import edits
 from tests.quantize.quantizing import FEW, RTN, W4A16, digests, quantize, recipe, recorder, report
 
@@ -292,3 +294,19 @@ def test_english_is_known_and_words_come_from_the_vocabulary(loaded: tuple[Any, 
     assert known_languages(*loaded)[0] is ENGLISH
     # a vocabulary of single bytes has no words
     assert vocabulary_word(loaded[1], Random(0)) == ENGLISH.openings[0]
+
+
+def test_its_key_has_all_that_the_text_depends_on(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, settings = read_source(small), Calibration(data=SELF, **FEW)
+    key = lambda source=model, settings=settings: _made_with(source, settings)  # noqa: E731
+    files = model.files_sha256
+    changes = [
+        *(("source", replace(model, **{name: "another"})) for name in ("weights_sha256", "config_sha256")),
+        *(("source", replace(model, files_sha256={**files, name: ""})) for name in files),
+        *(("settings", settings.model_copy(update={name: 5})) for name in ("samples", "length", "seed")),
+        ("flexquant.quantization.calibration.versions", lambda: {"torch": "9.9"}),
+        ("platform.python_version", lambda: "3.99"),
+    ]
+    assert_whole(key, changes, monkeypatch)

@@ -19,19 +19,20 @@ STAND_INS = {
 """Name of a kernel that gives the right answers slowly -> what it does, as a relative clause."""
 
 
+IDENTITY = ("vendor_id", "cpu family", "model", "flags", "CPU ", "Features")
+"""How lines of /proc/cpuinfo begin that are the same at every start, on x86 and on Arm."""
+
+
 def cpu_model() -> str:
     """Return the CPU's name in /proc/cpuinfo, or its architecture."""
-    return _of_cpu("model name") or platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in cpu_identity() if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
-def cpu_flags() -> str:
-    """Return the names of the CPU's instruction sets in /proc/cpuinfo; empty if it names none."""
-    return _of_cpu("flags")
-
-
-def _of_cpu(key: str) -> str:
+def cpu_identity() -> list[str]:
+    """Return the architecture, and what /proc/cpuinfo says about the first CPU and its instruction sets."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), "")
+        first = ""
+    return [platform.machine(), *(line for line in first.splitlines() if line.startswith(IDENTITY))]

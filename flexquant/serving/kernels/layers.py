@@ -58,6 +58,21 @@ def kernel_name(layer: LinearBase) -> str:
     return type(kernel).__name__ if kernel else f"{type(layer.quant_method).__name__} (16 bit)"
 
 
+def kernel_classes(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return name of a linear layer -> name of its kernel, and the classes of its method and its kernel."""
+    return {
+        path: (
+            kernel_name(layer),
+            *(
+                f"{type(of).__module__}.{type(of).__qualname__}"
+                for of in (layer.quant_method, kernel_of_layer(layer))
+            ),
+        )
+        for path, layer in model.named_modules()
+        if isinstance(layer, LinearBase)
+    }
+
+
 def linear_sizes(layer: LinearBase) -> tuple[int, int]:
     """Return the numbers of inputs and outputs that a linear layer has on this rank.
 

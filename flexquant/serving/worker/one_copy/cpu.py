@@ -18,14 +18,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from vllm.logger import init_logger
 
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.nested import unpack_nibbles
-from flexquant.documents.results import digest_of
-from flexquant.serving.kernels import cpu_flags, cpu_model
+from flexquant.documents.results import digest_of, hash_file
+from flexquant.serving.kernels import cpu_identity
 from flexquant.serving.kernels.cpu_kernels import (
     TorchCPUInt4LinearKernel,
     exact_int8_linear,
@@ -242,26 +244,26 @@ def _output_shape(x: torch.Tensor, packed: object, scale: torch.Tensor, *_: obje
     return x.new_empty((x.shape[0], scale.shape[1]))
 
 
+def loops_key() -> JsonObject:
+    """Return what the compiled loops depend on."""
+    return {
+        "source": SOURCE.read_text(encoding="utf-8"),
+        "flags": FLAGS,
+        "torch": torch.__version__,
+        "cpu": cpu_identity(),
+    }
+
+
 @functools.cache
 def has_operators() -> bool:
     """Whether cpu.cpp is compiled, which is done now if it was not done before on such a machine."""
-    here = torch.__version__, cpu_model(), cpu_flags()
-    name = f"{digest_of([SOURCE.read_text(), FLAGS, *here])[:16]}.so"
-    library = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "one_copy" / name
+    folder, key = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "one_copy", digest_of(loops_key())[:16]
     path = os.environ.get("PATH", "")
     # PyTorch looks for ninja, which vLLM brings, also where the environment is not activated.
     os.environ["PATH"] = os.pathsep.join([path, str(Path(sys.executable).parent)])
     try:
-        if library.exists():
-            torch.ops.load_library(library)
-            return True
-        from torch.utils.cpp_extension import load
-
-        library.parent.mkdir(parents=True, exist_ok=True)
-        # A folder of this process's own: PyTorch's lock in it would outlive a process that is killed.
-        with tempfile.TemporaryDirectory(dir=library.parent) as build:
-            load("one_copy", [str(SOURCE)], extra_cflags=FLAGS, build_directory=build, is_python_module=False)
-            os.replace(next(Path(build).glob("*.so")), library)
+        if not _load_kept(folder, key):
+            _compile(folder, key)
     except (OSError, RuntimeError, ImportError, subprocess.SubprocessError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         logger.warning(
@@ -273,6 +275,55 @@ def has_operators() -> bool:
     finally:
         os.environ["PATH"] = path
     return True
+
+
+def _load_kept(folder: Path, key: str) -> bool:
+    """Load the loops that an earlier start has compiled; False if there are none that can be trusted.
+
+    The name of their file has the SHA-256 of its content.
+    """
+    for library in folder.glob(f"{key}-*.so"):
+        try:
+            if not (_is_only_ours(folder) and _is_only_ours(library)):
+                raise OSError("users other than this one and root can change it")
+            if library.stem != f"{key}-{hash_file(library)}":
+                raise OSError("it is damaged")
+            torch.ops.load_library(library)
+            return True
+        except OSError as e:
+            logger.warning("FlexQuant compiles its loops again, and does not load %s: %s", library, e)
+    return False
+
+
+def _compile(folder: Path, key: str) -> None:
+    """Compile the loops, load them, and keep them in ``folder`` if no other user can write there."""
+    from torch.utils.cpp_extension import load
+
+    is_kept = False
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_kept = _is_only_ours(folder) and os.access(folder, os.W_OK)
+    if not is_kept:
+        logger.warning(
+            "FlexQuant compiles its loops at every start, as %s is not a folder that this user can write to "
+            "and others cannot; remove it, or set VLLM_CACHE_ROOT to another",
+            folder,
+        )
+    # A folder of this process's own: PyTorch's lock in it would outlive a process that is killed.
+    with tempfile.TemporaryDirectory(dir=folder if is_kept else None) as build:
+        load("one_copy", [str(SOURCE)], extra_cflags=FLAGS, build_directory=build, is_python_module=False)
+        if is_kept:
+            library = next(Path(build).glob("*.so"))
+            library.chmod(0o755)
+            for damaged in folder.glob(f"{key}-*.so"):
+                damaged.unlink(missing_ok=True)
+            os.replace(library, folder / f"{key}-{hash_file(library)}.so")
+
+
+def _is_only_ours(path: Path) -> bool:
+    """Whether no user but this one and root can write a file or a folder."""
+    found = path.stat()
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022
 
 
 @functools.cache
