@@ -77,7 +77,7 @@ def test_zero_points_are_subtracted(kind: Any, tokens: int) -> None:
 def int8_weights(*arguments: Any) -> torch.Tensor:
     """Return the weights of all outputs, computed in slices where the loops are compiled."""
     outputs = arguments[1].shape[1]
-    parts = [range(64), range(64, outputs)] if one_copy.has_operators() else [range(outputs)]
+    parts = [range(64), range(64, outputs)] if one_copy.has_loops() else [range(outputs)]
     return torch.cat([one_copy._int8_weights(*arguments, part).clone() for part in parts], 1)
 
 
@@ -90,9 +90,9 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     kind: Any, outputs: int, group: int, zeros: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if compiled:
-        assert one_copy.has_operators()
+        assert one_copy.has_loops()
     else:
-        monkeypatch.setattr(one_copy, "has_operators", lambda: False)
+        monkeypatch.setattr(one_copy, "has_loops", lambda: False)
     kernel, linear, weight = made(kind, outputs, group, None, zeros)
     layout = cpu_layouts.layout_of(kind)
     packed, scale, zero = one_copy.CPUInt8Product(kernel, layout)._weights(linear)
@@ -126,7 +126,7 @@ def test_nested_weights_take_activations_with_zero_points(
     kind: Any, tokens: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr(one_copy, "has_operators", lambda: False)
+        monkeypatch.setattr(one_copy, "has_loops", lambda: False)
     outputs, layout = 128, cpu_layouts.layout_of(kind)
     kernel, linear, _ = made(kind, outputs, 32, None, zeros=True)
     product = one_copy.CPUInt8Product(kernel, layout)
@@ -208,7 +208,7 @@ def test_slices_for_amx_and_other_types_give_the_same_outputs(
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("bias", [None, torch.randn(96)], ids=["no bias", "bias"])
 def test_sums_are_scaled_without_the_zero_points(bias: torch.Tensor | None, zeros: bool) -> None:
-    assert one_copy.has_operators()
+    assert one_copy.has_loops()
     sums = torch.randint(-(1 << 30), 1 << 30, (5, 96), dtype=torch.int32)
     row, column = torch.rand(5, 1), torch.rand(96)
     middle, of_weights = torch.randint(-128, 128, (5, 1)).int(), torch.randint(-9999, 9999, (96,)).int()
@@ -219,7 +219,7 @@ def test_sums_are_scaled_without_the_zero_points(bias: torch.Tensor | None, zero
     assert torch.equal(out, exact if bias is None else exact + bias)
 
 
-LOADED = "from flexquant.serving.worker.one_copy.cpu import has_operators; print(has_operators())"
+LOADED = "from flexquant.serving.kernels.cpu_loops import has_loops; print(has_loops())"
 
 
 @pytest.mark.parametrize("compiler", ["false", "no such compiler"])
