@@ -99,12 +99,10 @@ class Int8HeadMethod(QuantizeMethodBase):
         raise RuntimeError("the head's weights are created before this method is; this is a FlexQuant bug")
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Round the loaded weights, and free them unless rows are looked up in them."""
+        """Round the loaded weights."""
         head = self._head
-        if layer is not head:
+        if (weight := self.exchange_weights(layer)) is None:
             return
-        weight = head.weight.data
-        self._create_int8_weights(head, weight.device)
         for rows in torch.arange(len(weight)).split(ROWS):
             here = slice(int(rows[0]), int(rows[-1]) + 1)
             exact = weight[here].float()
@@ -113,11 +111,23 @@ class Int8HeadMethod(QuantizeMethodBase):
             rounded = (exact / scale.float()).round_().clamp_(-127, 127).to(torch.int8)
             head.weight_packed.data[here] = rounded.view(torch.uint8).bitwise_xor(128).view(torch.int32)
             head.weight_scale.data[here] = scale
+        self.kernel.process_weights_after_loading(head)
+
+    def exchange_weights(self, layer: nn.Module) -> torch.Tensor | None:
+        """Create the INT8 weights of the head; return the 16-bit ones, freed unless rows are looked up in them.
+
+        None if ``layer`` is not the head, but an embedding that is tied to it.
+        """
+        head = self._head
+        if layer is not head:
+            return None
+        weight = head.weight.data
+        self._create_int8_weights(head, weight.device)
         if not self._keeps_16_bit:
             for module in self.served:
                 # Adapters and drafts ask for the dtype and the device.
                 module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
-        self.kernel.process_weights_after_loading(head)
+        return weight
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits [..., rows] for ``x`` [..., inputs], in its dtype."""
