@@ -130,8 +130,8 @@ def read_policy(policy: str) -> Policy:
 def every_plan_of(policies: list[str]) -> str:
     """Return the text of a policy under which an engine holds all plans of ``policies``.
 
-    All have one precision of the lm_head. Each plan gets the passes of one token count, so an engine holds at most as many plans as a pass has
-    tokens.
+    Each plan gets the passes of one token count, so an engine holds at most as many plans as a pass has
+    tokens. The first policy says the precision of the lm_head.
     """
     documents = [read_policy(policy).document for policy in policies]
     uses: list[Any] = []

@@ -114,7 +114,7 @@ class Int8HeadMethod(QuantizeMethodBase):
         self.kernel.process_weights_after_loading(head)
 
     def exchange_weights(self, layer: nn.Module) -> torch.Tensor | None:
-        """Create the INT8 weights of the head; return the 16-bit ones, freed unless rows are looked up in them.
+        """Create the head's INT8 weights; return those in 16 bit, which it keeps if rows are looked up there.
 
         None if ``layer`` is not the head, but an embedding that is tied to it.
         """
