@@ -5,14 +5,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from flexquant.merge import merge_checkpoints
+from flexquant.serving.worker.int8_head import Int8HeadMethod
+from flexquant.serving.worker.worker_extension import status_of
 from tests.checkpoints import StateDict, make_checkpoint
-from tests.integration.conftest import generate
-from tests.integration.logprobs import distance
+from tests.integration.conftest import answers, change, engine, generate, read_policy
+from tests.integration.logprobs import assert_equal_but_for_ties, distance
+from tests.integration.test_adapters import ATTENTION, make_adapter
+from tests.integration.test_speculative import make_head
 
 PROMPTS = ["The quick brown fox", "In the beginning was the word, and it took nine more words", "1, 2, 3"]
 IN_INT8 = """schema: flexquant.policy/v1
@@ -59,3 +64,36 @@ def test_logits_are_those_of_the_rounded_head(kind: str, tmp_path: Path) -> None
     (stored,) = generate(sources["w8a8"], None, PROMPTS, sampling={"prompt_logprobs": 3}, **EXACT)
     assert distance(found.answers[0], expected.answers[0]) < 1e-4
     assert distance(stored.answers[0], expected.answers[0]) > 1e-3
+
+
+def holds_int8(model: Any) -> bool:
+    return isinstance(model.lm_head.quant_method, Int8HeadMethod)
+
+
+@pytest.mark.engine
+def test_drafts_and_adapters_share_the_head(merged: Path, tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    adapter = LoRARequest("one", 1, str(make_adapter(tmp_path / "one", 1, ATTENTION)))
+    with engine(merged, IN_INT8, enable_lora=True, max_lora_rank=8, **EXACT) as llm:
+        assert llm.apply_model(holds_int8) == [True]
+        alone = answers(llm, PROMPTS, ignore_eos=True)
+        assert answers(llm, PROMPTS, [adapter] * 3, ignore_eos=True) != alone
+    draft = {"method": "eagle", "model": str(make_head(tmp_path / "eagle", "LlamaForCausalLM"))}
+    drafting = {"speculative_config": {**draft, "num_speculative_tokens": 2}}
+    with engine(merged, IN_INT8, **drafting, **EXACT) as llm:
+        assert_equal_but_for_ties(answers(llm, PROMPTS, ignore_eos=True), alone)
+
+
+@pytest.mark.engine
+def test_the_option_comes_before_the_policy_and_the_head_stays(merged: Path) -> None:
+    with engine(merged, IN_INT8, flexquant={"head": "stored"}, **EXACT) as llm:
+        assert llm.apply_model(holds_int8) == [False]
+    with engine(merged, "w8a8", flexquant={"head": "int8"}, **EXACT) as llm:
+        assert llm.apply_model(holds_int8) == [True]
+        (status,) = llm.apply_model(status_of)
+        assert "CPUW8A16LinearKernel" in status["kernels"]["w8a8"]
+        assert "routes" in change(llm, "another", read_policy("w8a8").document)  # the option is the server's
+    with engine(merged, IN_INT8, **EXACT) as llm:
+        refused = change(llm, "another", read_policy("w8a8").document)["refused"]
+        assert "'head: stored'" in refused and "'head: int8'" in refused
