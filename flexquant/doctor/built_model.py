@@ -24,17 +24,18 @@ from flexquant.serving.kernels.layers import (
     kernel_name,
     kernel_of_layer,
     linear_sizes,
+    linears,
 )
 from flexquant.serving.vllm_api import (
     _POSSIBLE_FP8_KERNELS,
     _POSSIBLE_INT8_KERNELS,
     _POSSIBLE_KERNELS,
     AttentionLayerBase,
-    LinearBase,
     MambaBase,
     MPLinearKernel,
     is_supported_and_can_implement_kernel,
 )
+from flexquant.serving.worker.int8_head import Int8HeadMethod
 from flexquant.serving.worker.weight_memory import WeightMemory, to_be_packed
 
 if TYPE_CHECKING:
@@ -51,14 +52,13 @@ def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
     """
     names = ("name", "inputs", "outputs", "kernel")
     shapes: dict[tuple[object, ...], JsonObject] = {}
-    for path, layer in model.named_modules():
-        if isinstance(layer, LinearBase):
-            group = (path.rsplit(".", 1)[-1], *linear_sizes(layer), kernel_name(layer))
-            if group not in shapes:
-                kernel = kernel_of_layer(layer)
-                better = _better(kernel) if kernel else {}
-                shapes[group] = {**dict(zip(names, group, strict=True)), "better": better, "layers": 0}
-            shapes[group]["layers"] += 1
+    for path, layer in linears(model).items():
+        group = (path.rsplit(".", 1)[-1], *linear_sizes(layer), kernel_name(layer))
+        if group not in shapes:
+            kernel = kernel_of_layer(layer)
+            better = _better(kernel) if kernel else {}
+            shapes[group] = {**dict(zip(names, group, strict=True)), "better": better, "layers": 0}
+        shapes[group]["layers"] += 1
     for chosen in dict.fromkeys(shape["kernel"] for shape in shapes.values()):
         found = [shape for shape in shapes.values() if shape["kernel"] == chosen]
         which = ", ".join("{name} {inputs}x{outputs}".format(**shape) for shape in found)
@@ -148,6 +148,8 @@ def memory_of_weights(variants: Mapping[str, nn.Module]) -> WeightMemory:
             # That kernel keeps zero points beside the scales.
             zeros = torch.empty_like(getattr(module, kernel.w_s_name), device="meta")
             module.register_parameter("flexquant_zero_points", nn.Parameter(zeros, requires_grad=False))
+        if isinstance(method := getattr(module, "quant_method", None), Int8HeadMethod):
+            method.exchange_weights(module)
     return WeightMemory(variants, [m for model in variants.values() for m in to_be_packed(model)])
 
 

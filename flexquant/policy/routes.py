@@ -21,7 +21,7 @@ from flexquant.documents.yaml_document import KeyPath
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Layers, Plan
 from flexquant.policy.rules import Policy, source_of
-from flexquant.policy.schema import PHASES, Derivation, Phase, parse_layers
+from flexquant.policy.schema import PHASES, Derivation, Head, Phase, parse_layers
 
 if TYPE_CHECKING:
     from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
@@ -50,6 +50,7 @@ class RouteTableData(TypedDict):
     derived: dict[str, JsonObject]
     nested: dict[str, str]
     tokens_per_sequence: int
+    head: Head
 
 
 class RouteTable:
@@ -61,6 +62,7 @@ class RouteTable:
         derived: Mapping[str, Derivation],
         nested: Mapping[str, str] = NO_NAMES,
         tokens_per_sequence: int = 1,
+        head: Head = "stored",
     ) -> None:
         """Take ``intervals`` for every phase, in ascending order and without gaps from one token."""
         self.derived = derived
@@ -68,6 +70,8 @@ class RouteTable:
         self.nested = nested
         """Variant that holds differences alone -> the variant whose weights they are added to."""
         self.tokens_per_sequence = tokens_per_sequence
+        self.head = head
+        """Precision of the lm_head: as the checkpoint stores it, or INT8."""
         self._intervals = {phase: tuple(intervals[phase]) for phase in PHASES}
         rows = [row for phase in PHASES for row in self._intervals[phase]]
         self.plans: tuple[Plan, ...] = tuple(dict.fromkeys(row.plan for row in rows))
@@ -84,7 +88,7 @@ class RouteTable:
             for phase, rows in data["intervals"].items()
         }
         derived = {name: Derivation.model_validate(how) for name, how in data["derived"].items()}
-        return cls(intervals, derived, data["nested"], data["tokens_per_sequence"])
+        return cls(intervals, derived, data["nested"], data["tokens_per_sequence"], data["head"])
 
     def to_json(self) -> RouteTableData:
         """Return the table as JSON-able data."""
@@ -97,6 +101,7 @@ class RouteTable:
             "derived": {name: how.model_dump(by_alias=True) for name, how in self.derived.items()},
             "nested": dict(self.nested),
             "tokens_per_sequence": self.tokens_per_sequence,
+            "head": self.head,
         }
 
     def layers_by_plan(self) -> dict[str, list[str]]:
@@ -112,7 +117,7 @@ class RouteTable:
             if row.min_tokens <= max_decode_tokens
         ]
         intervals = {**self._intervals, "decode": decode}
-        return RouteTable(intervals, self.derived, self.nested, self.tokens_per_sequence)
+        return RouteTable(intervals, self.derived, self.nested, self.tokens_per_sequence, self.head)
 
     @property
     def layers(self) -> dict[str, frozenset[int]]:
@@ -211,6 +216,7 @@ def build_route_table(
     nested: Mapping[str, str] = NO_NAMES,
     tokens_per_sequence: int = 1,
     max_decode_tokens: int | None = None,
+    head: Head | None = None,
 ) -> RouteTable:
     """Build the route table of a policy for a model of ``num_layers`` decoder layers.
 
@@ -220,7 +226,7 @@ def build_route_table(
 
     ``variants`` are the checkpoint's variants; the policy can derive more. ``mixable`` are groups of variants
     whose layers one plan can mix, where a derived variant counts as its source; None: all can be mixed.
-    ``nested`` is that of :class:`RouteTable`.
+    ``nested`` is that of :class:`RouteTable`. ``head`` is the precision of the lm_head; None: the policy's.
 
     Raises :class:`FlexQuantError` for a variant that does not exist, a layer that the model does not have or
     that is named twice, and a plan with layers of variants in different groups of ``mixable``.
@@ -236,7 +242,7 @@ def build_route_table(
         phase: [Interval(*row) for row in match_rules(policy, plans, phase, max_tokens, tokens_per_sequence)]
         for phase in PHASES
     }
-    table = RouteTable(intervals, policy.derived, nested, tokens_per_sequence)
+    table = RouteTable(intervals, policy.derived, nested, tokens_per_sequence, head or policy.head)
     return table if max_decode_tokens is None else table.up_to(max_decode_tokens)
 
 

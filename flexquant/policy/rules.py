@@ -32,7 +32,7 @@ from flexquant.documents.yaml_document import (
 )
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.policy.pass_times import PassTimes
-from flexquant.policy.schema import SCHEMA, Bounds, Derivation, PolicySection, Rule
+from flexquant.policy.schema import SCHEMA, Bounds, Derivation, Head, PolicySection, Rule
 
 PACKAGE = "flexquant.policies"
 DEFAULT_POLICY = "phase-batch"
@@ -53,6 +53,8 @@ class Policy:
     rules: tuple[Rule, ...]
     derived: Mapping[str, Derivation]
     """Name -> derivation of a variant that is computed from a checkpoint's variant."""
+    head: Head
+    """Precision of the lm_head, in every plan."""
     measured: PassTimes | None
     """Times of the variants' passes on the machine on which the policy was tuned."""
     document: JsonObject
@@ -192,8 +194,16 @@ def _validate(document: Document, name: str) -> Policy:
     for variant in found.derive:
         if not any(variant in rule.variants for rule in found.rules):
             document.fail(("derive", variant), "is used by no rule; remove it, or use it in one")
-    rules = tuple(found.rules)
-    return Policy(name, found.description, rules, found.derive, found.measured, document.data, document.place)
+    return Policy(
+        name=name,
+        description=found.description,
+        rules=tuple(found.rules),
+        derived=found.derive,
+        head=found.head,
+        measured=found.measured,
+        document=document.data,
+        place=document.place,
+    )
 
 
 def _check_derivation(variant: str, how: Derivation, policy: PolicySection, document: Document) -> None:

@@ -37,6 +37,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 """Phases of passes: prompt chunks only, sequences in generation only, both."""
 Activations = Literal["int8", "fp8"]
 DerivedWeights = Literal["int4", "int8", "fp8"]
+Head = Literal["stored", "int8"]
 
 
 def parse_layers(text: str) -> tuple[int, int]:
@@ -217,6 +218,8 @@ class PolicySection(Section):
         says("give a mapping such as w4a8: {from: w4a16, activations: int8}"),
     ] = {}
     """Variants computed from a checkpoint's, while loading or (8-bit `weights`) in each pass, by name."""
+    head: Annotated[Head, says(f"give one of {', '.join(get_args(Head))}")] = "stored"
+    """Precision of the lm_head: as the checkpoint stores it, or INT8 with one scale a row."""
     measured: PassTimes | None = None
 
     @field_validator("rules")

@@ -26,6 +26,7 @@ from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Policy, choose_policy
+from flexquant.policy.schema import Head
 from flexquant.serving.derivable import check_derivable
 from flexquant.serving.messages import PolicyName, ServedPolicyData
 from flexquant.serving.refusals import has_one_head, refusals
@@ -48,6 +49,8 @@ class ServingOptions(BaseModel):
     """Name of a built-in policy or path of a YAML file; None: the checkpoint's, else the default."""
     kernels: dict[str, str] = Field({}, description="a mapping of variants to names of kernels, both strings")
     """Variant -> the kernel of its linears, by the beginning of vLLM's class name, such as ``humming``."""
+    head: Head | None = Field(None, description="stored or int8")
+    """Precision of the lm_head; None: the policy's."""
     trace: str | None = Field(None, description="a string")
     """File that receives one JSON line per forward pass (phase, tokens, plan ...); None: no trace."""
     trace_mib: int = Field(1024, ge=1, description="a whole number from 1 on")
@@ -167,6 +170,7 @@ def served_policy(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy)
         mixable=merged.mixable_groups,
         nested=merged.nested,
         tokens_per_sequence=tokens_per_sequence(vllm_config),
+        head=ServingOptions.from_vllm(vllm_config).head,
     )
     for variant, derivation in policy.derived.items():
         derives = f"{policy.place(('derive', variant))} derives '{variant}'"

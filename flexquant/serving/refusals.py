@@ -46,7 +46,7 @@ def refusals(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) 
     """Yield a sentence for each requested feature that is not supported, with what to do instead."""
     topics = (
         *(_of_model, _of_changes, _of_nesting, _of_vision, _of_adapters, _of_ranks, _of_speculation),
-        *(_of_batches, _of_graphs),
+        *(_of_batches, _of_graphs, _of_head),
     )
     return chain.from_iterable(topic(vllm_config, merged, routes) for topic in topics)
 
@@ -228,6 +228,16 @@ def _of_graphs(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
         )
     if graphs.has_full_cudagraphs() and not has_one_head(merged, routes):
         yield f"cudagraph_mode {graphs.name} for variants with different lm_heads (use PIECEWISE)"
+
+
+def _of_head(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
+    model = vllm_config.model_config
+    dtype = getattr(model, "head_dtype", model.dtype)  # vLLM 0.26 has it for poolers alone
+    if routes.head == "int8" and dtype != model.dtype:
+        yield (
+            f"an lm_head in INT8 that computes in {str(dtype).removeprefix('torch.')}, for which vLLM takes "
+            "16-bit weights alone (drop 'head_dtype' from --hf-overrides, or have 'head: stored')"
+        )
 
 
 def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:

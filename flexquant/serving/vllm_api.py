@@ -84,6 +84,9 @@ if TYPE_CHECKING:
     from vllm.model_executor.kernels.linear import init_int8_linear_kernel
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
+    # Goes when vLLM rounds a 16-bit lm_head to INT8.
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
     # Goes when vLLM tells how much memory its CPU kernels hold.
     from vllm._custom_ops import CPUDNNLGEMMHandler
 

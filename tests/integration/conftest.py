@@ -131,7 +131,7 @@ def every_plan_of(policies: list[str]) -> str:
     """Return the text of a policy under which an engine holds all plans of ``policies``.
 
     Each plan gets the passes of one token count, so an engine holds at most as many plans as a pass has
-    tokens.
+    tokens. The first policy says the precision of the lm_head.
     """
     documents = [read_policy(policy).document for policy in policies]
     uses: list[Any] = []
@@ -140,7 +140,8 @@ def every_plan_of(policies: list[str]) -> str:
             uses.append(rule["use"])
     rules = [{"when": {"tokens": {"max": i}}, "use": use} for i, use in enumerate(uses[:-1], 1)]
     derive = {name: how for document in documents for name, how in document.get("derive", {}).items()}
-    document = {"schema": documents[0]["schema"], "rules": [*rules, {"use": uses[-1]}]}
+    others = {key: documents[0][key] for key in ("schema", "head") if key in documents[0]}
+    document = {**others, "rules": [*rules, {"use": uses[-1]}]}
     return yaml.safe_dump(document | ({"derive": derive} if derive else {}))
 
 

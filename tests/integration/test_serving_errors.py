@@ -174,6 +174,7 @@ def written(policy: str, folder: Path) -> str:
         (flexquant(trace_mib=True), "'flexquant.trace_mib' is True; give a whole number from 1 on"),
         (flexquant(trace_mib=0), "'flexquant.trace_mib' is 0; give a whole number from 1 on"),
         (flexquant(trace_mib="1"), "'flexquant.trace_mib' is '1'; give a whole number from 1 on"),
+        (flexquant(head="fp8"), "'flexquant.head' is 'fp8'; give stored or int8"),
         (flexquant(kernels="humming"), "'flexquant.kernels' is 'humming'; give a mapping of variants"),
         (flexquant(kernels={"w4a8": "marlin"}), "is of 'w4a8', no variant; allowed: w8a8, w4a16"),
         ({"additional_config": {"flexquant": "phase"}}, "'phase'"),
@@ -195,6 +196,7 @@ def test_mistaken_options(merged, options, found):
         ({"prefill_context_parallel_size": 2}, "context parallel"),
         ({"offload_backend": "prefetch", "offload_group_size": 2}, "cpu-offload-gb"),
         ({"weight_transfer_config": {"backend": "nccl"}}, "drop --weight-transfer-config"),
+        ({"hf_overrides": {"head_dtype": "float32"}, **flexquant(head="int8")}, "drop 'head_dtype'"),
         ({"pipeline_parallel_size": 8}, "rank 0 none of the model's 4 decoder layers"),
     ],
 )

@@ -24,6 +24,7 @@ from tests.integration.conftest import engine
 from tests.integration.logprobs import distance
 from tests.integration.test_compile import SIZES, answers_by_number
 from tests.integration.two_ranks import engine_on, needs_two_cores, run, run_several
+from tests.policies import rules
 from tests.states import make_variants, merge_twins
 
 pytestmark = needs_two_cores
@@ -115,6 +116,16 @@ def test_each_rank_corrects_its_part_of_nested_weights(tiny_merged, tmp_path):
     in_int8, stock, in_int4 = (run(folder, RANKS, policy) for folder, policy in asked)
     for number, answers in in_int8.items():
         assert distance(answers, stock[number]) < 0.03 < distance(in_int4[number], stock[number])
+
+
+def test_each_rank_rounds_its_rows_of_the_head(folder, tmp_path):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(rules("- use: w8a8") + "head: int8\n")
+    with engine(folder / "merged", str(policy), **SIZES) as llm:
+        on_one = answers_by_number(llm)
+    on_two, stored = (run(folder / "merged", RANKS, name) for name in (str(policy), "w8a8"))
+    for number, answers in on_two.items():
+        assert distance(answers, on_one[number]) < 0.002 < distance(answers, stored[number])
 
 
 @pytest.mark.full

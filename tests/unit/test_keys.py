@@ -29,11 +29,11 @@ from flexquant.policy.schema import Derivation
 from flexquant.quantization.recipe import load_recipe
 from flexquant.quantization.report import variant_inputs
 from flexquant.quantization.source_model import read_source
-from flexquant.serving.kernels import trial
+from flexquant.serving.kernels import cpu_loops, trial
 from flexquant.serving.kernels.choice import _request
 from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import kernel_of_layer
-from flexquant.serving.worker.one_copy import cpu as one_copy
+from flexquant.serving.vllm_api import scalar_types
 from flexquant.serving.worker.plan_views import plan_key
 from flexquant.tuning.candidates import find_variants
 from flexquant.tuning.measure import Measurement
@@ -85,10 +85,10 @@ def test_compiled_code_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trials_of_kernels(is_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_layer = {"inputs": 256, "outputs": 128, "dtype": "bfloat16", "group_size": 64}
 
-    def key(sizes: Any = (1,), kernels: Any = ("m:A",), act_type: Any = None, **changed: Any) -> Any:
+    def key(sizes: Any = (1,), kernels: Any = ("m:A",), of_kernel: Any = None, **changed: Any) -> Any:
         linear = trial.new_layer({**of_layer, **changed}, TorchCPUInt4LinearKernel)
         kernel: Any = kernel_of_layer(linear)
-        kernel.config = replace(kernel.config, act_type=act_type)
+        kernel.config = replace(kernel.config, **(of_kernel or {}))
         with monkeypatch.context() as patch:
             patch.setattr(type(current_platform), "is_cpu", lambda _: is_cpu)
             return {**trial._circumstances(), **_request(linear, sizes, [*kernels])}
@@ -103,8 +103,9 @@ def test_trials_of_kernels(is_cpu: bool, tmp_path: Path, monkeypatch: pytest.Mon
         *[(f"{module}.__version__", "9.9"), (f"{module}.versions_of", lambda _: {"vllm": "9.9"})],
         *[("inputs", 512), ("outputs", 256), ("dtype", "float16"), ("group_size", 32), ("zero_points", True)],
         *[
-            ("act_type", torch.int8),
-            ("act_type", torch.float8_e4m3fn),
+            ("of_kernel", {"act_type": torch.int8}),
+            ("of_kernel", {"act_type": torch.float8_e4m3fn}),
+            ("of_kernel", {"weight_type": scalar_types.uint8b128}),
             ("sizes", (2,)),
             ("kernels", ("m:B",)),
         ],
@@ -112,15 +113,15 @@ def test_trials_of_kernels(is_cpu: bool, tmp_path: Path, monkeypatch: pytest.Mon
     assert_whole(key, changes, monkeypatch)
 
 
-def test_compiled_loops_of_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu.cpp").write_text("other loops")
     new = {
-        "SOURCE": tmp_path / "cpu.cpp",
+        "SOURCES": [tmp_path / "cpu.cpp"],
         "FLAGS": [],
         "cpu_identity": lambda: ["sse"],
         "torch.__version__": "",
     }
-    assert_whole(one_copy.loops_key, [(f"{one_copy.__name__}.{n}", v) for n, v in new.items()], monkeypatch)
+    assert_whole(cpu_loops.loops_key, [(f"{cpu_loops.__name__}.{n}", v) for n, v in new.items()], monkeypatch)
 
 
 def copied(folder: Path, to: Path) -> Path:

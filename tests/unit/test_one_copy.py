@@ -17,7 +17,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
-from flexquant.serving.kernels import trial
+from flexquant.serving.kernels import cpu_loops, trial
 from flexquant.serving.kernels.choice import possible_kernels
 from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel, provide_cpu_kernels
 from flexquant.serving.kernels.layers import kernel_of_layer
@@ -79,7 +79,7 @@ def test_zero_points_are_subtracted(kind: Any, tokens: int) -> None:
 def int8_weights(*arguments: Any) -> torch.Tensor:
     """Return the weights of all outputs, computed in slices where the loops are compiled."""
     outputs = arguments[1].shape[1]
-    parts = [range(64), range(64, outputs)] if one_copy.has_operators() else [range(outputs)]
+    parts = [range(64), range(64, outputs)] if one_copy.has_loops() else [range(outputs)]
     return torch.cat([one_copy._int8_weights(*arguments, part).clone() for part in parts], 1)
 
 
@@ -92,9 +92,9 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     kind: Any, outputs: int, group: int, zeros: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if compiled:
-        assert one_copy.has_operators()
+        assert one_copy.has_loops()
     else:
-        monkeypatch.setattr(one_copy, "has_operators", lambda: False)
+        monkeypatch.setattr(one_copy, "has_loops", lambda: False)
     kernel, linear, weight = made(kind, outputs, group, None, zeros)
     layout = cpu_layouts.layout_of(kind)
     packed, scale, zero = one_copy.CPUInt8Product(kernel, layout)._weights(linear)
@@ -128,7 +128,7 @@ def test_nested_weights_take_activations_with_zero_points(
     kind: Any, tokens: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr(one_copy, "has_operators", lambda: False)
+        monkeypatch.setattr(one_copy, "has_loops", lambda: False)
     outputs, layout = 128, cpu_layouts.layout_of(kind)
     kernel, linear, _ = made(kind, outputs, 32, None, zeros=True)
     product = one_copy.CPUInt8Product(kernel, layout)
@@ -210,7 +210,7 @@ def test_slices_for_amx_and_other_types_give_the_same_outputs(
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("bias", [None, torch.randn(96)], ids=["no bias", "bias"])
 def test_sums_are_scaled_without_the_zero_points(bias: torch.Tensor | None, zeros: bool) -> None:
-    assert one_copy.has_operators()
+    assert one_copy.has_loops()
     sums = torch.randint(-(1 << 30), 1 << 30, (5, 96), dtype=torch.int32)
     row, column = torch.rand(5, 1), torch.rand(96)
     middle, of_weights = torch.randint(-128, 128, (5, 1)).int(), torch.randint(-9999, 9999, (96,)).int()
@@ -221,7 +221,7 @@ def test_sums_are_scaled_without_the_zero_points(bias: torch.Tensor | None, zero
     assert torch.equal(out, exact if bias is None else exact + bias)
 
 
-LOADED = "from flexquant.serving.worker.one_copy.cpu import has_operators; print(has_operators())"
+LOADED = "from flexquant.serving.kernels.cpu_loops import has_loops; print(has_loops())"
 
 
 @pytest.mark.parametrize("compiler", ["false", "no such compiler"])
@@ -254,10 +254,10 @@ def test_loops_that_are_damaged_or_that_others_can_change_are_compiled_anew(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The compiler is a copy of what it has made before."""
-    assert one_copy.has_operators()
-    key = one_copy.digest_of(one_copy.loops_key())[:16]
-    (made,) = (Path(envs.VLLM_CACHE_ROOT) / "flexquant/one_copy").glob(f"{key}-*.so")
-    kept = tmp_path / "flexquant/one_copy" / made.name
+    assert cpu_loops.has_loops()
+    key = cpu_loops.digest_of(cpu_loops.loops_key())[:16]
+    (made,) = (Path(envs.VLLM_CACHE_ROOT) / "flexquant/loops").glob(f"{key}-*.so")
+    kept = tmp_path / "flexquant/loops" / made.name
     kept.parent.mkdir(parents=True, mode=0o700)
     shutil.copy2(made, kept)
     done: list[str] = []
@@ -269,7 +269,7 @@ def test_loops_that_are_damaged_or_that_others_can_change_are_compiled_anew(
 
     def start() -> list[str]:
         done.clear()
-        assert one_copy.has_operators.__wrapped__()
+        assert cpu_loops.has_loops.__wrapped__()
         return [*done]
 
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))

@@ -34,15 +34,18 @@ from flexquant.serving.kernels.cpu_kernels import (
     ZentorchW4A8LinearKernel,
     ZentorchW4A16LinearKernel,
 )
+from flexquant.serving.kernels.cpu_w8a16 import CPUW8A16LinearKernel
 from flexquant.serving.kernels.gpu_kernels import W4A8_KERNELS
 from flexquant.serving.kernels.layers import LinearKernel, exchange_kernel, kernel_of_layer
 from flexquant.serving.kernels.trial import LayerTrial, find_fastest
 from flexquant.serving.vllm_api import (
     CPUInt8ScaledMMLinearKernel,
     HummingLinearKernel,
+    LinearBase,
     MacheteLinearKernel,
     MarlinLinearKernel,
     MPLinearKernel,
+    VocabParallelEmbedding,
     get_current_vllm_config_or_none,
     scalar_types,
 )
@@ -106,7 +109,9 @@ def choose_kernels(
             if len(kinds) > 1 and _is_worth_a_trial(layer):
                 by_name = {f"{kind.__module__}:{kind.__name__}": kind for kind in kinds}
                 kinds_by_name |= by_name
-                request = _request(layer, sizes.get(name, DECODE_SIZES), list(by_name))
+                is_head = isinstance(layer, VocabParallelEmbedding)  # which computes one row a sequence
+                tokens = DECODE_SIZES if is_head else sizes.get(name, DECODE_SIZES)
+                request = _request(layer, tokens, list(by_name))
                 to_try.setdefault(digest_of(request), (request, []))[1].append(layer)
             elif kinds:
                 exchange_kernel(layer, kinds[0])
@@ -128,9 +133,10 @@ def _kinds_for(layer: Any) -> list[type[LinearKernel]]:
 
 
 def _readable(layer: Any, kinds: list[type[LinearKernel]]) -> list[type[LinearKernel]]:
-    """Return those of ``kinds`` that keep INT4 weights in a known layout."""
+    """Return the kernels among ``kinds`` that keep a linear's INT4 weights in a known layout."""
     kernel = kernel_of_layer(layer)
-    return readable_kinds(kernel, kinds) if isinstance(kernel, MPLinearKernel) else kinds
+    is_int4 = isinstance(kernel, MPLinearKernel) and kernel.config.weight_type.size_bits == 4
+    return readable_kinds(kernel, kinds) if is_int4 and isinstance(layer, LinearBase) else kinds
 
 
 def _only(
@@ -158,6 +164,7 @@ def _request(layer: Any, sizes: Sequence[int], kinds: list[str]) -> LayerTrial:
         "outputs": layer.output_size_per_partition,
         "dtype": str(layer.params_dtype).removeprefix("torch."),
         "group_size": getattr(config, "group_size", None),
+        "bits": getattr(getattr(config, "weight_type", None), "size_bits", 8),
         "zero_points": getattr(config, "zero_points", False),
         "activations": str(act_type).removeprefix("torch.") if act_type in EIGHT_BIT else None,
         "sizes": list(sizes),
@@ -168,13 +175,13 @@ def _request(layer: Any, sizes: Sequence[int], kinds: list[str]) -> LayerTrial:
 def _is_worth_a_trial(layer: Any) -> bool:
     """Whether a layer has many weights, of a scheme that a trial supports.
 
-    These are INT4, and INT8 per channel with activations quantised per token.
+    These are INT4 and INT8 in 16-bit activations, and INT8 per channel with activations quantised per token.
     """
     kernel = kernel_of_layer(layer)
     if kernel is None or layer.input_size_per_partition * layer.output_size_per_partition < FEWEST_WEIGHTS:
         return False
     if isinstance(kernel, MPLinearKernel):
-        return kernel.config.weight_type in (scalar_types.uint4b8, scalar_types.uint4)
+        return kernel.config.weight_type in (scalar_types.uint4b8, scalar_types.uint4, scalar_types.uint8b128)
     config = kernel.config
     return config.is_channelwise and config.input_symmetric and not config.is_static_input_scheme
 
@@ -192,9 +199,9 @@ def possible_kernels(kernel: LinearKernel) -> list[type[LinearKernel]]:
 
 
 def _for_gpu(kernel: LinearKernel) -> list[type[LinearKernel]]:
-    """Return vLLM's kernels for INT4 on this GPU, the layer's own first; the user's choice is left alone."""
+    """Return vLLM's kernels for quantised weights alone on this GPU, the layer's own first."""
     capability = current_platform.get_device_capability()
-    if not isinstance(kernel, MPLinearKernel) or kernel.config.weight_type.size_bits != 4 or not capability:
+    if not isinstance(kernel, MPLinearKernel) or not capability:
         return []
     vllm_config = get_current_vllm_config_or_none()
     is_named = vllm_config is not None and vllm_config.kernel_config.linear_backend != "auto"
@@ -217,7 +224,7 @@ def _for_cpu(kernel: LinearKernel) -> list[type[LinearKernel]]:
             # PyTorch's `_dyn_quant_matmul_4bit` is left out: on x86 it is 30 times slower than these.
             kinds.append(AMXW4A8LinearKernel if is_w4a8 else CPUW4A16LinearKernel)
         if not is_w4a8:
-            kinds.append(TorchCPUInt4LinearKernel)
+            kinds += [TorchCPUInt4LinearKernel, CPUW8A16LinearKernel]
     elif isinstance(kernel, CPUInt8ScaledMMLinearKernel) or type(kernel).__name__ == ZENTORCH_INT8:
         kinds = [REPLACED.get("CPUInt8ScaledMMLinearKernel", CPUInt8ScaledMMLinearKernel)]
         if has_zentorch():

@@ -27,6 +27,8 @@ import torch
 from vllm.platforms import PlatformEnum, current_platform
 
 from flexquant.errors import FlexQuantError
+from flexquant.serving.kernels.cpu_loops import thread_memory
+from flexquant.serving.kernels.cpu_w8a16 import CPUW8A16LinearKernel
 from flexquant.serving.vllm_api import (
     CPUInt8ScaledMMLinearKernel,
     CPUWNA16LinearKernel,
@@ -298,15 +300,6 @@ def rotation_on_cpu() -> Callable[..., torch.Tensor]:
     return forward
 
 
-def thread_memory(kept: threading.local, numbers: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return this thread's ``memory``, of at least ``numbers``: two threads may multiply at once."""
-    memory: torch.Tensor | None = getattr(kept, "memory", None)
-    if memory is None or memory.numel() < numbers:
-        with torch.inference_mode(False):  # made inside that mode, it could not be written to outside of it
-            memory = kept.memory = torch.empty(numbers, dtype=dtype)
-    return memory
-
-
 @functools.cache
 def provide_cpu_kernels() -> None:
     """Provide W4A16 and W8A8 kernels, in this process, on a CPU for which vLLM's own are missing or wrong."""
@@ -319,6 +312,8 @@ def provide_cpu_kernels() -> None:
     # vLLM's HadamardTransform (0.26 and 0.32) calls an operator for GPUs, or a product that only linears have
     # on a CPU. Delete this once the oldest supported vLLM rotates on CPUs.
     HadamardTransform.forward = rotation_on_cpu()  # type: ignore[method-assign]
+    # vLLM (0.26 and 0.32) has no kernel for INT8 weights alone on CPUs. Delete this once the oldest has one.
+    register_linear_kernel(CPUW8A16LinearKernel, PlatformEnum.CPU, "mp")
     if platform.machine() not in ("x86_64", "AMD64"):
         return
     # vLLM's CPUInt8ScaledMMLinearKernel (0.26 and 0.32) passes s8 x s8 to oneDNN, which saturates without

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -15,6 +16,7 @@ from flexquant.serving.vllm_api import (
     MPLinearKernel,
     ScaledMMLinearKernel,
     UnquantizedFusedMoEMethod,
+    VocabParallelEmbedding,
 )
 
 LinearKernel = MPLinearKernel | ScaledMMLinearKernel
@@ -58,13 +60,22 @@ def kernel_name(layer: LinearBase) -> str:
     return type(kernel).__name__ if kernel else f"{type(layer.quant_method).__name__} (16 bit)"
 
 
+def linears(model: nn.Module) -> dict[str, Any]:
+    """Return module name -> linear layer of a model, in order, with lm_heads that have a quantised kernel."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, LinearBase)
+        or (isinstance(module, VocabParallelEmbedding) and kernel_of_layer(module) is not None)
+    }
+
+
 def kernel_classes(model: nn.Module) -> dict[str, list[str]]:
     """Return name of a linear layer -> name of its kernel, and the classes of its method and its kernel."""
     found = {}
-    for path, layer in model.named_modules():
-        if isinstance(layer, LinearBase):
-            classes = (type(layer.quant_method), type(kernel_of_layer(layer)))
-            found[path] = [kernel_name(layer), *(f"{of.__module__}.{of.__qualname__}" for of in classes)]
+    for path, layer in linears(model).items():
+        classes = (type(layer.quant_method), type(kernel_of_layer(layer)))
+        found[path] = [kernel_name(layer), *(f"{of.__module__}.{of.__qualname__}" for of in classes)]
     return found
 
 
@@ -81,8 +92,10 @@ def linear_sizes(layer: LinearBase) -> tuple[int, int]:
 
 def kernel_names(model: nn.Module) -> list[str]:
     """Return the names of all kernels of a model's linear and expert layers, in alphabetical order."""
-    linears = {kernel_name(module) for module in model.modules() if isinstance(module, LinearBase)}
-    return sorted(linears | {experts_kernel_name(layer) for layer in expert_layers(model)})
+    return sorted(
+        {*map(kernel_name, linears(model).values())}
+        | {experts_kernel_name(layer) for layer in expert_layers(model)}
+    )
 
 
 def expert_layers(model: nn.Module) -> list[MoERunner]:

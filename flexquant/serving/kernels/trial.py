@@ -75,7 +75,9 @@ class Layer(TypedDict):
     dtype: str
     """Of the activations in the model: ``bfloat16`` or ``float16``."""
     group_size: int | None
-    """Of INT4 weights, -1 for one scale a channel; None for INT8."""
+    """Of weights beside 16-bit activations, -1 for one scale a channel; None for W8A8."""
+    bits: NotRequired[int]
+    """Of a weight; by default 4 beside 16-bit activations, else 8."""
     zero_points: NotRequired[bool]
     activations: NotRequired[str | None]
     """The dtype of 8-bit activations before INT4 weights; None for others."""
@@ -197,7 +199,7 @@ def measure(layer: LayerTrial) -> dict[str, dict[int, float]]:
     A kernel that cannot be prepared or does not run is left out.
     """
     device = "cpu" if current_platform.is_cpu() else "cuda"
-    nbytes = layer["inputs"] * layer["outputs"] // (1 if layer["group_size"] is None else 2)
+    nbytes = layer["inputs"] * layer["outputs"] * bits_of(layer) // 8
     copies = min(MAX_COPIES, max(2, math.ceil(COLD_BYTES[device] / nbytes)))
     dtype = getattr(torch, layer["dtype"])
     x = torch.randn(max(layer["sizes"]), layer["inputs"], dtype=dtype, device=device)
@@ -279,15 +281,15 @@ def _kind(name: str) -> type[Any]:
 def new_layer(layer: Layer, kind: type[Any]) -> ReplicatedLinear:
     """Return vLLM's linear with random weights and a kernel of ``kind``, which has not laid them out yet."""
     dtype, group = getattr(torch, layer["dtype"]), layer["group_size"]
-    is_int4 = group is not None
-    weights = {"num_bits": 4 if is_int4 else 8, "type": "int", "symmetric": not layer.get("zero_points")}
+    weight_only = group is not None
+    weights = {"num_bits": bits_of(layer), "type": "int", "symmetric": not layer.get("zero_points")}
     if group is not None and group > 0:
         weights |= {"strategy": "group", "group_size": group}
     else:
         weights["strategy"] = "channel"
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None if is_int4 else inputs}
-    form = "pack-quantized" if is_int4 else "int-quantized"
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None if weight_only else inputs}
+    form = "pack-quantized" if weight_only else "int-quantized"
     section = {"format": form, "config_groups": {"linears": scheme}, "ignore": []}
     config = get_quantization_config("compressed-tensors").from_config(section)
     has_config = get_current_vllm_config_or_none() is not None
@@ -316,6 +318,11 @@ def new_layer(layer: Layer, kind: type[Any]) -> ReplicatedLinear:
         elif weight.dtype in (torch.int8, torch.int32):
             weight.data.random_(-127, 128) if weight.dtype == torch.int8 else weight.data.random_()
     return linear
+
+
+def bits_of(layer: Layer) -> int:
+    """Return the bits of a weight."""
+    return layer.get("bits", 8 if layer["group_size"] is None else 4)
 
 
 def have_ranks() -> None:

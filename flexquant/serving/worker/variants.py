@@ -43,6 +43,7 @@ from flexquant.serving.vllm_api import (
     VocabParallelEmbedding,
     initialize_model,
 )
+from flexquant.serving.worker.int8_head import hold_heads_in_int8
 from flexquant.serving.worker.layers_by_name import (
     base_class,
     check_precision,
@@ -132,6 +133,8 @@ def build_variants(
         if variants:
             share_modules(name, variant, variants, registered, real_context, merged, routes)
         variants[name] = variant
+    if routes.head == "int8":
+        hold_heads_in_int8(variants.values())
     computed = [name for name in names if name not in variants]
     read_again = {routes.source(name) for name in computed} | {*routes.nested.values()}
     named = ServingOptions.from_vllm(vllm_config).kernels

@@ -148,6 +148,11 @@ def problems(model: FlexQuantForCausalLM, after: ServedPolicy) -> Iterator[str]:
                 f"derives {name} otherwise than the policy that the server was started with; derive it "
                 "in the same way, or start a server with this policy"
             )
+    if after.routes.head != model.first_routes.head:
+        yield (
+            f"has 'head: {after.routes.head}', but the server was started with "
+            f"'head: {model.first_routes.head}'; start a server with this policy"
+        )
     plans = model.plans
     unknown = [plan.name for plan in after.routes.plans if plan.name not in plans]
     if unknown and any(is_compiled(plan.get_submodule(decoder_path(plan))) for plan in plans.values()):

@@ -4,39 +4,27 @@
 
 Each call goes over a layer's outputs in slices, whose INT8 weights it writes into memory that all layers of a
 thread share. With AMX it writes them as vLLM's product for W8A8 keeps them, and calls that. Elsewhere it has
-oneDNN multiply (``torch._int_mm``), and scales the sums. The loops around the products are cpu.cpp, which
-PyTorch compiles once for a machine; without a compiler, PyTorch's operators do the same for all outputs at
-once, but far more slowly.
+oneDNN multiply (``torch._int_mm``), and scales the sums. The loops around the products are int4_to_int8.cpp
+(:mod:`flexquant.serving.kernels.cpu_loops`); without a compiler, PyTorch's operators do the same for all
+outputs at once, but far more slowly.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 
 import torch
-from vllm.logger import init_logger
 
-from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.nested import unpack_nibbles
-from flexquant.documents.results import digest_of, hash_file
-from flexquant.errors import said_by
-from flexquant.serving.kernels import cpu_identity
 from flexquant.serving.kernels.cpu_kernels import (
     TorchCPUInt4LinearKernel,
     exact_int8_linear,
-    thread_memory,
 )
+from flexquant.serving.kernels.cpu_loops import has_loops, thread_memory
 from flexquant.serving.vllm_api import (
     MPLinearKernel,
-    envs,
     scalar_types,
     unpack_quantized_values_into_int32,
 )
@@ -53,9 +41,6 @@ from flexquant.serving.worker.one_copy.operands import (
     NestedWeights,
 )
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-# A multiplication and an addition round twice, as PyTorch's operators do, whatever the CPU.
-FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 ZERO = 8.0
 """Value of a symmetric INT4 weight that stands for 0."""
 WEIGHTS, SUMS = 1 << 22, 1 << 22
@@ -67,9 +52,8 @@ AMX_TYPES = (torch.bfloat16, torch.float16)
 MULTIPLE = 64
 """Outputs of which slices have multiples; blocks have parts of it."""
 NESTED = (COLUMN, DIFFERENCE, PLACES, EXCEPTIONS)
-"""The buffers of nested weights, in the order in which cpu.cpp takes them."""
+"""The buffers of nested weights, in the order in which int4_to_int8.cpp takes them."""
 
-logger = init_logger("vllm.flexquant.cpu")
 _weights, _sums = threading.local(), threading.local()
 _library = torch.library.Library("flexquant", "FRAGMENT")
 _library.define(
@@ -168,7 +152,7 @@ def channel_scales(
 
 def slices(tokens: int, inputs: int, outputs: int) -> list[range]:
     """Return the parts of a layer's outputs that are computed one after another."""
-    if not has_operators():
+    if not has_loops():
         return [range(outputs)]
     most = min(WEIGHTS // inputs, SUMS // max(1, tokens))
     step = max(MULTIPLE, most // MULTIPLE * MULTIPLE)
@@ -206,7 +190,7 @@ def one_copy_linear(
         weights = _int8_weights(packed, scale, zero, row, nested, inputs, layout, part)
         zeros = None if middle is None or weight_sums is None else (middle, weight_sums[here])
         of_outputs = channel_scale[here], None if bias is None else bias[here]
-        if has_operators() and int8_product_is_exact():
+        if has_loops() and int8_product_is_exact():
             sums = thread_memory(_sums, tokens * len(part), torch.int32)
             sums = sums[: tokens * len(part)].view(tokens, len(part))
             torch._int_mm(quantized, weights, out=sums)
@@ -245,81 +229,6 @@ def _output_shape(x: torch.Tensor, packed: object, scale: torch.Tensor, *_: obje
     return x.new_empty((x.shape[0], scale.shape[1]))
 
 
-def loops_key() -> JsonObject:
-    """Return what the compiled loops depend on."""
-    source = SOURCE.read_text(encoding="utf-8")
-    return {"source": source, "flags": FLAGS, "torch": torch.__version__, "cpu": cpu_identity()}
-
-
-@functools.cache
-def has_operators() -> bool:
-    """Whether cpu.cpp is compiled, which is done now if it was not done before on such a machine."""
-    folder, key = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "one_copy", digest_of(loops_key())[:16]
-    path = os.environ.get("PATH", "")
-    # PyTorch looks for ninja, which vLLM brings, also where the environment is not activated.
-    os.environ["PATH"] = os.pathsep.join([path, str(Path(sys.executable).parent)])
-    try:
-        if not _load_kept(folder, key):
-            _compile(folder, key)
-    except (OSError, RuntimeError, ImportError, subprocess.SubprocessError) as e:
-        logger.warning(
-            "FlexQuant computes INT8 weights slowly, as its loops could not be compiled (%s); install g++ "
-            "and ninja",
-            said_by(e),
-        )
-        return False
-    finally:
-        os.environ["PATH"] = path
-    return True
-
-
-def _load_kept(folder: Path, key: str) -> bool:
-    """Load the loops that an earlier start has compiled; False if there are none that can be trusted."""
-    for library in folder.glob(f"{key}-*.so"):
-        try:
-            if not (_is_only_ours(folder) and _is_only_ours(library)):
-                raise OSError("users other than this one and root can change it")
-            if library.stem != f"{key}-{hash_file(library)}":
-                raise OSError("it is damaged")
-            torch.ops.load_library(library)
-            return True
-        except OSError as e:
-            logger.warning("FlexQuant compiles its loops again, and does not load %s: %s", library, e)
-    return False
-
-
-def _compile(folder: Path, key: str) -> None:
-    """Compile the loops, load them, and keep them in ``folder`` if no other user can write there."""
-    from torch.utils.cpp_extension import load
-
-    is_kept = False
-    with suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        is_kept = _is_only_ours(folder) and os.access(folder, os.W_OK)
-    if not is_kept:
-        logger.warning(
-            "FlexQuant compiles its loops at every start, as other users can write to %s or this one cannot; "
-            "make it a folder that this user alone can write to",
-            folder,
-        )
-    # A folder of this process's own: PyTorch's lock in it would outlive a process that is killed.
-    with tempfile.TemporaryDirectory(dir=folder if is_kept else None) as build:
-        load("one_copy", [str(SOURCE)], extra_cflags=FLAGS, build_directory=build, is_python_module=False)
-        if is_kept:
-            library = next(Path(build).glob("*.so"))
-            library.chmod(0o755)
-            kept = folder / f"{key}-{hash_file(library)}.so"
-            for refused in {*folder.glob(f"{key}-*.so")} - {kept}:
-                refused.unlink(missing_ok=True)
-            os.replace(library, kept)
-
-
-def _is_only_ours(path: Path) -> bool:
-    """Whether no user but this one and root can write a file or a folder."""
-    found = path.stat()
-    return found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022
-
-
 @functools.cache
 def has_amx_product() -> bool:
     """Whether vLLM has its INT8 product for AMX here, with weights as ``int4_to_amx`` writes them."""
@@ -331,7 +240,7 @@ def has_amx_product() -> bool:
         sums = (128 * weight.sum(1, dtype=torch.int32)).view(torch.int8).view(2, -1)
         expected = torch.cat([in_fours, sums], 1).view(64, 36)
         is_as_expected = torch.equal(torch.ops._C.convert_weight_packed(weight), expected)
-    return is_as_expected and has_operators() and _has_loops_for_amx()
+    return is_as_expected and has_loops() and _has_loops_for_amx()
 
 
 def _has_loops_for_amx() -> bool:
@@ -366,13 +275,13 @@ def _int8_weights(
     layout: Layout,
     part: range,
 ) -> torch.Tensor:
-    """Return (value - zero) * (scale * row), or nested weights, as cpu.cpp describes them.
+    """Return (value - zero) * (scale * row), or nested weights, as int4_to_int8.cpp describes them.
 
     They are a slice's, int8 [inputs, some outputs]; the thread's next call writes over them.
     """
     (groups, outputs), some = scale.shape, len(part)
     out = thread_memory(_weights, inputs * some, torch.int8)[: inputs * some].view(inputs, some)
-    if has_operators():
+    if has_loops():
         torch.ops.flexquant_one_copy.int4_to_int8(
             packed, scale, zero, row, nested, layout.block, layout.in_halves, part.start, out
         )
