@@ -135,8 +135,9 @@ def _kinds_for(layer: Any) -> list[type[LinearKernel]]:
 def _readable(layer: Any, kinds: list[type[LinearKernel]]) -> list[type[LinearKernel]]:
     """Return the kernels among ``kinds`` that keep a linear's INT4 weights in a known layout."""
     kernel = kernel_of_layer(layer)
-    is_int4 = isinstance(kernel, MPLinearKernel) and kernel.config.weight_type.size_bits == 4
-    return readable_kinds(kernel, kinds) if is_int4 and isinstance(layer, LinearBase) else kinds
+    if not isinstance(kernel, MPLinearKernel) or kernel.config.weight_type.size_bits != 4:
+        return kinds
+    return readable_kinds(kernel, kinds) if isinstance(layer, LinearBase) else kinds
 
 
 def _only(

@@ -50,7 +50,8 @@ def hold_heads_in_int8(models: Iterable[nn.Module]) -> None:
     for model in models:
         for head in multiplied(model):
             if isinstance(head.quant_method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod):
-                tied = [m for m in model.modules() if getattr(m, "weight", None) is head.weight]
+                embeddings = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
+                tied = [m for m in embeddings if m.get_parameter("weight") is head.get_parameter("weight")]
                 method = Int8HeadMethod(head, tied)
                 for module in method.served:
                     module.quant_method = method
@@ -109,8 +110,9 @@ class Int8HeadMethod(QuantizeMethodBase):
             scale = (exact.abs().amax(1, keepdim=True) / 127).to(head.params_dtype)
             scale = torch.where(scale > 0, scale, 1.0)
             rounded = (exact / scale.float()).round_().clamp_(-127, 127).to(torch.int8)
-            head.weight_packed.data[here] = rounded.view(torch.uint8).bitwise_xor(128).view(torch.int32)
-            head.weight_scale.data[here] = scale
+            packed = rounded.view(torch.uint8).bitwise_xor(128).view(torch.int32)
+            head.get_parameter("weight_packed").data[here] = packed
+            head.get_parameter("weight_scale").data[here] = scale
         self.kernel.process_weights_after_loading(head)
 
     def exchange_weights(self, layer: nn.Module) -> torch.Tensor | None:
@@ -121,7 +123,7 @@ class Int8HeadMethod(QuantizeMethodBase):
         head = self._head
         if layer is not head:
             return None
-        weight = head.weight.data
+        weight = head.get_parameter("weight").data
         self._create_int8_weights(head, weight.device)
         if not self._keeps_16_bit:
             for module in self.served:
@@ -137,4 +139,4 @@ class Int8HeadMethod(QuantizeMethodBase):
         """Return the rows [..., inputs] of the tokens ``input_`` [...]."""
         if isinstance(self.kernel, CPUW8A16LinearKernel):
             return self.kernel.rows(self._head, input_).to(self._head.params_dtype)
-        return nn.functional.embedding(input_, self._head.weight)
+        return nn.functional.embedding(input_, self._head.get_parameter("weight"))
