@@ -135,10 +135,11 @@ def with_heads_ignored(
     section: JsonObject, config: JsonObject, tensors: Mapping[str, TensorRef]
 ) -> JsonObject:
     """Return a ``quantization_config`` that also ignores the linears of heads in 16 bit by vLLM's names."""
-    heads, ignored = HEADS.get(config["architectures"][0]), [*(section.get("ignore") or ())]
+    heads, stated = HEADS.get(config["architectures"][0]), section.get("ignore") or []
     before = heads.layer.partition("{")[0] if heads and heads.looked_for else None
-    if heads is None or before is None or not section.get("config_groups"):
+    if heads is None or before is None or not section.get("config_groups") or not isinstance(stated, list):
         return section
+    ignored = [*stated]
     for name, ref in tensors.items():
         i, _, module = name.removeprefix(before).removesuffix(".weight").partition(".")
         is_linear = name.startswith(before) and name.endswith("_proj.weight") and ref.dtype in FLOAT_DTYPES

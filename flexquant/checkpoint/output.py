@@ -186,7 +186,7 @@ def read_earlier(
         recorded, content = read(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise error(f"{file} {foreign.format(repr(e))}") from e
     if different := different_keys(inputs, recorded):
         raise error(f"{file} {other.format(', '.join(different))}")

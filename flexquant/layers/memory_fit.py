@@ -89,7 +89,7 @@ class PlanLosses:
             found = {key: document[key] for key in ("schema", "layers", "files")}
             variants = [*document["variants"]]
             self._means = {plan: fmean(rows) for plan, rows in document["kl"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise UsageError(f"{file} cannot be read ({e!r}); {ADVICE}") from e
         if found != {"schema": SENSITIVITY, "layers": num_layers, "files": dict(files)}:
             raise UsageError(f"{file} is of another checkpoint, or by another release; {ADVICE}")

@@ -293,12 +293,12 @@ def test_a_scale_that_both_had_is_stored_once_for_each(tmp_path):
 
 
 def test_verify_tells_of_a_tensor_under_two_prefixes(merged):
-    checkpoint, norm = MergedCheckpoint.open(merged), "model.norm.weight"
-    file = checkpoint.tensors[f"w8a8.{LINEAR}.weight_scale"].file
-    again = load_tensor(checkpoint.tensors[f"shared.{norm}"])
-    save_file(load_file(file) | {f"w8a8.{norm}": again}, file, metadata={"format": "pt"})
+    scale = f"{LINEAR}.weight_scale"
+    ref = MergedCheckpoint.open(merged).tensors[f"w8a8.{scale}"]
+    twice = load_file(ref.file) | {f"shared.{scale}": load_tensor(ref)}
+    save_file(twice, ref.file, metadata={"format": "pt"})
     (merged / "model.safetensors.index.json").unlink()
-    with pytest.raises(FlexQuantError, match=f"has 'w8a8.{norm}' among the shared tensors too; merge it"):
+    with pytest.raises(FlexQuantError, match=f"has 'w4a16.{scale}' among the shared tensors too; merge it"):
         verify_checkpoint(merged)
 
 
