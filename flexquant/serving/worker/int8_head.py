@@ -50,8 +50,9 @@ def hold_heads_in_int8(models: Iterable[nn.Module]) -> None:
     for model in models:
         for head in multiplied(model):
             if isinstance(head.quant_method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod):
+                weight = head.get_parameter("weight")
                 embeddings = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
-                tied = [m for m in embeddings if m.get_parameter("weight") is head.get_parameter("weight")]
+                tied = [module for module in embeddings if getattr(module, "weight", None) is weight]
                 method = Int8HeadMethod(head, tied)
                 for module in method.served:
                     module.quant_method = method
