@@ -98,8 +98,8 @@ def make_schedule(
             )
             plans = routes.lookup("prefill", prompts), routes.lookup("decode", batch_size)
             intervals = [*routes.intervals("prefill"), *routes.intervals("decode")]
-            key = tuple(intervals), _derivations(policy, (row.plan for row in intervals))
-            passes = plans, _derivations(policy, plans)
+            key = routes.head, tuple(intervals), _derivations(policy, (row.plan for row in intervals))
+            passes = routes.head, plans, _derivations(policy, plans)
             runs.append(
                 PolicyRun(
                     name,

@@ -82,6 +82,12 @@ def test_derivations_under_one_name_are_told_apart(subject, tmp_path):
     assert runs["b.yaml", 8].same_as == ("b.yaml", 4)
 
 
+def test_heads_in_two_precisions_are_told_apart(subject, tmp_path):
+    (tmp_path / "int8.yaml").write_text(rules("- use: w8a8") + "head: int8\n")
+    runs = schedule(subject, ["w8a8", str(tmp_path / "int8.yaml")], questions_tokens=100)
+    assert all(run.needs_engine for run in runs.values() if run.batch_size == 4)
+
+
 # candidates
 
 
