@@ -156,6 +156,8 @@ class _Linear:
         if len(self.weight.shape) != 2 or not all(self.weight.shape):
             return f"has a weight of shape {list(self.weight.shape)}, expected a matrix; quantise it again"
         form = self.schemes.format_of(scheme)
+        if form == PACKED and not self.weight.name.endswith(PACKED_SUFFIX):
+            return f"is stored as 'weight', and the format {form!r} has 'weight_packed'; quantise it again"
         has_known_shapes = is_readable(scheme.weights, form)
         if has_known_shapes and (problem := shape_problem(scheme.weights, self.weight, self.parameters.get)):
             return f"{problem}; quantise it again"

@@ -170,9 +170,9 @@ def test_a_smoothed_variant_is_refused(smooth: Any, tmp_path: Path) -> None:
                 pass
 
     assert_refused("LoRA for variants whose layers take scaled inputs .*w4a16 against w8a8")
-    if smooth is smooth_norm:  # the norms show the smoothing too, where merging has recorded nothing
+    if smooth is smooth_norm:  # the norms show the smoothing too, where the record does not
         with edited_json(tmp_path / "merged" / "config.json") as config:
-            del config["quantization_config"]["rescaled"]
+            config["quantization_config"]["rescaled"] = []
         norm = "model.layers.1.input_layernorm.weight"
         assert_refused(f"'w8a8' and 'w4a16' .* {norm}: one of them is smoothed")
 
