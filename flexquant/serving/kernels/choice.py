@@ -190,8 +190,8 @@ def _is_worth_a_trial(layer: Any) -> bool:
 def possible_kernels(kernel: LinearKernel) -> list[type[LinearKernel]]:
     """Return the kernels that can replace ``kernel`` on this device in the same precision, vLLM's first.
 
-    The list is empty for W4A8 if only the stand-in for CPUs is available. On GPUs it is empty for other
-    schemes than INT4: for INT8 vLLM has CUTLASS's kernel, and Humming's, which keeps activations in 16 bit.
+    The list is empty for W4A8 if only the stand-in for CPUs is available. On GPUs it is empty for W8A8, for
+    which vLLM has CUTLASS's kernel, and Humming's, which keeps activations in 16 bit.
     """
     kinds = _for_cpu(kernel) if current_platform.is_cpu() else _for_gpu(kernel)
     disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
