@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from vllm.logger import init_logger
 
-from flexquant.errors import FlexQuantError
+from flexquant.errors import FlexQuantError, said_by
 from flexquant.serving.kernels.cpu_w8a16 import CPUW8A16LinearKernel
 from flexquant.serving.vllm_api import (
     CompressedTensorsWNA16,
@@ -92,7 +92,7 @@ class Int8HeadMethod(QuantizeMethodBase):
         except ValueError as e:
             raise FlexQuantError(
                 f"no kernel holds the lm_head of {head.input_size} inputs and {head.output_size} outputs in "
-                f"INT8 here ({' '.join(str(e).split())}); have 'head: stored'"
+                f"INT8 here ({said_by(e)}); have 'head: stored'"
             ) from e
         del module.weight_shape  # which vLLM does not read
         self.__dict__.setdefault("kernel", scheme.kernel)
