@@ -159,7 +159,7 @@ void widen(const at::Tensor& weight, at::Tensor out) {
 
 }  // namespace
 
-TORCH_LIBRARY(flexquant_few_tokens, m) {
+TORCH_LIBRARY(flexquant_w8a16, m) {
   m.def("multiply(Tensor x, Tensor weight, Tensor scale) -> Tensor", torch::dispatch(c10::DispatchKey::CPU, few_tokens));
 #ifdef __AVX512BF16__
   m.def("multiply_many(Tensor x, Tensor weight, Tensor scale) -> Tensor", torch::dispatch(c10::DispatchKey::CPU, many_tokens));
