@@ -16,7 +16,8 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes
 from flexquant.doctor import Finding
-from flexquant.serving.kernels.cpu_kernels import REPLACED, TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.cpu_kernels import REPLACED
 from flexquant.serving.kernels.layers import (
     LinearKernel,
     expert_layers,

@@ -39,7 +39,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # same kernel: only test_cpu_precisions.py chooses kernels by their speed.
 os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
 if "avx512f" in Path("/proc/cpuinfo").read_text():
-    os.environ.setdefault("VLLM_DISABLED_KERNELS", "TorchCPUInt4LinearKernel")
+    os.environ.setdefault("VLLM_DISABLED_KERNELS", "TorchCPUInt4LinearKernel,FlexQuantCPUInt4LinearKernel")
 
 
 @pytest.hookimpl(optionalhook=True)

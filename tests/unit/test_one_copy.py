@@ -19,7 +19,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 
 from flexquant.serving.kernels import cpu_loops, trial
 from flexquant.serving.kernels.choice import possible_kernels
-from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel, provide_cpu_kernels
+from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 from flexquant.serving.kernels.layers import kernel_of_layer
 from flexquant.serving.vllm_api import _custom_ops as ops
 from flexquant.serving.vllm_api import envs
@@ -65,15 +66,21 @@ def kinds() -> list[Any]:
     return [kind for kind in possible_kernels(kernel) if cpu_layouts.layout_of(kind) is not None]
 
 
-@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("tokens", [0, 1, 6, 7, 70])
+@pytest.mark.parametrize("group, zeros", [(32, True), (64, False), (128, True), (256, False)])
 @pytest.mark.parametrize("kind", kinds())
-def test_zero_points_are_subtracted(kind: Any, tokens: int) -> None:
-    """The INT4 kernels themselves, with 16-bit activations."""
-    kernel, linear, weight = made(kind, outputs=128, group=32, zeros=True)
+def test_the_int4_kernels_multiply_by_the_stored_weights(
+    kind: Any, group: int, zeros: bool, tokens: int
+) -> None:
+    """Some round weights to 16 bit; PyTorch's and FlexQuant's round only their sums."""
+    kernel, linear, weight = made(kind, 128, group, None, zeros)
     x = torch.randn(tokens, INPUTS, dtype=torch.bfloat16)
     expected = x.double() @ weight.t()
     found = kernel.apply_weights(linear, x, None).double()
-    assert (found - expected).norm() < 0.01 * expected.norm()
+    assert found.shape == expected.shape and (found - expected).norm() <= 0.01 * expected.norm()
+    if issubclass(kind, TorchCPUInt4LinearKernel) and not zeros:  # zero points times scales are bfloat16
+        smallest = 1e-5 * (x.double().abs() @ weight.abs().t())
+        assert ((found - expected).abs() <= 2**-8 * expected.abs() + smallest).all()
 
 
 def int8_weights(*arguments: Any) -> torch.Tensor:

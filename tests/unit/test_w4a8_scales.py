@@ -17,10 +17,10 @@ from flexquant.merge import merge_checkpoints
 from flexquant.policy.schema import Derivation
 from flexquant.serving.derivable import check_derivable, layer_problem
 from flexquant.serving.kernels import trial
+from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.cpu_kernels import (
     AMXW4A8LinearKernel,
     CPUW4A16LinearKernel,
-    TorchCPUInt4LinearKernel,
     TorchCPUW4A8LinearKernel,
     provide_cpu_kernels,
 )

@@ -26,11 +26,11 @@ from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError, said_by
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.schema import PHASES
+from flexquant.serving.kernels.cpu_int4 import FlexQuantCPUInt4LinearKernel, TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.cpu_kernels import (
     REPLACED,
     AMXW4A8LinearKernel,
     CPUW4A16LinearKernel,
-    TorchCPUInt4LinearKernel,
     ZentorchW4A8LinearKernel,
     ZentorchW4A16LinearKernel,
 )
@@ -225,7 +225,7 @@ def _for_cpu(kernel: LinearKernel) -> list[type[LinearKernel]]:
             # PyTorch's `_dyn_quant_matmul_4bit` is left out: on x86 it is 30 times slower than these.
             kinds.append(AMXW4A8LinearKernel if is_w4a8 else CPUW4A16LinearKernel)
         if not is_w4a8:
-            kinds += [TorchCPUInt4LinearKernel, CPUW8A16LinearKernel]
+            kinds += [FlexQuantCPUInt4LinearKernel, TorchCPUInt4LinearKernel, CPUW8A16LinearKernel]
     elif isinstance(kernel, CPUInt8ScaledMMLinearKernel) or type(kernel).__name__ == ZENTORCH_INT8:
         kinds = [REPLACED.get("CPUInt8ScaledMMLinearKernel", CPUInt8ScaledMMLinearKernel)]
         if has_zentorch():

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Provide linear kernels for CPUs where vLLM's own are missing, wrong, or of another precision.
 
-- INT4 with 16-bit activations, by PyTorch's own operator, and a stand-in for W4A8.
+- A stand-in for W4A8.
 - vLLM's INT4 kernels for CPUs with AVX512, its own and AMD's, each held to one precision. vLLM runs all
   W4A16 layers of a process as W4A8 if it has a kernel and ``VLLM_CPU_INT4_W4A8`` is not 0.
 - W8A8 for CPUs without VNNI. There oneDNN adds products of 8-bit pairs in 16 bits (``vpmaddubsw``), which
@@ -27,31 +27,24 @@ import torch
 from vllm.platforms import PlatformEnum, current_platform
 
 from flexquant.errors import FlexQuantError
+from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.cpu_loops import thread_memory
 from flexquant.serving.kernels.cpu_w8a16 import CPUW8A16LinearKernel
 from flexquant.serving.vllm_api import (
     CPUInt8ScaledMMLinearKernel,
     CPUWNA16LinearKernel,
     HadamardTransform,
-    MPLinearKernel,
     MPLinearLayerConfig,
     ZentorchWNA16LinearKernel,
     envs,
     register_linear_kernel,
-    replace_parameter,
     scalar_types,
-    unpack_quantized_values_into_int32,
 )
 from flexquant.serving.vllm_api import _custom_ops as ops
 
 if TYPE_CHECKING:
     from flexquant.serving.kernels.layers import LinearKernel
 
-GROUP_SIZES = (32, 64, 128, 256)
-MIDDLE = 8
-"""Zero point of symmetric weights."""
-INNER_K_TILES = 2
-"""An argument that ATen's packing operator requires, and its CPU implementation ignores."""
 W4A16_IN = torch.float16
 """Dtype of activations for which vLLM has no W4A8 on a CPU; its W4A16 kernels accept any 16-bit dtype."""
 W4A8_IN = torch.bfloat16
@@ -65,61 +58,6 @@ REPLACED: dict[str, type[LinearKernel]] = {}
 _kept = threading.local()
 _operators = torch.library.Library("flexquant", "FRAGMENT")
 _operators.define("exact_int8_linear(Tensor x, Tensor x_scale, Tensor weight, Tensor scale) -> Tensor")
-
-
-class TorchCPUInt4LinearKernel(MPLinearKernel):
-    """Group-wise INT4 weights with 16- or 32-bit activations, by ``_weight_int4pack_mm_for_cpu``.
-
-    The operator is in ATen (``aten/src/ATen/native/cpu/int4mm_kernel.cpp``) with AVX2 and AVX512 code.
-    """
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return -1
-
-    @classmethod
-    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        in_features, out_features = c.partition_weight_shape
-        if c.weight_type != (scalar_types.uint4 if c.zero_points else scalar_types.uint4b8):
-            return False, f"only INT4 is supported, symmetric or with zero points, not {c.weight_type}"
-        if getattr(c, "has_g_idx", False):  # vLLM 0.26 has the field, 0.32 does not
-            return False, "activation ordering by group (g_idx) is not supported"
-        if c.group_size not in GROUP_SIZES or in_features % c.group_size:
-            return False, f"group size {c.group_size} is not one of {GROUP_SIZES} that divides {in_features}"
-        if out_features % 16:
-            return False, f"{out_features} output features are not a multiple of 16"
-        return True, None
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        packed, scale, zero, *_ = self._get_weight_params(layer)
-        # int32 [out, in/8] and [out, in/group]; GPTQ's, and AWQ's as vLLM rewrites them, are transposed.
-        dim = 0 if getattr(packed, "packed_dim", 1) == 0 else 1
-        q = unpack_quantized_values_into_int32(packed.data, self.config.weight_type, dim)
-        if dim == 0:
-            q, scale = q.t(), scale.t()
-        weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.contiguous(), INNER_K_TILES)
-        scale_and_zero = torch.zeros(*scale.t().shape, 2, dtype=scale.dtype)  # [in/group, out, 2]
-        scale_and_zero[..., 0] = scale.data.t()
-        if self.config.zero_points:
-            assert zero is not None
-            zero.data = (zero.data.t() if getattr(zero, "output_dim", 1) == 0 else zero.data).contiguous()
-            middle = unpack_quantized_values_into_int32(zero.data, self.config.weight_type, 1)
-            scale_and_zero[..., 1] = (MIDDLE - middle) * scale.data.t()  # ATen adds it to what is symmetric
-        for name, value in ((self.w_q_name, weight), (self.w_s_name, scale_and_zero)):
-            replace_parameter(layer, name, torch.nn.Parameter(value, requires_grad=False))
-
-    def apply_weights(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        out = self._multiply(layer, x.reshape(-1, x.shape[-1]))
-        return (out if bias is None else out + bias).reshape(*x.shape[:-1], out.shape[-1])
-
-    def _multiply(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return [tokens, out] for ``x`` [tokens, in], in its dtype."""
-        weight, scale_and_zero, *_ = self._get_weight_params(layer)
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x, weight, self.config.group_size, scale_and_zero.to(x.dtype)
-        )
 
 
 class TorchCPUW4A8LinearKernel(TorchCPUInt4LinearKernel):

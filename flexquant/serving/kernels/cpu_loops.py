@@ -25,7 +25,7 @@ from flexquant.errors import said_by
 from flexquant.serving.kernels import cpu_identity
 from flexquant.serving.vllm_api import envs
 
-SOURCES = [Path(__file__).with_name(name) for name in ("int4_to_int8.cpp", "w8a16.cpp")]
+SOURCES = [Path(__file__).with_name(name) for name in ("int4_to_int8.cpp", "weight_only.cpp")]
 # A multiplication and an addition round twice, as PyTorch's operators do, whatever the CPU.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 

@@ -22,9 +22,7 @@ from flexquant.serving.vllm_api import (
 )
 
 WIDTH = 32
-"""Outputs of a block, as w8a16.cpp has them."""
-FEW_TOKENS = 2
-"""Most tokens for which the loop in float32 is the fastest, where another multiplies in bfloat16."""
+"""Outputs of a block, as weight_only.cpp has them."""
 MOST_TOKENS = 8
 """Most tokens that the loop in float32 takes."""
 TOKENS_BEFORE_AMX = 32
@@ -94,12 +92,12 @@ def w8a16_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> 
         if 0 < tokens <= TOKENS_WITHOUT_LOOPS:
             return torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight[..., 0], scale.to(x.dtype))
         return _in_slices(x, weight, scale)
-    loops = torch.ops.flexquant_w8a16
-    in_bfloat16 = x.dtype == torch.bfloat16 and hasattr(loops, "multiply_many")
-    if 0 < tokens <= (FEW_TOKENS if in_bfloat16 else MOST_TOKENS):
+    loops = torch.ops.flexquant_weight_only
+    if x.dtype == torch.bfloat16 and hasattr(loops, "multiply_many"):
+        if tokens <= TOKENS_BEFORE_AMX or not torch.cpu._is_amx_tile_supported():
+            return loops.multiply_many(x, weight, scale)
+    elif 0 < tokens <= MOST_TOKENS:
         return loops.multiply(x, weight, scale)
-    if in_bfloat16 and (tokens <= TOKENS_BEFORE_AMX or not torch.cpu._is_amx_tile_supported()):
-        return loops.multiply_many(x, weight, scale)
     return _in_slices(x, weight, scale)
 
 
@@ -120,7 +118,7 @@ def _in_slices(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
     ):
         wide = memory[: some.numel()].view(inputs, -1)
         if width > 1:
-            torch.ops.flexquant_w8a16.widen(some, wide)
+            torch.ops.flexquant_weight_only.widen(some, wide)
         else:
             wide.copy_(some[..., 0].t())
         part.copy_(torch.mm(numbers, wide).float().mul_(of_some))

@@ -18,10 +18,8 @@ from collections.abc import Mapping
 import torch
 
 from flexquant.checkpoint.nested import unpack_nibbles
-from flexquant.serving.kernels.cpu_kernels import (
-    TorchCPUInt4LinearKernel,
-    exact_int8_linear,
-)
+from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.cpu_kernels import exact_int8_linear
 from flexquant.serving.kernels.cpu_loops import has_loops, thread_memory
 from flexquant.serving.vllm_api import (
     MPLinearKernel,

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flexquant.serving.kernels.cpu_kernels import (
-    INNER_K_TILES,
-    AMXW4A8LinearKernel,
-    TorchCPUInt4LinearKernel,
-)
+from flexquant.serving.kernels.cpu_int4 import INNER_K_TILES, TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.cpu_kernels import AMXW4A8LinearKernel
 from flexquant.serving.vllm_api import CPUWNA16LinearKernel, ZentorchWNA16LinearKernel
 
 
