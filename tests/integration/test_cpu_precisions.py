@@ -105,8 +105,8 @@ def served(request, checkpoints) -> Served:
     if zentorch and not has_zentorch():
         pytest.skip("AMD's zentorch is for Zen 4 and later; 'make test' installs it there")
     files = [checkpoints / name for name in ("merged", "x.pt", "policy.yaml")]
-    # Without these two of vLLM's W4A16 kernels, the one that computes W4A8 is left.
-    disabled = "TorchCPUInt4LinearKernel,CPUWNA16LinearKernel"
+    # Without these W4A16 kernels, the one of vLLM that computes W4A8 is left.
+    disabled = "FlexQuantCPUInt4LinearKernel,TorchCPUInt4LinearKernel,CPUWNA16LinearKernel"
     variables = {"VLLM_DISABLED_KERNELS": disabled} if zentorch else {}
     found = in_a_process(SERVE, *files, request.param, work=checkpoints, zentorch=zentorch, **variables)
     assert len(found["answers"]) == 2
