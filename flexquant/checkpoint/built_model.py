@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Ask transformers for the config, tokenizer and model of a ``config.json``, without trusting it.
 
-Nothing that it names is loaded, fetched or run: kernels of the Hub, Python files beside the weights, other
-repositories (FORMAT.md, "What a checkpoint names"). :class:`ModelClass` holds a checkpoint's tensors against
-the class that the config names. Only the functions import transformers, not this module.
+Nothing that it names is loaded, fetched or run (FORMAT.md, "What a checkpoint names"). Only the functions
+import transformers, not this module.
 """
 
 from __future__ import annotations
@@ -63,10 +62,7 @@ def build_config(config: JsonObject) -> PretrainedConfig:
 
 
 def written_or_default(config: JsonObject, key: str) -> object:
-    """Return the value of ``key`` in a config or, if it has none, transformers' default for the model.
-
-    The default is None if transformers does not know the model or refuses its config.
-    """
+    """Return the value of ``key`` in a config; without it transformers' default for the model, or None."""
     if key in config:
         return config[key]
     try:
@@ -78,7 +74,7 @@ def written_or_default(config: JsonObject, key: str) -> object:
 def build_model(kind: Any, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """Return a new model from a config of :func:`build_config`; raise whatever its class raises.
 
-    ``kind`` is one of transformers' AutoModel classes; it gets the ``options``.
+    ``kind`` is one of transformers' AutoModel classes, which gets the ``options``.
     """
     with nothing_fetched():
         model: PreTrainedModel = kind.from_config(config, trust_remote_code=False, **options)
@@ -110,7 +106,7 @@ def _inert(value: Any) -> Any:
 def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
     """Return a config with transformers' defaults filled in; None for a model that it does not know.
 
-    Raises FlexQuantError, which begins with ``place``, for a config that transformers refuses.
+    Raises FlexQuantError, which begins with ``place``, for one that it refuses. So do the functions below.
     """
     from transformers import CONFIG_MAPPING
 
@@ -126,21 +122,13 @@ def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
 
 
 def language_config(config: JsonObject, source: str | Path) -> Any:
-    """Return the language model's config, an object with transformers' attributes.
-
-    Of a model that transformers does not know, the attributes are the keys of ``config.json``, which is that
-    of ``source``. Raises FlexQuantError for a config that transformers refuses.
-    """
+    """Return the language model's config as an object: transformers' or, if it knows none, of the keys."""
     known = known_config(config, str(source))
     return SimpleNamespace(**text_config(config)) if known is None else known.get_text_config()
 
 
 def check_heads(config: JsonObject, place: str) -> None:
-    """Check the numbers in HEADS that a config states, or else transformers' defaults for them.
-
-    Raises FlexQuantError, which begins with ``place``, for numbers that no model can have, and for a config
-    that transformers refuses.
-    """
+    """Raise FlexQuantError for numbers in HEADS, stated or transformers' defaults, that no model can have."""
     written = text_config(config)
     _check_range({key: written[key] for key in HEADS if type(written.get(key)) is int}, place)
     known = known_config(config, place)  # transformers divides by the numbers, so check them before
@@ -162,14 +150,13 @@ def check_heads(config: JsonObject, place: str) -> None:
 def _check_range(numbers: JsonObject, place: str) -> None:
     for key, value in numbers.items():
         if value is not None and (type(value) is not int or not 1 <= value <= MAX_NUMBER):
+            allowed = f"a whole number from 1 to {MAX_NUMBER}"
             raise FlexQuantError(
-                f"{place} has {key} {value!r}, expected a whole number from 1 to {MAX_NUMBER}; correct it, "
-                "or fetch it again"
+                f"{place} has {key} {value!r}, expected {allowed}; correct it, or fetch it again"
             )
 
 
 def _refused(config: JsonObject, place: str, error: Exception) -> FlexQuantError:
-    """Return the error for a config that transformers refuses; it begins with ``place``."""
     return FlexQuantError(
         f"{place} does not describe a {config['model_type']} model that transformers has ({said_by(error)}); "
         "correct it, or fetch it again"
@@ -179,8 +166,7 @@ def _refused(config: JsonObject, place: str, error: Exception) -> FlexQuantError
 class ModelClass:
     """A model of transformers, heads included, whose parameters have names and shapes alone.
 
-    transformers' own loader is given the names and shapes of a checkpoint's tensors, and says what the class
-    needs and the checkpoint lacks, under whatever names it reads: older ones, and experts one by one.
+    transformers' own loader says what the class needs and a checkpoint lacks, also under older names.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -211,8 +197,8 @@ class ModelClass:
     def check(self, shapes: Mapping[str, tuple[int, ...]], place: str) -> None:
         """Raise FlexQuantError, which names ``place``, unless ``shapes`` are those of the class.
 
-        ``shapes`` are those of a checkpoint's parameters, without quantisation, by name. What the class ties
-        to another parameter, and what it does not need, may be absent.
+        ``shapes`` are of a checkpoint's parameters without quantisation, by name. What the class ties to
+        another parameter, or does not need, may be absent.
         """
         import torch
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -226,14 +212,12 @@ class ModelClass:
             # None: tp_plan, which transformers 5.15 requires and later ones lack, or disk_offload_index.
             found, _ = convert_and_load_state_dict_in_model(self._model, tensors, loading, None)
         self._model._adjust_missing_and_unexpected_keys(found)
-        mismatched = {name: stored for name, stored, _ in found.mismatched_keys}
         ties = self._model.all_tied_weights_keys
-        for name, expected in self.shapes.items():
-            if name in mismatched:
-                raise FlexQuantError(
-                    f"'{name}' has shape {list(mismatched[name])} in {place}, but the model that its "
-                    f"config.json describes has {list(expected)} there; fetch or quantise it again"
-                )
+        for name, stored, expected in sorted(found.mismatched_keys):
+            raise FlexQuantError(
+                f"'{name}' has shape {list(stored)} in {place}, but the model that its config.json describes "
+                f"has {list(expected)} there; fetch or quantise it again"
+            )
         missing = [name for name in self.shapes if {name, ties.get(name, name)} <= found.missing_keys]
         if missing:
             raise FlexQuantError(
@@ -243,10 +227,7 @@ class ModelClass:
 
 
 def find_model_class(config: JsonObject, place: str) -> ModelClass | None:
-    """Return the class that a ``config.json`` names; None if transformers does not have or cannot build it.
-
-    Raises FlexQuantError, which begins with ``place``, for a config that transformers refuses.
-    """
+    """Return the class that a ``config.json`` names; None if transformers lacks it or cannot build it."""
     try:
         return _find(json.dumps(config, sort_keys=True), place)
     except NOT_BUILT:
@@ -289,10 +270,7 @@ def _quiet() -> Iterator[None]:
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or Hugging Face id.
-
-    Raises FlexQuantError if it cannot be read or needs code of its own, which is not run.
-    """
+    """Return the tokenizer of a folder or Hugging Face id; raise FlexQuantError if it needs code, or is broken."""
     from transformers import AutoTokenizer
 
     problem = f"the tokenizer of {model} cannot be read"

@@ -21,8 +21,7 @@ Shapes = dict[str, tuple[int, ...]]
 class Heads(NamedTuple):
     """The heads of a class: decoder layers, with norms and a projection beside attention and MLP.
 
-    In names, ``{i}`` is a head's number, ``{n}`` the number of a layer behind the last, ``{}`` the prefix of
-    the head's layer.
+    In names, ``{i}`` is a head's number, ``{n}`` that of a layer behind the last, ``{}`` the layer's prefix.
     """
 
     layer: str
@@ -73,7 +72,7 @@ def drafts(name: str, architecture: str, num_layers: int) -> bool:
 def check_draft_heads(config: JsonObject, tensors: Mapping[str, TensorRef], owner: str) -> None:
     """Raise FlexQuantError, naming the tensor, unless vLLM's classes have all layers, and load all heads.
 
-    ``tensors`` are those of a checkpoint, of which only headers are read. It may lack all heads.
+    Of a checkpoint's ``tensors`` only headers are read. It may lack all heads.
     """
     architecture, num_layers, text = config["architectures"][0], count_layers(config), text_config(config)
     if (heads := HEADS.get(architecture)) == NOT_CHECKED:

@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Find the folder of a model, and read it without trusting it: JSON files, tensors, the files beside them.
 
-A Hugging Face id is fetched into the Hub's own cache. Every file has to lie inside the folder after links are
-followed. The one exception is that cache, whose snapshot folders hold links to ``../../blobs/`` of the same
-repository folder. That folder can be a link, and its target can have any name.
+Every file has to lie inside the folder after links are followed. In the Hugging Face cache alone, snapshot
+folders hold links to ``../../blobs/`` of their repository's folder, which can itself be a link.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NAME_SHOWN = 80
 """Characters of an invalid file name that a message shows."""
 
+A_FOLDER = "a folder, or a Hugging Face id such as org/name"
 UNBOUNDED = "time_step_limit"
 """Key of a state-space model's config in which transformers writes Infinity."""
 GENERATION_CONFIG = "generation_config.json"
@@ -76,19 +76,15 @@ CLOCK_TOLERANCE = 5.0
 def find_model(model: str | Path, files: Sequence[str] = FILES) -> Path:
     """Return the folder of a model: the folder of that name, else the cached snapshot of a Hugging Face id.
 
-    An id is ``org/name`` or ``org/name@revision``. Only ``files`` that are not in the cache are fetched.
-    ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HOME`` are those of Hugging Face's own tools.
-    What is no id is returned as it is. Raises FlexQuantError for a name that no folder can have, if there is
-    neither a folder nor a model, for a model that asks for a login, and for a file that arrived damaged.
+    An id is ``org/name`` or ``org/name@revision``; of its files, those of ``files`` that the cache lacks are
+    fetched. What is no id is returned as it is. Raises FlexQuantError for a name that no folder can have, a
+    model that cannot be fetched, and a file that arrived damaged.
     """
     found = HUB_ID.fullmatch(str(model))
     try:
         folder = Path(model).expanduser()
     except RuntimeError as e:  # the home of nobody
-        raise FlexQuantError(
-            f"{model} cannot be the name of a folder ({e}); give a folder, or a Hugging Face id such as "
-            "org/name"
-        ) from e
+        raise FlexQuantError(f"{model} cannot be the name of a folder ({e}); give {A_FOLDER}") from e
     if folder.exists() or not found:
         return folder
     started = time.time()
@@ -99,28 +95,31 @@ def find_model(model: str | Path, files: Sequence[str] = FILES) -> Path:
     return snapshot
 
 
-def _fetch(model: str, revision: str | None, wanted: Sequence[str]) -> Path:
+def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
     from huggingface_hub import errors, snapshot_download
 
+    unnamed = "no folder has this name, and"
     advice = {
         errors.GatedRepoError: "ask for access on the model's page, and log in by 'hf auth login'",
         errors.RepositoryNotFoundError: "no folder and no public model has this name: give a folder that "
         "exists, or log in by 'hf auth login' for a private model",
         errors.RevisionNotFoundError: "after the @, give one of the model's branches, tags or commits",
-        errors.LocalEntryNotFoundError: "no folder has this name, and it is not in the cache: give a folder "
-        "that exists, or try again when the Hub can be reached",
-        errors.HFValidationError: "no folder has this name, and no model can have it: give a folder that "
-        "exists",
+        errors.LocalEntryNotFoundError: f"{unnamed} it is not in the cache: give a folder that exists, or try "
+        "again when the Hub can be reached",
+        errors.HFValidationError: f"{unnamed} no model can have it: give a folder that exists",
     }
+    patterns = {"allow_patterns": list(files), "ignore_patterns": list(NOT_NEEDED)}
     try:
-        files, others = list(wanted), list(NOT_NEEDED)
-        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=others))
+        return Path(snapshot_download(model, revision=revision, **patterns))
     except (OSError, ValueError, errors.HfHubHTTPError) as e:
-        kept = "try again: what has arrived is kept"
-        todo = next((todo for kind, todo in advice.items() if isinstance(e, kind)), kept)
-        problem = f"{model}@{revision}" if revision else model
-        problem += f" cannot be fetched from the Hugging Face Hub ({said_by(e)})"
-        raise FlexQuantError(f"{problem}; {todo}") from e
+        todo = next(
+            (todo for kind, todo in advice.items() if isinstance(e, kind)),
+            "try again: what has arrived is kept",
+        )
+        named = f"{model}@{revision}" if revision else model
+        raise FlexQuantError(
+            f"{named} cannot be fetched from the Hugging Face Hub ({said_by(e)}); {todo}"
+        ) from e
 
 
 def _check_arrived(file: Path) -> None:
@@ -136,9 +135,8 @@ def _check_arrived(file: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise FlexQuantError unless ``folder`` is a folder."""
     if not folder.exists():
-        raise FlexQuantError(f"no such folder: {folder}; give one, or a Hugging Face id such as org/name")
+        raise FlexQuantError(f"no such folder: {folder}; give {A_FOLDER}")
     if not folder.is_dir():
         raise FlexQuantError(f"{folder} is not a folder; give the folder that holds config.json")
 
@@ -146,8 +144,7 @@ def check_folder(folder: Path) -> None:
 def confined_file(folder: Path, name: str) -> Path:
     """Return the path of the file ``name`` in ``folder``.
 
-    Raises FlexQuantError if it is missing, is not a plain file, lies outside the folder, or is a git-lfs
-    pointer.
+    Raises FlexQuantError for a missing file, no plain file, one outside the folder, and a git-lfs pointer.
     """
     path = folder / name
     try:
@@ -200,8 +197,8 @@ def read_if_there(folder: Path, name: str) -> JsonObject | None:
 def read_config(folder: Path) -> JsonObject:
     """Return a checkpoint's ``config.json``, with how it is quantised wherever that is written."""
     check_folder(folder)
-    config = read_json(confined_file(folder, "config.json"))
-    return with_section(config, str(folder / "config.json"), partial(read_if_there, folder))
+    file = confined_file(folder, "config.json")
+    return with_section(read_json(file), str(file), partial(read_if_there, folder))
 
 
 def read_16_bit_config(folder: Path) -> JsonObject:
@@ -223,8 +220,8 @@ def wrong_key(error: ValidationError) -> str:
 def read_tensors(folder: Path) -> dict[str, TensorRef]:
     """Return every tensor of the checkpoint, by name, from its index's shards or, without one, all files.
 
-    Raises FlexQuantError for a corrupt or missing shard, a shard outside the folder, an index that disagrees
-    with its shards, and a tensor that two files hold.
+    Raises FlexQuantError for a corrupt, missing or outside shard, an index that disagrees with its shards,
+    and a tensor that two files hold.
     """
     weight_map = _read_index(folder) if (folder / INDEX_FILE).exists() else None
     shards = _shards_without_index(folder) if weight_map is None else sorted(set(weight_map.values()))
@@ -251,7 +248,6 @@ def read_tensors(folder: Path) -> dict[str, TensorRef]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Return the index's map from names of tensors to files."""
     index = confined_file(folder, INDEX_FILE)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):

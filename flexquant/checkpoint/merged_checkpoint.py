@@ -2,8 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Open a merged checkpoint, and check by recorded hashes that it is exactly what the merge wrote.
 
-``flexquant_provenance.json`` has the sources, the versions of tools and the hashes. It holds no time and no
-absolute path, so the same sources give the same bytes.
+``flexquant_provenance.json`` has the sources, versions of tools and hashes, and no time and no absolute path.
 """
 
 from __future__ import annotations
@@ -90,10 +89,9 @@ def read_provenance(folder: Path) -> Provenance:
 
 
 def weights_identity(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of a model's tensors, which are all read, and of the settings in its config.
+    """Return the SHA-256 of a model's tensors, which are all read, and of what in its config matters to them.
 
-    Settings that do not change what the model computes are left out. Without safetensors files, the tensors
-    are none.
+    Without safetensors files, the tensors are none.
     """
     config = read_config(folder)
     section = config.get("quantization_config") or {}
@@ -134,7 +132,7 @@ class MergedCheckpoint:
     def open(cls, folder: str | Path, *, published: bool = False) -> MergedCheckpoint:
         """Read headers and configs; raise FlexQuantError for an unsound or foreign checkpoint.
 
-        ``published``: take a published checkpoint in INT4 or 16 bit too, as one with a single variant.
+        ``published`` takes one in INT4 or 16 bit too, as one with a single variant.
         """
         folder = find_model(folder)
         config, merged = read_model_config(folder)
@@ -212,10 +210,7 @@ class MergedCheckpoint:
 
 
 def check_recorded_files(checkpoint: MergedCheckpoint) -> None:
-    """Raise FlexQuantError for a file that differs from its recorded hash, and for one that was not recorded.
-
-    If the checkpoint records no files, nothing is checked.
-    """
+    """Raise FlexQuantError for a file that is not recorded, or not as recorded, if any are recorded."""
     files = checkpoint.provenance.files
     if added := _unknown_files(checkpoint) if files else []:
         raise FlexQuantError(
@@ -294,9 +289,9 @@ def compare_tensors(
     measure: str,
     progress: Progress | None,
 ) -> int:
-    """Return the number of ``tensors``; raise FlexQuantError, which names those that are not ``same``.
+    """Return the number of ``tensors``; raise FlexQuantError, naming them, for any not ``same``.
 
-    ``measure`` is what the message says that they differ from.
+    ``measure`` is what these differ from.
     """
     matches = match_each(tensors, same, progress)
     differing = [f"{name} in {tensors[name].file.name}" for name, is_same in matches.items() if not is_same]

@@ -148,15 +148,15 @@ class MergedConfig:
     def may_share_cache(self, variants: Collection[str]) -> bool:
         """Whether the merge found that these variants may read one another's KV cache.
 
-        It compares no further than the first variant that may not; those that can be mixed may.
+        It stops at the first that may not; those that can be mixed may.
         """
         are_mixable = not self.layered_plans and any({*variants} <= {*group} for group in self.mixable_groups)
         return len(variants) == 1 or self.kv_compatibility["compatible"] or are_mixable
 
     def check_key(self, key: str, place: str = "the merged checkpoint") -> None:
-        """Raise :class:`FlexQuantError` for a tensor of no variant, and for one variant's of a shared module.
+        """Raise FlexQuantError for a tensor of no variant, and for one variant's of a shared module.
 
-        A copy of the embedding under the name of the lm_head, which is not loaded, may be of one variant.
+        An unread copy of the embedding, named as lm_head, may be of one variant.
         """
         problem = "" if key.startswith(SHARED_PREFIX) else "belongs to none of its variants"
         for variant in self.variants.values():
@@ -256,9 +256,9 @@ class MergedConfig:
 
 
 def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
-    """Return the whole ``config.json`` of a merged checkpoint, and its section about the variants.
+    """Return the ``config.json`` of a merged or published checkpoint, and its section about the variants.
 
-    A published checkpoint is read by :func:`as_merged`. Raises :class:`FlexQuantError` for other folders.
+    Raises FlexQuantError for other folders.
     """
     try:
         config = read_config(folder)
@@ -281,10 +281,9 @@ def read_merged_config(folder: Path) -> tuple[MergedConfig, int]:
 
 
 def has_int4(config: JsonObject, model: str) -> bool:
-    """Whether a published checkpoint's ``config.json`` tells of INT4 weights with 16-bit activations.
+    """Whether a published checkpoint's config tells of INT4 weights with 16-bit activations.
 
-    ``config`` has its section as :func:`with_section` puts it. Raises FlexQuantError, which begins with
-    ``model``, for settings of AWQ or GPTQ that are not understood.
+    Raises FlexQuantError, which begins with ``model``, for settings of AWQ or GPTQ that are not understood.
     """
     section = _complete(config.get("quantization_config") or {}, model)
     groups = section["config_groups"].values() if section.get("quant_method") in METHODS else ()
@@ -318,7 +317,7 @@ def as_merged(config: JsonObject, model: str) -> JsonObject:
     """Return the ``config.json`` of a merged checkpoint of one variant, whose tensors have no prefix.
 
     ``config`` is that of the published checkpoint ``model``; a merged one is returned as it is. Raises
-    :class:`FlexQuantError` if it names no architecture.
+    FlexQuantError if it names no architecture.
     """
     section = config.get("quantization_config") or {}
     if section.get("quant_method") == QUANT_METHOD:

@@ -56,8 +56,8 @@ SWITCHES = {AWQ: {"zero_point": True}, GPTQ: {"sym": True, "desc_act": False}}
 def with_section(config: JsonObject, place: str, read: Callable[[str], JsonObject | None]) -> JsonObject:
     """Return a ``config.json`` whose ``quantization_config`` says how the checkpoint is quantised, if it is.
 
-    ``place`` is its path; ``read`` returns the content of a file beside it, or None if there is no such file.
-    Raises FlexQuantError, naming the file, for settings that are no JSON object.
+    ``place`` is its path; ``read`` returns the content of a file beside it, or None. Raises FlexQuantError
+    for settings that are no JSON object.
     """
     for key in SECTIONS:
         found = config.get(key)

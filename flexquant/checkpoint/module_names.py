@@ -69,9 +69,9 @@ def is_in(name: str, layers: Collection[int]) -> bool:
 
 
 def decoder_stacks(tensors: Iterable[str]) -> set[str]:
-    """Return what precedes the number in the names of decoder layers' tensors, e.g. ``model.layers.``.
+    """Return what precedes the number in names of decoder layers' tensors, e.g. ``model.layers.``.
 
-    A stack counts if one of its layers holds attention; a first layer may hold a state instead.
+    A stack counts if one of its layers holds attention; others may hold a state instead.
     """
     inside = (decoder_layer(name) for name in tensors if ATTENTION.search(name))
     return {match["stack"] for match in inside if match and match["stack"][:-1].endswith(STACKS)}
@@ -83,9 +83,9 @@ def above(stack: str) -> str:
 
 
 def tower(tensor: str, roots: Collection[str]) -> str | None:
-    """Return the module beside the language model that holds a tensor, e.g. ``model.vision_model``.
+    """Return the module beside the language model that holds a tensor, e.g. ``model.vision_model``; or None.
 
-    None for the language model's own tensors: those below ``roots``, and its lm_head.
+    The language model's own tensors are those below ``roots``, and its lm_head.
     """
     if tensor.startswith(tuple(roots)) or HEAD.search(tensor):
         return None

@@ -57,7 +57,7 @@ class Int4Weight:
     def of(cls, tensors: Mapping[str, TensorRef], module: str) -> Int4Weight | None:
         """Return a module's weight, by original keys; None if it has no sound INT4 weight.
 
-        Raises FlexQuantError for a packed weight whose stored shape does not fit it.
+        Raises FlexQuantError for a stored shape that does not fit.
         """
         names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
         packed, scale, zero_point, stored = (tensors.get(f"{module}.{name}") for name in names)
@@ -159,8 +159,8 @@ def nested_parts(outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, .
 def nested_weights(own: Mapping[str, TensorRef], source: Mapping[str, TensorRef]) -> dict[str, NestedWeight]:
     """Return the nested linears of a variant, by the original key of the weight that each has when served.
 
-    ``own`` and ``source`` are the stored tensors of the variant and of the one that it is nested in, by
-    original key. Raises FlexQuantError, naming the tensor, for parts that are missing or do not fit.
+    ``own`` and ``source`` are the stored tensors, by original key, of the variant and of the one that it is
+    nested in. Raises FlexQuantError, naming the tensor, for parts that are missing or do not fit.
     """
     found = {}
     for name, difference in own.items():
@@ -205,8 +205,8 @@ def predict(
 ) -> torch.Tensor:
     """Return the nearest integers, ties to even, of ``values * (scale * row) * column``.
 
-    ``values`` and ``scale`` are what :meth:`Int4Weight.read` returns; ``row`` [rows, 1] and ``column``
-    [inputs]. All are float32, as is the result [rows, inputs].
+    ``values`` and ``scale`` are as of :meth:`Int4Weight.read`; ``row`` [rows, 1], ``column`` [inputs], result
+    [rows, inputs]: all float32.
     """
     return scaled(values, scale, row, column).round_()
 

@@ -2,13 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Write an output all or nothing: beside its final place, where it is renamed once it is complete.
 
-A folder is written as ``.<name>.flexquant-tmp-<random>``, so that two writers of one output never mix their
-files: the later one removes what the earlier one has written, which then fails. A folder that may be replaced
-is renamed to ``.<name>.flexquant-old`` just before, and comes back if the new one cannot take its place, or
-at the next run if the process was killed between the two renames. A file is written as
-``.<name>.flexquant-new-<random>``, and the last of several writers has it. Nothing else beside an output is
-touched. A file, or a folder with files, that appears at the output's place meanwhile stays, unless it may be
-replaced.
+A folder is written as ``.<name>.flexquant-tmp-<random>``; a later writer of the same output removes it, and
+the earlier one fails. A folder to be replaced is renamed to ``.<name>.flexquant-old`` just before, and comes
+back if the new one cannot take its place, or at the next run after a kill. A file is written as
+``.<name>.flexquant-new-<random>``; the last of several writers has it. Nothing else beside an output is
+touched, and what appears at its place meanwhile stays, unless it may be replaced.
 """
 
 from __future__ import annotations
@@ -43,10 +41,9 @@ ABANDONED = 86_400
 
 
 def remove_leftovers(output: Path) -> None:
-    """Remove the leftovers of killed processes beside ``output``, but not ``output`` itself.
+    """Remove killed processes' leftovers beside ``output``; a folder that one had moved away comes back.
 
-    A folder that one of them had moved out of the way comes back. Raises FlexQuantError if something else has
-    taken its place.
+    Raises FlexQuantError if something else has taken its place.
     """
     target = _resolved(output)
     with _explained(output):
@@ -66,8 +63,7 @@ def remove_leftovers(output: Path) -> None:
 def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> None:
     """Remove the leftovers of killed processes beside ``output``, and check that it may be written.
 
-    Raises FlexQuantError if it exists and may not be replaced (an empty folder always may), or overlaps an
-    input.
+    Raises FlexQuantError if it exists and may not be replaced (an empty folder may), or overlaps an input.
     """
     remove_leftovers(output)
     target = _resolved(output)
@@ -100,9 +96,8 @@ def check_free_space(output: Path, needed: int) -> None:
 def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder to write into, which takes the place of ``output`` at the end.
 
-    An empty folder that is at ``output`` by then is replaced and, with ``overwrite``, a checkpoint. Raises
-    FlexQuantError for anything else there, a full disk or another failure to write; ``output`` is then
-    unchanged.
+    An empty folder there is replaced and, with ``overwrite``, a checkpoint. Raises FlexQuantError for
+    anything else there and a failure to write; ``output`` is then unchanged.
     """
     remove_leftovers(output)
     target = _resolved(output)
@@ -135,9 +130,8 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
 def staged_file(file: Path) -> Iterator[Path]:
     """Yield a path beside ``file`` to write to, which takes the place of ``file`` at the end.
 
-    If the process fails or dies before, ``file`` is unchanged; if it fails, the partial file is removed too.
-    A link is kept, and its target is replaced; a device or pipe is written to directly. Of several processes
-    that write one file at the same time, the last one has it. Raises FlexQuantError for a folder.
+    If the process fails before, ``file`` is unchanged. A link's target is replaced; a device or pipe is
+    written to directly. Raises FlexQuantError for a folder.
     """
     if file.is_dir():
         raise FlexQuantError(f"{file} is a folder; name a file")
@@ -178,9 +172,9 @@ def read_earlier(
 ) -> Content | None:
     """Return what an earlier run with the same ``inputs`` left in ``file``; None if there is no such file.
 
-    ``read`` returns the inputs that the file's text records, and the content. Raises ``error``: with the
-    message ``<file> <foreign>`` for a file that ``read`` cannot read, ``{}`` being the reason, and with
-    ``<file> <other>`` for one with other inputs, ``{}`` being their names.
+    ``read`` returns the inputs that a text records, and its content. Raises ``error`` with ``<file>
+    <foreign>`` if ``read`` cannot, ``{}`` being the reason, and with ``<file> <other>`` for other inputs,
+    ``{}`` being their names.
     """
     try:
         recorded, content = read(file.read_text(encoding="utf-8"))
@@ -249,7 +243,7 @@ def _explained(output: Path) -> Iterator[None]:
 def _put_in_place(stage: Path, target: Path, *, replaces: bool) -> None:
     """Rename ``stage`` to ``target``, whose folder is deleted if the stage ``replaces`` it.
 
-    Raises FlexQuantError, with the folder at ``target`` as it was, if something there is not to be replaced.
+    Raises FlexQuantError, with ``target`` as it was, for what is there and not to be replaced.
     """
     old = _beside(target, OLD)
     if replaces:

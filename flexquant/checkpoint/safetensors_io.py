@@ -3,9 +3,7 @@
 """Read safetensors files as byte ranges: a strict header parser, and raw access to a tensor's bytes.
 
 A file has an 8-byte little-endian header length, that many bytes of JSON (name -> dtype, shape, data
-offsets), and the tensors' bytes, which tile the rest of the file without gap or overlap
-(https://github.com/huggingface/safetensors#format). Only :func:`load_tensor` and :func:`read_finite` decode
-tensors.
+offsets), and the tensors' bytes, without gap or overlap (https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
@@ -91,8 +89,7 @@ class ComputedTensor(TensorRef):
 def read_header(path: Path) -> dict[str, TensorRef]:
     """Return the tensors of a safetensors file by name.
 
-    Raises FlexQuantError, naming the file, for anything that the format does not allow: a truncated
-    file, a bad header, an unknown dtype, or tensors that do not tile the data exactly.
+    Raises FlexQuantError, naming the file, for anything that the format does not allow.
     """
     try:
         with open(path, "rb") as f:
@@ -186,8 +183,8 @@ def same_bytes(a: TensorRef, b: TensorRef) -> bool:
 def load_tensor(ref: TensorRef, rows: Sequence[range] | None = None) -> torch.Tensor:
     """Return the tensor on the CPU with its stored shape and dtype, reading only its bytes.
 
-    With ``rows``, ranges of the first dimension, only these rows are read and returned, concatenated.
-    Raises FlexQuantError for a dtype that torch lacks or a file that cannot be read.
+    ``rows``: only these ranges of the first dimension, concatenated. Raises FlexQuantError for a dtype that
+    torch lacks and an unreadable file.
     """
     import torch
 
@@ -212,9 +209,9 @@ def load_tensor(ref: TensorRef, rows: Sequence[range] | None = None) -> torch.Te
 
 
 def _computed_chunks(ref: ComputedTensor) -> Iterator[memoryview]:
-    """Yield the bytes of a computed tensor; only the rows that a chunk touches are computed at a time.
+    """Yield the bytes of a computed tensor, of which the rows that a chunk touches are computed at a time.
 
-    Chunks that touch the same rows, which are then longer than a chunk, share them.
+    Chunks within the same rows share them.
     """
     import torch
 

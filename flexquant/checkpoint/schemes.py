@@ -54,9 +54,8 @@ ORDER = {part: number for number, part in enumerate(FUSED)}
 def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of the unquantised model, by name.
 
-    ``weight_packed`` counts as ``weight`` with the shape stored in ``weight_shape``, AWQ's and GPTQ's
-    ``qweight`` as ``weight`` with the outputs of ``scales``. Raises FlexQuantError for a ``weight_packed`` of
-    integers without that shape, or with one that does not fit it.
+    Packed and nested weights count as ``weight``. Raises FlexQuantError for a ``weight_packed`` of integers
+    without its ``weight_shape``, or with one that does not fit.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, ref in tensors.items():
@@ -93,9 +92,9 @@ def _rotates_inputs(name: str, tensors: Mapping[str, TensorRef]) -> bool:
 
 
 def unpacked_shape(packed: TensorRef, stored: TensorRef | None) -> tuple[int, ...]:
-    """Return the shape of the parameter that ``packed`` holds; ``stored`` holds the shape.
+    """Return the shape of the parameter that ``packed`` holds, stored in ``stored``.
 
-    Raises FlexQuantError if ``stored`` is missing, or does not fit the packed words.
+    Raises FlexQuantError if that is missing, or does not fit.
     """
     if stored is None and packed.dtype == "U8" and packed.shape:  # FP4 formats: two values a byte
         return (*packed.shape[:-1], packed.shape[-1] * 2)
@@ -133,7 +132,7 @@ class LinearSchemes:
     def __init__(self, section: JsonObject, owner: str, tensors: Iterable[str]) -> None:
         """Read ``section``, a ``quantization_config``, for a checkpoint with tensors of these names.
 
-        Raises FlexQuantError, which begins with ``owner``, for a section that compressed-tensors refuses.
+        Raises FlexQuantError, which begins with ``owner``, if compressed-tensors refuses it.
         """
         self._owner = owner
         self._config, of_transforms = _parse(section, owner)
@@ -164,7 +163,7 @@ class LinearSchemes:
     def of(self, module: str) -> QuantizationScheme | None:
         """Return the scheme of the layer that vLLM makes of a linear; None if it is left in 16 bits.
 
-        Raises FlexQuantError if only some of the linears that vLLM makes one layer of are left out.
+        Raises FlexQuantError if only some of the layer's linears are left out.
         """
         layer = layer_of(module)
         parts = self.layers.get(layer, ())
@@ -242,8 +241,8 @@ def stored_shape(weight: TensorRef, part: Callable[[str], TensorRef | None]) -> 
 def shape_problem(args: QuantizationArgs, weight: TensorRef, part: Callable[[str], TensorRef | None]) -> str:
     """Return how a Linear's parameters do not fit its scheme; empty if they do.
 
-    ``args`` describe INT weights of 2, 4 or 8 bits, or FP8; ``weight`` is the stored matrix. ``part`` returns
-    another parameter of the Linear by the last part of its name, e.g. ``weight_scale``.
+    ``args`` are of INT weights of 2, 4 or 8 bits, or FP8; ``weight`` is the stored matrix. ``part`` returns
+    another parameter by the last part of its name, e.g. ``weight_scale``.
     """
     rows, columns = shape = stored_shape(weight, part)
     if part("weight_g_idx") is not None:

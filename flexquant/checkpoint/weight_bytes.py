@@ -2,8 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Count the bytes of weights that a merged checkpoint stores, and describe what it holds.
 
-Stored bytes are those of the safetensors files, scales and norms included, the same on every machine. What
-kernels hold of them in memory is counted in `serving/worker/weight_memory.py`.
+Stored bytes are those of the safetensors files; `serving/worker/weight_memory.py` counts those in memory.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ def report_checkpoint(
 ) -> CheckpointReport:
     """Report on the tensors of a merged checkpoint, by merged key; only headers and shapes are read.
 
-    ``changed`` says of nested variants how many INT8 weights are not the source's, ``added_noise`` what their
-    squared error is of that of rounding to INT8.
+    ``changed`` and ``added_noise`` are what the provenance records of nested variants.
     """
     parts = _by_reader(merged, tensors)
     shared = parts.pop(SHARED)
@@ -152,9 +150,8 @@ def bytes_in_use(
 ) -> BytesByRange:
     """Return the stored bytes that a policy loads; ``layers`` are the decoder layers of each variant.
 
-    ``sources`` maps a derived variant to its source, whose bytes it has. In layers where the source is loaded
-    too, the derived variant has only packed linears of its own, and shares the rest with the source. A nested
-    variant has its source's linears too, in layers where the source is not loaded.
+    ``sources`` maps a derived variant to its source, whose bytes it has; in layers where the source is loaded
+    too, it has packed linears alone. A nested variant has its source's linears too, unless loaded there.
     """
     parts = _by_reader(merged, tensors)
     found: BytesByRange = {}

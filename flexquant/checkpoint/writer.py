@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Write tensors into safetensors shards: plan the files, then stream byte ranges into them.
 
-A few threads each take one tensor at a time: they read a chunk, write it at its place and add it to the hash.
-Python releases the GIL in all three steps, and each thread holds only one chunk in memory, or one tensor that
-is converted. The caller can do other work while shards are written, and can cancel.
+A few threads each take one tensor at a time, of which a chunk is in memory, or all if it is converted. The
+caller can do other work meanwhile, and can cancel.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class Shard:
 def plan_shards(groups: Sequence[Mapping[str, TensorRef]], max_shard_size: int) -> list[Shard]:
     """Return the files for groups of tensors; no file holds tensors of two groups.
 
-    A file's tensors have at most ``max_shard_size`` bytes, unless one tensor alone is larger. A single file
-    is named ``model.safetensors``, several ``model-00001-of-0000n.safetensors``.
+    A file's tensors have at most ``max_shard_size`` bytes, unless one alone is larger. A single file is
+    ``model.safetensors``, several are ``model-00001-of-0000n.safetensors``.
     """
     parts: list[dict[str, TensorRef]] = []
     for group in groups:
@@ -93,8 +92,8 @@ def writing_checkpoint(
 ) -> Iterator[tuple[Path, Finish]]:
     """Begin to write tensors in other threads, and yield a temporary folder with ``files``, and Finish.
 
-    The folder takes the place of ``output`` at the end of the block. ``groups`` become shards by
-    :func:`plan_shards`. Raises FlexQuantError as :func:`staged_folder` does, and for too small a disk.
+    The folder takes the place of ``output`` at the end. ``groups`` become shards by :func:`plan_shards`.
+    Raises FlexQuantError as :func:`staged_folder` does, and for too small a disk.
     """
     shards = plan_shards(groups, max_shard_size)
     check_free_space(output, _needed_bytes(shards, files.values()))
@@ -187,7 +186,7 @@ def _lay_out(file: str, tensors: Mapping[str, TensorRef]) -> Shard:
 def _copy(ref: TensorRef, path: Path, offset: int, stopped: Event) -> str:
     """Copy a tensor's bytes, finite numbers all, to ``offset`` of an existing file; return their SHA-256.
 
-    Copying ends early once ``stopped`` is set; the result is then wrong, and nobody waits for it.
+    Once ``stopped`` is set the copy ends early, and the result is wrong.
     """
     digest, position = hashlib.sha256(), offset
     fd = os.open(path, os.O_WRONLY)
