@@ -15,13 +15,13 @@ decides its settings, else ``global_quant_config`` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import ConfigGroup, JsonObject, QuantizedNumbers
-from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
+from flexquant.checkpoint.safetensors_io import TensorRef, Tensors, load_tensor
 from flexquant.errors import FlexQuantError
 from flexquant.merge.packed_formats import AUTO_ROUND, Read
 
@@ -81,7 +81,7 @@ def _auto_round_block(folder: Path, section: JsonObject) -> object:
     return block
 
 
-def from_fp8(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]) -> Read:
+def from_fp8(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
     """Read block FP8 of either kind; no byte changes.
 
     Raises FlexQuantError for FP8 without blocks, with scales for activations, and for a
@@ -102,10 +102,8 @@ def from_fp8(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]
         if name.endswith(".weight") and ref.dtype == "F8_E4M3" and f"{name}_scale_inv" not in tensors:
             raise FlexQuantError(f"{name}_scale_inv is missing in {folder}; get the checkpoint again")
         if _renamed(name) != name and _renamed(name) in tensors:
-            raise FlexQuantError(
-                f"{folder} has both {name} and {_renamed(name)}; a weight has one scale: get the checkpoint "
-                "again"
-            )
+            problem = f"{folder} has both {name} and {_renamed(name)}"
+            raise FlexQuantError(f"{problem}; a weight has one scale: get the checkpoint again")
     # scale_fmt ue8m0 is left out: it has vLLM scale activations by powers of two where DeepGEMM multiplies,
     # which vLLM does by default for every checkpoint in block FP8.
     found = {_renamed(name): ref for name, ref in tensors.items()}
@@ -121,7 +119,7 @@ def _renamed(name: str) -> str:
     return f"{name.removesuffix(SCALE)}.weight_scale" if name.endswith(SCALE) else name
 
 
-def from_quark(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]) -> Read:
+def from_quark(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
     """Read Quark's INT8; no number changes.
 
     Raises FlexQuantError for settings that vLLM does not serve, for a scale that is
@@ -134,10 +132,8 @@ def from_quark(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRe
         if name.endswith(".weight") and ref.dtype == "I8"
     )
     if not quantised:
-        raise FlexQuantError(
-            f"{folder} has no linear in INT8 (no tensor '*.weight' is I8); export it with weight_format "
-            "real_quantized"
-        )
+        problem = f"{folder} has no linear in INT8 (no tensor '*.weight' is I8)"
+        raise FlexQuantError(f"{problem}; export it with weight_format real_quantized")
     schemes = _schemes(folder, section, quantised)
     found = dict(tensors)
     for module, scheme in schemes.items():

@@ -29,6 +29,7 @@ from flexquant.checkpoint.safetensors_io import (
     DTYPES,
     ComputedTensor,
     TensorRef,
+    Tensors,
     load_tensor,
     read_chunks,
 )
@@ -142,9 +143,7 @@ def _section(schemes: Mapping[str, ConfigGroup], ignored: Sequence[str]) -> Json
     }
 
 
-def _without_relics(
-    section: JsonObject, tensors: Mapping[str, TensorRef]
-) -> tuple[JsonObject, dict[str, TensorRef]]:
+def _without_relics(section: JsonObject, tensors: Tensors) -> tuple[JsonObject, dict[str, TensorRef]]:
     """Return settings and tensors of compressed-tensors as its last releases write them.
 
     A dense ``sparsity_config`` says nothing, and is dropped. The KV cache's scales get their names of today.
@@ -170,7 +169,7 @@ def _read_when_served(tensors: dict[str, TensorRef], config: JsonObject, place: 
     return kept
 
 
-def cast_tensors(tensors: Mapping[str, TensorRef], dtype: str) -> dict[str, TensorRef]:
+def cast_tensors(tensors: Tensors, dtype: str) -> dict[str, TensorRef]:
     """Return the tensors with those in 16 bit in ``dtype``, a key of CASTS; they are cast when they are read.
 
     Scales are cast where vLLM keeps them in the model's dtype: those of packed weights, in 32 bit too. What
@@ -213,10 +212,8 @@ def _cast(ref: TensorRef, dtype: str) -> TensorRef:
         read = load_tensor(ref, rows)
         cast: torch.Tensor = read.to(getattr(torch, name))
         if not bool((cast.isfinite() == read.isfinite()).all()):
-            raise FlexQuantError(
-                f"tensor '{ref.name}' in {ref.file} holds numbers that {name} cannot hold; cast the other "
-                "variants instead"
-            )
+            problem = f"tensor '{ref.name}' in {ref.file} holds numbers that {name} cannot hold"
+            raise FlexQuantError(f"{problem}; cast the other variants instead")
         return cast
 
     return ComputedTensor(ref.name, dtype, ref.shape, ref.file, 0, compute, stored_dtype=ref.dtype)

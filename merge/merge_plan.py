@@ -106,10 +106,8 @@ def plan_merge(sources: Sequence[Source], choices: Mapping[str, str | None] = NO
     for source in sources:
         present = {int(m["index"]) for name in source.tensors if (m := LAYER.search(name))}
         for missing in sorted(set(range(num_layers)) - present):
-            raise FlexQuantError(
-                f"'{source.name}' has no tensors for layer {missing} of {num_layers} ({source.folder}); "
-                "download or quantise it again"
-            )
+            problem = f"'{source.name}' has no tensors for layer {missing} of {num_layers} ({source.folder})"
+            raise FlexQuantError(f"{problem}; download or quantise it again")
         if source is not first:
             _check_same_shapes(first, source, model, is_tied, num_layers)
         check_parameters(source)
@@ -155,20 +153,16 @@ def _has_own_head(source: Source) -> bool:
 
 def _check_same_model(a: Source, b: Source) -> None:
     if a.architecture != b.architecture:
-        raise FlexQuantError(
-            f"'{a.name}' is a {a.architecture} and '{b.name}' a {b.architecture}; "
-            "only variants of one model can be merged"
-        )
+        problem = f"'{a.name}' is a {a.architecture} and '{b.name}' a {b.architecture}"
+        raise FlexQuantError(f"{problem}; only variants of one model can be merged")
     differences = model_differences(a.config, b.config)
     if differences:
         advice = f"if they are variants of one model, {choice(a, b, '--config-from')}"
         if all(key.rpartition(".")[2] == "dtype" for key, *_ in differences):
             advice = "if they are, choose one with --dtype bfloat16 or --dtype float16"
         listed = "; ".join(f"{key}: {x!r} against {y!r}" for key, x, y in differences[:5])
-        raise FlexQuantError(
-            f"the base configs of '{a.name}' and '{b.name}' differ ({listed}); only variants of one model "
-            f"can be merged: {advice}"
-        )
+        problem = f"the base configs of '{a.name}' and '{b.name}' differ ({listed})"
+        raise FlexQuantError(f"{problem}; only variants of one model can be merged: {advice}")
     schemes = [cache_scheme(source) for source in (a, b)]
     if schemes[0] != schemes[1]:
         raise FlexQuantError(
@@ -192,10 +186,8 @@ def _check_same_shapes(
             if model is not None and model.drops(name):
                 continue
             has, lacks = (a, b) if name in a_shapes else (b, a)
-            raise FlexQuantError(
-                f"'{has.name}' has parameter '{name}' and '{lacks.name}' does not; "
-                "only variants of one model can be merged"
-            )
+            problem = f"'{has.name}' has parameter '{name}' and '{lacks.name}' does not"
+            raise FlexQuantError(f"{problem}; only variants of one model can be merged")
         if a_shapes[name] != b_shapes[name]:
             raise FlexQuantError(
                 f"parameter '{name}' has shape {list(a_shapes[name])} in '{a.name}' and "

@@ -228,10 +228,8 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
     for name in (*eights, source):
         if rotates_in_passes(sources[name].quantization_config):
             eight = name if name in eights else eights[0]
-            raise FlexQuantError(
-                f"'{eight}' cannot be nested in '{source}': each pass rotates the inputs of linears of "
-                f"'{name}'; {TWO_COPIES}"
-            )
+            reason = f"each pass rotates the inputs of linears of '{name}'"
+            raise FlexQuantError(f"'{eight}' cannot be nested in '{source}': {reason}; {TWO_COPIES}")
     for name in eights:
         tensors, by_layer = sources[name].tensors, dict[str, dict[str, Pair]]()
         for module in sorted(schemes[name] | schemes[source]):

@@ -16,7 +16,7 @@ unsigned integers,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from flexquant.checkpoint.model_config import AWQ, GPTQ, ConfigGroup, JsonObject, complete_settings
 from flexquant.checkpoint.patterns import LEFT_OUT, expressions_of_dynamic, fitting
-from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, load_tensor
+from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, Tensors, load_tensor
 from flexquant.errors import FlexQuantError
 
 FLOATS = ("F16", "BF16", "F32")
@@ -143,10 +143,8 @@ def _read_dynamic(folder: Path, section: JsonObject, names: Sequence[str]) -> di
     for text, changes in dynamic.items():
         left_out = text.startswith(LEFT_OUT)
         if not left_out and not isinstance(changes, dict):
-            raise FlexQuantError(
-                f"{folder} has '{text}' in 'dynamic' of its quantization_config with {changes!r}, expected "
-                "an object of settings; get the checkpoint again"
-            )
+            problem = f"{folder} has '{text}' in 'dynamic' of its quantization_config with {changes!r}"
+            raise FlexQuantError(f"{problem}, expected an object of settings; get the checkpoint again")
         own = {} if left_out else {key: changes[key] for key in BY_LAYER if key in changes}
         found = dict.fromkeys(fits[text], _read_gptq(folder, section | own)) | found
     return found
@@ -158,10 +156,8 @@ def _read_auto_round(folder: Path, section: JsonObject) -> PackedFormat:
     extra = section.get("extra_config") or {}
     layers = list(extra.values()) if isinstance(extra, dict) else [extra]
     if not all(isinstance(layer, dict) and type(layer.get("bits", 16)) is int for layer in layers):
-        raise FlexQuantError(
-            f"{folder} has the extra_config {extra!r}, expected an object of settings by layer, with numbers "
-            "of bits; get the checkpoint again"
-        )
+        problem = f"{folder} has the extra_config {extra!r}, expected an object of settings by layer"
+        raise FlexQuantError(f"{problem}, with numbers of bits; get the checkpoint again")
     found = complete_settings(section, str(folder))
     symmetric = found["sym"]
     unserved = method == GPTQ and not symmetric
@@ -219,7 +215,7 @@ def _bits_and_size(folder: Path, settings: JsonObject, method: str) -> tuple[int
     return bits, size
 
 
-def from_packed_format(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]) -> Read:
+def from_packed_format(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
     """Read AWQ, GPTQ and AutoRound's exports in these; quantised values do not change.
 
     Raises FlexQuantError for settings that compressed-tensors cannot hold, and for tensors whose dtype, shape
@@ -243,15 +239,13 @@ def from_packed_format(folder: Path, section: JsonObject, tensors: Mapping[str, 
     for name, form in linears.items():
         for part in ("weight", "weight_packed"):
             if f"{name}.{part}" in tensors:
-                raise FlexQuantError(
-                    f"{folder} has {name}.{part} beside {name}.qweight; a linear is stored once: get the "
-                    "checkpoint again"
-                )
+                problem = f"{folder} has {name}.{part} beside {name}.qweight"
+                raise FlexQuantError(f"{problem}; a linear is stored once: get the checkpoint again")
         found |= _linear(name, form, tensors)
     return {name: form.scheme() for name, form in linears.items()}, found
 
 
-def _linear(module: str, form: PackedFormat, tensors: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
+def _linear(module: str, form: PackedFormat, tensors: Tensors) -> dict[str, TensorRef]:
     """Return a linear's tensors; raise FlexQuantError unless what is stored fits the settings."""
     part = {name: tensors.get(f"{module}.{name}") for name in ("qweight", "scales", "qzeros", "g_idx")}
     qweight = part["qweight"]
@@ -286,10 +280,8 @@ def _linear(module: str, form: PackedFormat, tensors: Mapping[str, TensorRef]) -
             "compressed-tensors do not undo; take a checkpoint without desc_act"
         )
     if form.symmetric and qzeros is not None and not form.is_symmetric(load_tensor(qzeros)):
-        raise FlexQuantError(
-            f"{module} has zero points beside {form.middle}, though its quantization_config says 'sym'; get "
-            "the checkpoint again"
-        )
+        problem = f"{module} has zero points beside {form.middle}, though its quantization_config says 'sym'"
+        raise FlexQuantError(f"{problem}; get the checkpoint again")
     weight, words, size = f"{module}.weight", -(-inputs // values), torch.tensor([outputs, inputs])
     found = [
         _transformed(f"{weight}_packed", qweight, "I32", (outputs, words), form.pack_weight),

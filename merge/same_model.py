@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.built_model import find_model_class, known_config
-from flexquant.checkpoint.model_config import (
-    JsonObject,
-    count_layers,
-    text_config,
-)
+from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
 from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.errors import FlexQuantError, explained
 from flexquant.merge.formats import Source

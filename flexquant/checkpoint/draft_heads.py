@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
 from flexquant.checkpoint.built_model import written_or_default
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
 from flexquant.checkpoint.module_names import DRAFTS, decoder_layer, layer_number
-from flexquant.checkpoint.safetensors_io import TensorRef
+from flexquant.checkpoint.safetensors_io import Tensors
 from flexquant.checkpoint.schemes import FLOAT_DTYPES, logical_shapes
 from flexquant.errors import FlexQuantError
 
@@ -69,7 +69,7 @@ def drafts(name: str, architecture: str, num_layers: int) -> bool:
     return is_behind or (heads not in (None, BEHIND) and DRAFTS.search(name) is not None)
 
 
-def check_draft_heads(config: JsonObject, tensors: Mapping[str, TensorRef], owner: str) -> None:
+def check_draft_heads(config: JsonObject, tensors: Tensors, owner: str) -> None:
     """Raise FlexQuantError, naming the tensor, unless vLLM's classes have all layers, and load all heads.
 
     Of a checkpoint's ``tensors`` only headers are read. It may lack all heads.
@@ -130,9 +130,7 @@ def _one_by_one(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{experts}.{number}.{part}.weight", (shape[1] // len(parts), shape[2])
 
 
-def with_heads_ignored(
-    section: JsonObject, config: JsonObject, tensors: Mapping[str, TensorRef]
-) -> JsonObject:
+def with_heads_ignored(section: JsonObject, config: JsonObject, tensors: Tensors) -> JsonObject:
     """Return a ``quantization_config`` that also ignores the linears of heads in 16 bit by vLLM's names."""
     heads, stated = HEADS.get(config["architectures"][0]), section.get("ignore") or []
     before = heads.layer.partition("{")[0] if heads and heads.looked_for else None

@@ -128,10 +128,8 @@ def _check_arrived(file: Path) -> None:
     if SHA256.fullmatch(blob.name) and hash_file(blob) != blob.name:
         blob.unlink()
         file.unlink()
-        raise FlexQuantError(
-            f"{file.name} arrived damaged (its SHA-256 is not the Hub's) and was deleted from the cache; "
-            "try again"
-        )
+        problem = f"{file.name} arrived damaged (its SHA-256 is not the Hub's) and was deleted from the cache"
+        raise FlexQuantError(f"{problem}; try again")
 
 
 def check_folder(folder: Path) -> None:
@@ -233,17 +231,13 @@ def read_tensors(folder: Path) -> dict[str, TensorRef]:
                 raise FlexQuantError(f"{folder} has '{name}' {both}; keep one of the files")
             if weight_map is not None and weight_map.get(name) != shard:
                 stated = f"in {weight_map[name]}" if name in weight_map else "nowhere"
-                raise FlexQuantError(
-                    f"{folder / shard} holds tensor '{name}', which {INDEX_FILE} lists {stated}; "
-                    "write the checkpoint again"
-                )
+                problem = f"{folder / shard} holds tensor '{name}', which {INDEX_FILE} lists {stated}"
+                raise FlexQuantError(f"{problem}; write the checkpoint again")
             tensors[name] = ref
     for name, shard in (weight_map or {}).items():
         if name not in tensors:
-            raise FlexQuantError(
-                f"{folder / INDEX_FILE} lists tensor '{name}' in {shard}, which does not hold it; "
-                "write the checkpoint again"
-            )
+            problem = f"{folder / INDEX_FILE} lists tensor '{name}' in {shard}, which does not hold it"
+            raise FlexQuantError(f"{problem}; write the checkpoint again")
     return tensors
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from flexquant.checkpoint.folder import (
 )
 from flexquant.checkpoint.merged_config import CONFIG_FILE, SHARED_PREFIX, MergedConfig, read_model_config
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
+from flexquant.checkpoint.safetensors_io import TensorRef, Tensors, read_chunks
 from flexquant.checkpoint.writer import MAX_THREADS, Progress, Result, results_of
 from flexquant.documents.results import digest_of, hash_file
 from flexquant.errors import FlexQuantError
@@ -100,9 +100,7 @@ def weights_identity(folder: Path) -> dict[str, str]:
     return {CONFIG_FILE: digest_of(config), "tensors": hash_tensors(tensors)}
 
 
-def hash_tensors(
-    tensors: Mapping[str, TensorRef], read: Callable[[TensorRef], Iterable[memoryview]] = read_chunks
-) -> str:
+def hash_tensors(tensors: Tensors, read: Callable[[TensorRef], Iterable[memoryview]] = read_chunks) -> str:
     """Return the SHA-256 over names, dtypes, shapes and bytes; ``read`` yields the bytes of a tensor."""
     return digest_of(match_each(tensors, lambda _, ref: (ref.dtype, ref.shape, _hash(ref, read)), None))
 
@@ -183,10 +181,8 @@ class MergedCheckpoint:
         from flexquant.checkpoint.nested import nested_weights  # torch
 
         if not (found := nested_weights(self._stored(name), self._stored(source))):
-            raise FlexQuantError(
-                f"variant '{name}' of {self.folder} has nested_in '{source}', but no differences to its "
-                "weights; merge it again"
-            )
+            problem = f"variant '{name}' of {self.folder} has nested_in '{source}'"
+            raise FlexQuantError(f"{problem}, but no differences to its weights; merge it again")
         return found
 
     def _stored(self, name: str) -> dict[str, TensorRef]:
@@ -233,18 +229,14 @@ def check_recorded_tensors(checkpoint: MergedCheckpoint, progress: Progress | No
     """
     recorded = checkpoint.provenance.tensors
     if not recorded:
-        raise FlexQuantError(
-            f"{checkpoint.folder} has no tensor hashes in {PROVENANCE_FILE}; compare with the sources: "
-            "flexquant verify --against NAME=FOLDER"
-        )
+        problem = f"{checkpoint.folder} has no tensor hashes in {PROVENANCE_FILE}"
+        raise FlexQuantError(f"{problem}; compare with the sources: flexquant verify --against NAME=FOLDER")
     tensors = checkpoint.tensors
     check_same_names(recorded.keys(), tensors.keys(), PROVENANCE_FILE, checkpoint.folder)
     return compare_recorded(checkpoint, tensors, progress)
 
 
-def compare_recorded(
-    checkpoint: MergedCheckpoint, tensors: Mapping[str, TensorRef], progress: Progress | None
-) -> int:
+def compare_recorded(checkpoint: MergedCheckpoint, tensors: Tensors, progress: Progress | None) -> int:
     """Return the number of ``tensors``, by merged key; raise FlexQuantError for one with another hash.
 
     One without a recorded hash passes.
@@ -256,7 +248,7 @@ def compare_recorded(
 
 
 def match_each(
-    tensors: Mapping[str, TensorRef], check: Callable[[str, TensorRef], Result], progress: Progress | None
+    tensors: Tensors, check: Callable[[str, TensorRef], Result], progress: Progress | None
 ) -> dict[str, Result]:
     """Return the result of ``check`` for every tensor, by name; several threads read at a time."""
     pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
@@ -276,15 +268,13 @@ def check_same_names(
         (found - expected, found_in, expected_in),
     ):
         if names:
-            raise FlexQuantError(
-                f"{has} has {len(names)} tensor(s) that {lacks} lacks ({_listed(sorted(names))}); merge it "
-                "again"
-            )
+            problem = f"{has} has {len(names)} tensor(s) that {lacks} lacks ({_listed(sorted(names))})"
+            raise FlexQuantError(f"{problem}; merge it again")
 
 
 def compare_tensors(
     checkpoint: MergedCheckpoint,
-    tensors: Mapping[str, TensorRef],
+    tensors: Tensors,
     same: Callable[[str, TensorRef], bool],
     measure: str,
     progress: Progress | None,

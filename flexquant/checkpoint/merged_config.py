@@ -76,10 +76,8 @@ def served_architecture(base_architecture: str) -> str:
 def check_variant_name(name: str) -> None:
     """Raise :class:`FlexQuantError` unless ``name`` can prefix tensor keys and appear in a policy."""
     if name == SHARED or not VARIANT_NAME.fullmatch(name):
-        raise FlexQuantError(
-            f"'{name}' is not a variant name: use lower-case letters, digits, '-' and '_', "
-            "starting with a letter or digit, and not 'shared'"
-        )
+        problem = f"'{name}' is not a variant name: use lower-case letters, digits, '-' and '_'"
+        raise FlexQuantError(f"{problem}, starting with a letter or digit, and not 'shared'")
 
 
 @dataclass(frozen=True)
@@ -191,10 +189,8 @@ class MergedConfig:
         """Read the section; raise :class:`FlexQuantError` for none, and for a foreign or incomplete one."""
         section = section or {}
         if section.get("quant_method") != QUANT_METHOD:
-            raise FlexQuantError(
-                f"not a merged checkpoint: quant_method is {section.get('quant_method')!r}, expected "
-                f"'{QUANT_METHOD}'; create one with 'flexquant merge'"
-            )
+            found = f"not a merged checkpoint: quant_method is {section.get('quant_method')!r}"
+            raise FlexQuantError(f"{found}, expected '{QUANT_METHOD}'; create one with 'flexquant merge'")
         version = section.get("schema_version")
         if type(version) is not int or version not in (SCHEMA_VERSION, NESTED_SCHEMA_VERSION):
             raise FlexQuantError(
@@ -324,10 +320,8 @@ def as_merged(config: JsonObject, model: str) -> JsonObject:
         return config
     architecture = next(iter(config.get("architectures") or []), None)
     if not isinstance(architecture, str):
-        raise FlexQuantError(
-            f"{model} names no architecture in its config.json; give a causal language model, or what "
-            "'flexquant merge' wrote"
-        )
+        problem = f"{model} names no architecture in its config.json"
+        raise FlexQuantError(f"{problem}; give a causal language model, or what 'flexquant merge' wrote")
     name, policy = PUBLISHED_INT4 if section else PUBLISHED_16_BIT
     merged = MergedConfig(
         base_architecture=architecture,

@@ -108,14 +108,10 @@ def complete_settings(section: JsonObject, place: str, method: str = GPTQ) -> Js
         if number in TEXTS:
             found[key] = number = int(number)
         if type(number) is not int:
-            raise FlexQuantError(
-                f"{place} has {key} {number!r}, expected a whole number, in its quantization_config; correct "
-                "it, or get the checkpoint again"
-            )
+            problem = f"{place} has {key} {number!r}, expected a whole number, in its quantization_config"
+            raise FlexQuantError(f"{problem}; correct it, or get the checkpoint again")
     for key, is_on in SWITCHES[method].items():
         if not isinstance(found.setdefault(key, is_on), bool):
-            raise FlexQuantError(
-                f"{place} has {key} {found[key]!r}, expected true or false, in its quantization_config; "
-                "correct it, or get the checkpoint again"
-            )
+            problem = f"{place} has {key} {found[key]!r}, expected true or false, in its quantization_config"
+            raise FlexQuantError(f"{problem}; correct it, or get the checkpoint again")
     return found

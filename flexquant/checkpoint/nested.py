@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, load_tensor
+from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, Tensors, load_tensor
 from flexquant.checkpoint.schemes import (
     COLUMN,
     DIFFERENCE,
@@ -54,7 +54,7 @@ class Int4Weight:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, TensorRef], module: str) -> Int4Weight | None:
+    def of(cls, tensors: Tensors, module: str) -> Int4Weight | None:
         """Return a module's weight, by original keys; None if it has no sound INT4 weight.
 
         Raises FlexQuantError for a stored shape that does not fit.
@@ -102,7 +102,7 @@ class NestedWeight:
     """The INT8 weight of a nested variant's linear: what is stored of it, and the INT4 weight."""
 
     int4: Int4Weight
-    stored: Mapping[str, TensorRef]
+    stored: Tensors
     """By the last part of their names; types and shapes are those of :func:`nested_parts`."""
 
     @property
@@ -156,7 +156,7 @@ def nested_parts(outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, .
     }
 
 
-def nested_weights(own: Mapping[str, TensorRef], source: Mapping[str, TensorRef]) -> dict[str, NestedWeight]:
+def nested_weights(own: Tensors, source: Tensors) -> dict[str, NestedWeight]:
     """Return the nested linears of a variant, by the original key of the weight that each has when served.
 
     ``own`` and ``source`` are the stored tensors, by original key, of the variant and of the one that it is
@@ -180,7 +180,7 @@ def nested_weights(own: Mapping[str, TensorRef], source: Mapping[str, TensorRef]
     return found
 
 
-def with_weights(own: Mapping[str, TensorRef], nested: Mapping[str, NestedWeight]) -> dict[str, TensorRef]:
+def with_weights(own: Tensors, nested: Mapping[str, NestedWeight]) -> dict[str, TensorRef]:
     """Return a nested variant's tensors as it is served: INT8 weights in place of what they come from."""
     gone = {
         f"{name}{part.removeprefix('weight')}" for name, weight in nested.items() for part in weight.stored

@@ -76,6 +76,10 @@ class TensorRef:
         return max(1, DTYPES[self.dtype][0] // 8)
 
 
+Tensors = Mapping[str, TensorRef]
+"""Tensors by name."""
+
+
 @dataclass(frozen=True, slots=True)
 class ComputedTensor(TensorRef):
     """A tensor that is computed whenever it is read; ``file`` holds a stored one that it comes from."""
@@ -151,10 +155,8 @@ def read_finite(ref: TensorRef) -> Iterator[memoryview]:
     width, _, bits = DTYPES[ref.dtype]
     for chunk in read_chunks(ref):
         if bits and bool((np.frombuffer(chunk, f"<u{width // 8}") & bits == bits).any()):
-            raise FlexQuantError(
-                f"tensor '{ref.name}' in {ref.file} holds NaN or infinite numbers; fetch or quantise the "
-                "model again"
-            )
+            problem = f"tensor '{ref.name}' in {ref.file} holds NaN or infinite numbers"
+            raise FlexQuantError(f"{problem}; fetch or quantise the model again")
         yield chunk
 
 
@@ -168,7 +170,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-def total_bytes(tensors: Mapping[str, TensorRef]) -> int:
+def total_bytes(tensors: Tensors) -> int:
     return sum(ref.nbytes for ref in tensors.values())
 
 

@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Find how a checkpoint is quantised (compressed-tensors): its parameters without packing, and the schemes.
-
-The shapes of the parameters of quantised Linears are checked against their schemes.
-"""
+"""Find how a checkpoint is quantised (compressed-tensors): its unpacked parameters, and its schemes."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import EMBEDDINGS, EXPERTS, FUSED, layer_of
 from flexquant.checkpoint.patterns import PREFIX, Patterns
-from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
+from flexquant.checkpoint.safetensors_io import TensorRef, Tensors, read_chunks
 from flexquant.errors import FlexQuantError, said_by
 
 if TYPE_CHECKING:
@@ -51,7 +48,7 @@ CLASSES = {"lm_head": "ParallelLMHead"} | dict.fromkeys(EMBEDDINGS, "VocabParall
 ORDER = {part: number for number, part in enumerate(FUSED)}
 
 
-def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...]]:
+def logical_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of the unquantised model, by name.
 
     Packed and nested weights count as ``weight``. Raises FlexQuantError for a ``weight_packed`` of integers
@@ -78,14 +75,22 @@ def mantissa_bits(*tensors: TensorRef) -> int:
     return min(FLOAT_DTYPES[dtype] for dtype in chain.from_iterable(dtypes) if dtype in FLOAT_DTYPES)
 
 
+def transforms_at(section: JsonObject, locations: Collection[str]) -> JsonObject:
+    """Return the groups of a ``quantization_config``'s transforms with one at any of these locations."""
+    groups = (section.get("transform_config") or {}).get("config_groups") or {}
+    return {
+        name: group
+        for name, group in groups.items()
+        if any(apply.get("location") in locations for apply in group.get("apply", ()))
+    }
+
+
 def rotates_in_passes(section: JsonObject) -> bool:
     """Whether a ``quantization_config`` has rotations that are no part of the weights alone."""
-    groups = (section.get("transform_config") or {}).get("config_groups") or {}
-    locations = (apply.get("location") for group in groups.values() for apply in group.get("apply", ()))
-    return any(location in ("input", "output") for location in locations)
+    return bool(transforms_at(section, ("input", "output")))
 
 
-def _rotates_inputs(name: str, tensors: Mapping[str, TensorRef]) -> bool:
+def _rotates_inputs(name: str, tensors: Tensors) -> bool:
     """Whether a tensor is what the inputs of a linear are multiplied by before its weight."""
     linear = ROTATION.sub("", name)
     return linear != name and any(f"{linear}.{own}" in tensors for own in ("weight", "weight_packed"))
@@ -116,9 +121,8 @@ def unpacked_shape(packed: TensorRef, stored: TensorRef | None) -> tuple[int, ..
 def _read_integers(ref: TensorRef, count: int) -> tuple[int, ...]:
     codes: dict[str, Literal["q", "i"]] = {"I64": "q", "I32": "i"}
     if (code := codes.get(ref.dtype)) is None or ref.shape != (count,):
-        raise FlexQuantError(
-            f"{ref.file} holds '{ref.name}' as {ref.dtype} {list(ref.shape)}, expected I64 or I32 [{count}]"
-        )
+        found = f"'{ref.name}' as {ref.dtype} {list(ref.shape)}"
+        raise FlexQuantError(f"{ref.file} holds {found}, expected I64 or I32 [{count}]")
     return tuple(number for chunk in read_chunks(ref) for number in chunk.cast(code))
 
 
@@ -195,10 +199,8 @@ class LinearSchemes:
 
 def unlike(owner: str, one: str, other: str) -> FlexQuantError:
     """Return the error for two linears of one layer that are quantised in different ways."""
-    return FlexQuantError(
-        f"{owner} has {one} and {other} quantised in different ways, and vLLM makes one layer of both; "
-        "quantise both alike, or neither"
-    )
+    problem = f"{owner} has {one} and {other} quantised in different ways, and vLLM makes one layer of both"
+    return FlexQuantError(f"{problem}; quantise both alike, or neither")
 
 
 def _is_of_attention(targets: Sequence[str]) -> bool:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from flexquant.checkpoint.merged_config import SHARED, SHARED_PREFIX, MergedConfig, StoredVariant
 from flexquant.checkpoint.model_config import JsonObject, QuantizedNumbers
 from flexquant.checkpoint.module_names import EXPERTS, HEAD, describe_range, is_in, layer_number, ranges
-from flexquant.checkpoint.safetensors_io import TensorRef, total_bytes
+from flexquant.checkpoint.safetensors_io import TensorRef, Tensors, total_bytes
 from flexquant.checkpoint.schemes import DIFFERENCE, logical_shapes, rotates_in_passes
 from flexquant.documents.results import table_lines
 
@@ -83,7 +83,7 @@ class CheckpointReport:
 def report_checkpoint(
     merged: MergedConfig,
     num_layers: int,
-    tensors: Mapping[str, TensorRef],
+    tensors: Tensors,
     changed: Mapping[str, float] = NOTHING,
     added_noise: Mapping[str, float] = NOTHING,
 ) -> CheckpointReport:
@@ -120,11 +120,7 @@ def report_checkpoint(
 
 
 def _nested_report(
-    own: Mapping[str, TensorRef],
-    source: str,
-    of_source: Mapping[str, TensorRef],
-    changed: float | None,
-    added_noise: float | None,
+    own: Tensors, source: str, of_source: Tensors, changed: float | None, added_noise: float | None
 ) -> NestedReport:
     modules = {key.removesuffix(DIFFERENCE) for key in own if key.endswith(f".{DIFFERENCE}")}
     weights = sum(2 * own[f"{module}{DIFFERENCE}"].nbytes for module in modules) or 1
@@ -136,17 +132,14 @@ def _nested_report(
     return NestedReport(source, bits[0], sum(bits), share, added_noise)
 
 
-def weights_in_layers(tensors: Mapping[str, TensorRef]) -> int:
+def weights_in_layers(tensors: Tensors) -> int:
     """Return how many weights the decoder layers of a variant have, by its ``tensors``' original keys."""
     shapes = logical_shapes(tensors)
     return sum(math.prod(shape) for key, shape in shapes.items() if layer_number(key) is not None)
 
 
 def bytes_in_use(
-    merged: MergedConfig,
-    tensors: Mapping[str, TensorRef],
-    layers: Mapping[str, Collection[int]],
-    sources: Mapping[str, str],
+    merged: MergedConfig, tensors: Tensors, layers: Mapping[str, Collection[int]], sources: Mapping[str, str]
 ) -> BytesByRange:
     """Return the stored bytes that a policy loads; ``layers`` are the decoder layers of each variant.
 
@@ -298,7 +291,7 @@ def _describe(arguments: QuantizedNumbers | None, what: str) -> str:
     return f"{arguments.get('type', 'int')}{arguments.get('num_bits', '')} {what}{extra}"
 
 
-def _by_reader(merged: MergedConfig, tensors: Mapping[str, TensorRef]) -> dict[str, dict[str, TensorRef]]:
+def _by_reader(merged: MergedConfig, tensors: Tensors) -> dict[str, dict[str, TensorRef]]:
     """Return variant or SHARED -> the tensors stored for it, by original key."""
     prefixes = {name: variant.prefix for name, variant in merged.variants.items()} | {SHARED: SHARED_PREFIX}
     return {
@@ -307,20 +300,18 @@ def _by_reader(merged: MergedConfig, tensors: Mapping[str, TensorRef]) -> dict[s
     }
 
 
-def _without_copies(
-    tensors: Mapping[str, TensorRef], variants: Iterable[StoredVariant]
-) -> dict[str, TensorRef]:
+def _without_copies(tensors: Tensors, variants: Iterable[StoredVariant]) -> dict[str, TensorRef]:
     """Leave out an lm_head that is a copy of the embedding and that none of the variants loads."""
     no_head = not any(variant.own_head for variant in variants)
     return {key: ref for key, ref in tensors.items() if not (no_head and HEAD.search(key))}
 
 
-def _is_packed_linear(key: str, tensors: Mapping[str, TensorRef]) -> bool:
+def _is_packed_linear(key: str, tensors: Tensors) -> bool:
     """Whether a tensor belongs to a linear with packed weights that is not an expert's."""
     return f"{key.rpartition('.')[0]}.weight_packed" in tensors and not EXPERTS.match(key)
 
 
-def _by_layer(tensors: Mapping[str, TensorRef]) -> Counter[int | None]:
+def _by_layer(tensors: Tensors) -> Counter[int | None]:
     sizes: Counter[int | None] = Counter()
     for key, ref in tensors.items():
         sizes[layer_number(key)] += ref.nbytes

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE, check_finite
 from flexquant.checkpoint.output import check_free_space, staged_folder
-from flexquant.checkpoint.safetensors_io import METADATA_KEY, TensorRef, read_finite, total_bytes
+from flexquant.checkpoint.safetensors_io import METADATA_KEY, TensorRef, Tensors, read_finite, total_bytes
 
 Result = TypeVar("Result")
 
@@ -50,7 +50,7 @@ class Shard:
         return len(self.header) + sum(ref.nbytes for _, ref, _ in self.tensors)
 
 
-def plan_shards(groups: Sequence[Mapping[str, TensorRef]], max_shard_size: int) -> list[Shard]:
+def plan_shards(groups: Sequence[Tensors], max_shard_size: int) -> list[Shard]:
     """Return the files for groups of tensors; no file holds tensors of two groups.
 
     A file's tensors have at most ``max_shard_size`` bytes, unless one alone is larger. A single file is
@@ -84,7 +84,7 @@ cannot be read."""
 @contextmanager
 def writing_checkpoint(
     output: Path,
-    groups: Sequence[Mapping[str, TensorRef]],
+    groups: Sequence[Tensors],
     files: Mapping[str, Path],
     *,
     overwrite: bool,
@@ -134,7 +134,7 @@ def writing_shards(folder: Path, shards: Sequence[Shard]) -> Iterator[Finish]:
 
 
 def results_of(
-    futures: Mapping[str, Future[Result]], tensors: Mapping[str, TensorRef], progress: Progress | None
+    futures: Mapping[str, Future[Result]], tensors: Tensors, progress: Progress | None
 ) -> dict[str, Result]:
     """Wait for what is done with each tensor, and return the results by the tensors' names."""
     results: dict[str, Result] = {}
@@ -167,7 +167,7 @@ def write_json(path: Path, content: object) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _lay_out(file: str, tensors: Mapping[str, TensorRef]) -> Shard:
+def _lay_out(file: str, tensors: Tensors) -> Shard:
     """Lay out a shard with the widest dtypes first, like the safetensors library, so that all are aligned."""
     placed: list[tuple[str, TensorRef, int]] = []
     header: dict[str, dict[str, object]] = {METADATA_KEY: {"format": "pt"}}

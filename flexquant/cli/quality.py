@@ -182,10 +182,8 @@ def search(args: argparse.Namespace) -> JsonObject:
     study = study_of(args)
     base = choose_policy(args.policy, study.subject.checkpoint.merged.policy)
     if base.measured is None:
-        raise UsageError(
-            f"the policy '{base.name}' has no measured times (key 'measured'); give as --policy one that "
-            "'flexquant tune' wrote"
-        )
+        problem = f"the policy '{base.name}' has no measured times (key 'measured')"
+        raise UsageError(f"{problem}; give as --policy one that 'flexquant tune' wrote")
     searching = Search(study, base.measured, budget, args.sequences)
     with writable_folder(args.output, "--output") as folder:
         found = searching.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)

@@ -117,10 +117,8 @@ def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
     args, unknown = parser.parse_known_args(["--model", folder, "--config-format", QUANT_METHOD, *arguments])
     if unknown:
-        raise FlexQuantError(
-            f"'{' '.join(unknown)}' is no argument of vLLM's engine; leave out what is for the API server, "
-            "such as --port"
-        )
+        problem = f"'{' '.join(unknown)}' is no argument of vLLM's engine"
+        raise FlexQuantError(f"{problem}; leave out what is for the API server, such as --port")
     return EngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
 
 

@@ -112,10 +112,8 @@ def draw_rows(
 def tokens_needed(tokenizer: PreTrainedTokenizerBase, *, samples: int, length: int) -> int:
     """Return the tokens of text that :func:`draw_rows` needs; raise FlexQuantError for empty samples."""
     if samples < 1 or length < 2:
-        raise FlexQuantError(
-            f"calibration takes at least 1 sample of 2 tokens, not {samples} of {length}; "
-            "the defaults are 128 of 512"
-        )
+        problem = f"calibration takes at least 1 sample of 2 tokens, not {samples} of {length}"
+        raise FlexQuantError(f"{problem}; the defaults are 128 of 512")
     return samples * (length - len(start_of_row(tokenizer)))
 
 
@@ -183,10 +181,8 @@ def plain_text(document: TextOrMessages) -> str:
 def _read_folder(folder: Path) -> Iterator[TextOrMessages]:
     files = sorted(f for f in folder.iterdir() if f.suffix in TEXT_SUFFIXES and f.is_file())
     if not files:
-        raise FlexQuantError(
-            f"the folder {folder} has no {', '.join(TEXT_SUFFIXES)} file; put text into it, or "
-            "name a file or a dataset id"
-        )
+        problem = f"the folder {folder} has no {', '.join(TEXT_SUFFIXES)} file"
+        raise FlexQuantError(f"{problem}; put text into it, or name a file or a dataset id")
     return chain.from_iterable(map(_read_file, files))
 
 

@@ -233,17 +233,13 @@ def read_named(name_or_path: str, package: str, kind: str) -> tuple[bytes, str]:
     path = Path(name_or_path).expanduser()
     known = ", ".join(builtins)
     if "/" not in name_or_path and path.suffix not in YAML and not path.is_file():
-        raise FlexQuantError(
-            f"unknown {kind} '{name_or_path}': the built-in ones are {known}; give one of them, or the path "
-            f"of a {kind} file (with a '/' or ending in {YAML[0]})"
-        )
+        advice = f"give one of them, or the path of a {kind} file (with a '/' or ending in {YAML[0]})"
+        raise FlexQuantError(f"unknown {kind} '{name_or_path}': the built-in ones are {known}; {advice}")
     try:
         return path.read_bytes(), name_or_path
     except OSError as e:
-        raise FlexQuantError(
-            f"{name_or_path}: the {kind} file cannot be read ({e.strerror}); give the path of a file, or one "
-            f"of the built-in ones {known}"
-        ) from e
+        problem = f"{name_or_path}: the {kind} file cannot be read ({e.strerror}); give the path of a file"
+        raise FlexQuantError(f"{problem}, or one of the built-in ones {known}") from e
 
 
 class Problem(ValueError):

@@ -253,10 +253,8 @@ class PlannedModel:
             if name not in quantised:
                 kept.add(call)
         if not linears.keys() - kept:
-            raise FlexQuantError(
-                f"{model} has no linears in decoder layers, which the cost model is about; give a causal "
-                "language model"
-            )
+            problem = f"{model} has no linears in decoder layers, which the cost model is about"
+            raise FlexQuantError(f"{problem}; give a causal language model")
         matrices = (shape for shape in parameters.values() if len(shape) == 2)
         head = plain_linear(*(parameters.get("lm_head.weight") or next(matrices)))
         return cls(model, config, caches, linears, frozenset(kept), head, rest, reads_more_than_text(whole))
@@ -347,10 +345,8 @@ def _build(
     except FlexQuantError as e:
         raise FlexQuantError(f"{source}: {e}") from e
     except Exception as e:  # a class of transformers can raise anything
-        raise FlexQuantError(
-            f"{source}: transformers cannot build the model ({said_by(e)}); give a causal "
-            "language model of a type that it knows"
-        ) from e
+        problem = f"{source}: transformers cannot build the model ({said_by(e)})"
+        raise FlexQuantError(f"{problem}; give a causal language model of a type that it knows") from e
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if not has_head and not getattr(text, "tie_word_embeddings", True):
         shapes["lm_head.weight"] = (text.vocab_size, text.hidden_size)

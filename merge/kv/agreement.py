@@ -2,25 +2,22 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Judge whether two matrices differ by quantisation noise only.
 
-Matrices are read as chunks of rows with their scales and variances beside them, which enter the sums as
-vectors in matrix-vector products. The bounds follow from the variance of rounding that `dequantize` predicts,
-so they are wider for INT4 than for INT8; BOUNDS.md says how they were found.
+The bounds follow from the variance of rounding that `dequantize` predicts; BOUNDS.md says how they were
+found.
 
 Every row that writes the KV cache is compared. What is to be found in the other matrices and the embeddings
-(another basis, scales moved between two matrices, other weights) changes every row. So their rows form blocks
-of 16, and of every k blocks one is compared, in k consecutive layers each. k is at most 16, and 1 for up to
-255 rows: with 128 rows the gain of a column is known to 2 % for INT4, and the median over all columns, which
-is compared, much better.
+(another basis, moved scales, other weights) changes every row. So their rows form blocks of 16, and of every
+k blocks one is compared, in k consecutive layers each. k is at most 16, and 1 for up to 255 rows: with 128
+rows the gain of a column is known to 2 % for INT4, and the median over all columns much better.
 
 A difference is always found if it changes every row or column, more than 16 (k - 1) consecutive rows, or the
-same rows in k consecutive layers; one in m rows anywhere with a probability of 1 - (1 - 1/k)^m, for k = 16 a
-sixteenth for one row and 95 % for 48.
+same rows in k consecutive layers; one in m rows anywhere with a probability of 1 - (1 - 1/k)^m.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -53,7 +50,7 @@ TINY = 1e-30
 def sample_rows(count: int, turn: int, least: int = LEAST_ROWS) -> list[range]:
     """Return blocks of rows to compare among ``count`` rows; ``turn`` chooses which blocks.
 
-    The blocks hold at least ``least`` rows and a sixteenth of all, give or take a block, or all rows.
+    They hold ``least`` rows and a sixteenth of all, give or take a block, or all rows.
     """
     every = max(1, min(LEAST_SHARE, count // least))
     starts = range(turn % every * BLOCK_ROWS, count, every * BLOCK_ROWS)
@@ -105,17 +102,13 @@ class ScaledMatrix:
 
     def rotated(self, rotation: torch.Tensor) -> ScaledMatrix:
         """Return the matrix times the transpose of ``rotation`` [in, in]; a row's noise is spread evenly."""
-        return ScaledMatrix(map(self._rotate(rotation), self.chunks), torch.ones_like(self.columns))
-
-    def _rotate(self, rotation: torch.Tensor) -> Callable[[ScaledRows], ScaledRows]:
-        turned = self.columns[:, None] * rotation.T
-        squares = self.columns**2
+        turned, squares = self.columns[:, None] * rotation.T, self.columns**2
 
         def rotate(chunk: ScaledRows) -> ScaledRows:
             variance = chunk.noise_of_rows(squares)[:, None] / len(squares)
             return ScaledRows(chunk.matrix() @ turned, variance, torch.ones_like(chunk.rows))
 
-        return rotate
+        return ScaledMatrix(map(rotate, self.chunks), torch.ones_like(self.columns))
 
 
 @dataclass(frozen=True)
@@ -134,15 +127,19 @@ class Sums:
     Storage in bfloat16 is left out: it adds at most 0.003 to a gain's error, a tenth of the tightest bound.
     """
 
+    @classmethod
+    def of(cls, terms: torch.Tensor) -> Sums:
+        """Return the sums of the terms of :func:`_sums_of_chunk`, [5, n]."""
+        return cls(*terms[:3], terms[3] + terms[4])
+
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Sums:
-        return Sums(*(function(getattr(self, f.name)) for f in fields(self)))
+        return Sums(*map(function, vars(self).values()))
 
     def gains(self) -> torch.Tensor:
         """Return the gain g of every row or column in a = g * b + noise, [n].
 
-        Least squares of a on b underestimates the gain if b is noisy, and least squares of b on a
-        overestimates it. The true gain lies between the two; the value nearest 1 is returned, so that
-        quantisation noise explains as much as it can. Rows with more noise than signal get exactly 1.
+        Least squares of a on b underestimates it if b is noisy, and of b on a overestimates it. The value
+        between them that is nearest 1 is returned. Rows with more noise than signal get exactly 1.
         """
         low = self.ab / self.bb
         high = torch.where(self.ab > 0, self.aa / self.ab, low)
@@ -176,7 +173,7 @@ def sum_products(a: ScaledMatrix, b: ScaledMatrix) -> MatrixSums:
     column_sums *= torch.stack(weights)
     bb = rows[2]
     noise = torch.cat(noise_parts).double() + bb * (2 * STORAGE_NOISE**2 / 3)
-    return MatrixSums(_as_sums(rows), _as_sums(column_sums), noise)
+    return MatrixSums(Sums.of(rows), Sums.of(column_sums), noise)
 
 
 def _sums_of_chunk(
@@ -207,10 +204,6 @@ def _sums_of_chunk(
         sums.append((factor * (product @ weight), factor @ product))
     rows, columns = zip(*sums, strict=True)
     return torch.stack(rows), torch.stack(columns)
-
-
-def _as_sums(terms: torch.Tensor) -> Sums:
-    return Sums(terms[0], terms[1], terms[2], terms[3] + terms[4])
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,14 @@
 """Decide whether variants can share one KV cache, and whether one plan can mix their layers.
 
 A variant reads cache entries that another variant wrote, so every layer must compute the same K and V, or the
-same state, up to quantisation noise. Rounding and folds of a norm (SmoothQuant) keep K and V; scaling them
-(AWQ's v -> o smoothing) or rotating them (SpinQuant's R2 and R3) does not: each such model is right on its
-own cache, and silently wrong on the other's.
+same state, up to quantisation noise. Folding a norm (SmoothQuant) keeps K and V; scaling them (AWQ's v -> o
+smoothing) or rotating them (SpinQuant's R2 and R3) does not, and each model is then silently wrong on the
+other's cache.
 
-These forbid a shared cache: a difference in a row that reaches the cache, in a parameter, in a 16-bit matrix,
-or in a module outside of the layers; another matrix that differs by more than quantisation ever explains; and
-columns that are larger or smaller on the whole, because the layers behind them then cache something else. A
-matrix that differs by more than noise, but by less than that, forbids only plans that mix layers, and so does
-another residual basis.
+These forbid a shared cache: a difference in a row that reaches the cache, a parameter, a 16-bit matrix or a
+module outside of the layers; another matrix that differs by more than quantisation ever explains; columns
+that are larger or smaller on the whole. A matrix that differs by more than noise, but less than that, forbids
+only plans that mix layers, and so does another residual basis.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import torch
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import decoder_layer
 from flexquant.checkpoint.safetensors_io import load_tensor
+from flexquant.checkpoint.schemes import transforms_at
 from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError, said_by
 from flexquant.merge.formats import Source
@@ -42,10 +42,7 @@ KV_ADVICE = (
 )
 RESIDUAL_ADVICE = "use plans that run all layers in one variant, or quantise both without rotation"
 CACHE_TRANSFORMS = ("k_cache", "q_attn", "output")
-"""Locations (compressed_tensors.transform.TransformLocation) of transforms that run with the model.
-
-Those of inputs are undone where a linear's weight is read.
-"""
+"""Locations (TransformLocation) of transforms that run with the model, but for those of linears' inputs."""
 ALIKE = ("llama", "qwen3", "phi3")
 """transformers models that can stand in for a missing one: plain, with norms of Q and K, fused matrices."""
 WITH_BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -87,9 +84,8 @@ class Pair:
         return f"{self.names} cannot share a KV cache: {difference}; {KV_ADVICE}"
 
     def forbid_mixing(self, difference: str) -> None:
-        self.residual_message = (
-            f"{self.names} cannot be mixed layer by layer: {difference}; {RESIDUAL_ADVICE}"
-        )
+        problem = f"{self.names} cannot be mixed layer by layer: {difference}"
+        self.residual_message = f"{problem}; {RESIDUAL_ADVICE}"
 
     def compare_layer(self, layer: int) -> LayerComparison:
         weights = (self.variant, self.reference)
@@ -106,20 +102,9 @@ class Pair:
 
 def rotation_difference(variant: Source, reference: Source) -> str:
     """Return how the run-time rotations of K (SpinQuant's R3), or of outputs, differ; empty if not."""
-    found: list[JsonObject] = []
-    for source in (variant, reference):
-        groups = (source.quantization_config.get("transform_config") or {}).get("config_groups") or {}
-        found.append(
-            {
-                name: group
-                for name, group in groups.items()
-                if any(apply.get("location") in CACHE_TRANSFORMS for apply in group.get("apply", ()))
-            }
-        )
-    a, b = found
-    if a == b:
-        return ""
-    return f"rotation of the KV cache is {b!r} in '{reference.name}' and {a!r} in '{variant.name}'"
+    a, b = (transforms_at(of.quantization_config, CACHE_TRANSFORMS) for of in (variant, reference))
+    names = reference.name, variant.name
+    return "" if a == b else f"rotation of the KV cache is {b!r} in '{names[0]}' and {a!r} in '{names[1]}'"
 
 
 def scale_difference(variant: Source, reference: Source) -> str:
@@ -143,16 +128,6 @@ class Closest(TypedDict):
     allowed: float
     nearest_bound: str
     share_of_bound: float
-
-
-class KVVerdict(TypedDict):
-    """A :class:`KVReport` in the merged config."""
-
-    compatible: bool
-    layered_plans: bool
-    message: str
-    residual_message: str
-    worst: dict[str, Closest]
 
 
 @dataclass
@@ -184,7 +159,7 @@ class KVReport:
         self.message, self.rescaled = message, [source.name for source in sources[1:]]
         return self
 
-    def to_json(self) -> KVVerdict:
+    def to_json(self) -> JsonObject:
         return {
             "compatible": self.compatible,
             "layered_plans": self.layered_plans,
@@ -278,8 +253,8 @@ def workers() -> Iterator[ThreadPoolExecutor]:
 def build_skeleton(source: Source) -> Skeleton:
     """Return the skeleton of a source's model.
 
-    If transformers cannot build or run the model, the first model of ``ALIKE`` whose layers have the same
-    matrices takes its place, marked ``stands_in``. Raises FlexQuantError if there is none.
+    If transformers cannot build or run it, the first model of ``ALIKE`` whose layers have the same matrices
+    takes its place, marked ``stands_in``. Raises FlexQuantError if there is none.
     """
     try:
         return Skeleton(source.config)

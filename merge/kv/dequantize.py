@@ -59,11 +59,9 @@ class WeightReader:
             raise self.error(module, f"is stored as {stored.dtype}, but no config group quantises it")
         args, form = scheme.weights, self.schemes.format_of(scheme)
         if not is_readable(args, form):
-            raise self.error(
-                module,
-                f"has the scheme {form} ({args.num_bits}-bit {args.type}, {args.strategy}), "
-                "which cannot be compared; use INT4, INT8 or FP8 weights",
-            )
+            scheme_text = f"{form} ({args.num_bits}-bit {args.type}, {args.strategy})"
+            advice = "which cannot be compared; use INT4, INT8 or FP8 weights"
+            raise self.error(module, f"has the scheme {scheme_text}, {advice}")
         if problem := shape_problem(args, stored, partial(self.ref, module)):
             raise self.error(module, f"{problem}; quantise it again")
         return args

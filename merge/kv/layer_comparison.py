@@ -2,14 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Compare one layer of two variants: run transformers' layer for both, and compare the matrices on the way.
 
-Everything but the matrices (norms, biases, rotary embedding, attention, activations) runs in float32 in
-transformers' own code, with the parameters of either variant. The matrices return the same answers in both.
-So what the layer caches and returns has to be equal, number by number, up to the rounding of parameters to
-their dtype. A matrix's input has to be equal too, up to a factor for each column, since a fold (SmoothQuant)
-moves factors from the module before into the columns. After these factors are multiplied out, the two
-matrices may differ by quantisation noise only. If the rows of a matrix have factors of their own (a fold from
-up_proj into down_proj), its answers are multiplied by them, provided that they cancel further on. Routed
-experts are compared by tensor name, since transformers fuses their matrices.
+Everything but the matrices runs in float32 in transformers' own code, with the parameters of either variant.
+The matrices return the same answers in both, so what the layer caches and returns has to be equal, up to the
+rounding of parameters to their dtype. A matrix's input has to be equal too, up to a factor for each column,
+since a fold (SmoothQuant) moves factors from the module before into the columns. With these multiplied out,
+two matrices may differ by quantisation noise only. If rows have factors of their own (a fold from up_proj
+into down_proj), its answers are multiplied by them, provided that they cancel further on. Routed experts are
+compared by tensor name, since transformers fuses their matrices.
 """
 
 from __future__ import annotations
@@ -61,6 +60,8 @@ Weights = tuple[VariantWeights, VariantWeights]
 """The variant's, and the reference's."""
 Modules = tuple[str, str]
 """A matrix's module in the variant and in the reference."""
+Rows = Sequence[range]
+Rotation = torch.Tensor | None
 Columns = tuple[torch.Tensor, torch.Tensor]
 """Factors of a matrix's columns in the variant and in the reference, [in] each."""
 LATENT_UP = "kv_b_proj"
@@ -82,13 +83,11 @@ RowsCached = dict[object, Cached]
 def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: torch.Tensor | None) -> bool:
     """Whether two tensors [experts, out, in] or [experts, in, out] are equal but for ``factors`` [in].
 
-    Without factors, or if all factors are 1, the bytes have to be equal.
+    Without factors, or if all are 1, the bytes have to be equal.
     """
     if factors is None or bool(((factors - 1).abs() < ARITHMETIC).all()):
         return same_bytes(a, b)
-    if a.shape != b.shape or a.dtype not in FLOAT_DTYPES or b.dtype not in FLOAT_DTYPES:
-        return False
-    if len(factors) not in a.shape[1:]:
+    if a.shape != b.shape or not {a.dtype, b.dtype} <= FLOAT_DTYPES.keys() or len(factors) not in a.shape[1:]:
         return False
     last = a.shape[-1] == len(factors)
     rounding = 2.0 ** -mantissa_bits(a, b)
@@ -103,9 +102,7 @@ def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: torch.Tensor | No
 class LayerComparison:
     """The comparison of one layer; with a ``rotation`` of the residual stream it stops at the KV cache."""
 
-    def __init__(
-        self, weights: Weights, layer: int, rotation: torch.Tensor | None, known_rows: RowsCached
-    ) -> None:
+    def __init__(self, weights: Weights, layer: int, rotation: Rotation, known: RowsCached) -> None:
         self.agreements: list[tuple[str, MatrixDistance]] = []
         """(Last part of the matrix's name, how it agrees), in the order of the comparisons."""
         self.cache_difference = ""
@@ -116,20 +113,20 @@ class LayerComparison:
         """Whether a fold or rotation gives a matrix other inputs or outputs than the reference's."""
         self._weights, self._layer, self._rotation = weights, layer, rotation
         self._skeleton = skeleton = weights[1].skeleton
-        self._tensors = (weights[0].layers[layer], weights[1].layers[layer])
-        self._parameters = (weights[0].load_parameters(layer), weights[1].load_parameters(layer))
+        self._tensors = [of.layers[layer] for of in weights]
+        self._parameters = [of.load_parameters(layer) for of in weights]
         self._pass = partial(run_pass, skeleton, layer, until_cached=rotation is not None)
         matrices = skeleton.matrices[layer]
         kind = tuple((name, None if is_experts(name) else shape_of(m)) for name, m in matrices.items())
-        if kind not in known_rows:
-            known_rows[kind] = find_cached(self._pass, self._parameters[1])
-        self._rows, self._of_states = known_rows[kind]
+        if kind not in known:
+            known[kind] = find_cached(self._pass, self._parameters[1])
+        self._rows, self._of_states = known[kind]
         self._seen = self._pass(self._parameters[1])
         self._run = partial(self._pass, reference=self._seen)
         self._cached_rows_differ = False
-        self._turned: set[str] = set()
+        self._turned = set[str]()
         """The variant's modules that read the residual stream, which is rotated."""
-        self._given: dict[str, torch.Tensor] = {}
+        self._given = dict[str, torch.Tensor]()
         """Inputs of the variant's matrices, rotated into the reference's basis."""
 
     def run(self) -> LayerComparison:
@@ -144,8 +141,7 @@ class LayerComparison:
             if is_experts(name):
                 self._refuse(f"layer {self._layer} {name} is not reached by transformers' own layer")
             else:
-                ones = torch.ones(shape_of(matrix)[1], dtype=torch.float32)
-                self._compare_rows(name, (ones, ones))
+                self._compare_rows(name, _no_factors(shape_of(matrix)[1]))
         seen = replace(seen, inputs=self._given)
         a, b = (of.rounding_steps(self._layer) for of in self._weights)
         steps = {name: max(a[name], b[name]) for name in a}
@@ -158,10 +154,8 @@ class LayerComparison:
         """Compare, byte for byte, tensors that no pass reads and the projection of a latent cache."""
         a, b = self._tensors
         for name in unequal(a.unread, b.unread):
-            self._refuse(
-                f"'{name}' is not equal in both, and the layer as transformers builds it does not read "
-                "it, so what it does to the cache is not known"
-            )
+            problem = "the layer as transformers builds it does not read it, so what it does to the cache"
+            self._refuse(f"'{name}' is not equal in both, and {problem} is not known")
         for name in unequal(a.parameters, b.parameters) if self._skeleton.stands_in else ():
             stored = (b.parameters.get(name) or a.parameters[name]).name
             self._refuse(
@@ -169,12 +163,9 @@ class LayerComparison:
                 "installed transformers cannot build it; update transformers, or quantise without moving "
                 "scales into the norms"
             )
+        both = list(zip(self._weights, self._tensors, strict=True))
         for matrix in (name for name in a.matrices if name.endswith(LATENT_UP)):
-            of_variant, of_reference = (
-                weights.stored(own.matrices[matrix])
-                for weights, own in zip(self._weights, self._tensors, strict=True)
-            )
-            if any(unequal(of_variant, of_reference)):
+            if any(unequal(*(weights.stored(own.matrices[matrix]) for weights, own in both))):
                 self._refuse(
                     f"layer {self._layer} {matrix}, which expands the cached latent for all variants at "
                     f"once, is not the same in both; keep it in 16 bits in all ('re:.*{LATENT_UP}$' among "
@@ -219,9 +210,8 @@ class LayerComparison:
         for own, ref in b.items():
             given = factors if len(ref.shape) == 3 and not own.startswith("down") else None
             if own not in a or not equal_but_for_columns(a[own], ref, given):
-                self._refuse(
-                    f"'{ref.name}' differs by more than rounding; leave experts in 16 bits as they are"
-                )
+                advice = "leave experts in 16 bits as they are"
+                self._refuse(f"'{ref.name}' differs by more than rounding; {advice}")
 
     def _compare_experts(self, name: str, columns: Columns) -> None:
         """Compare experts that are stored one by one, matrix by matrix; ``columns`` are of their inputs."""
@@ -231,12 +221,11 @@ class LayerComparison:
             for part, modules in pairs.items():
                 rows, inputs = self._weights[1].reader.shape(modules[1])
                 if part in DOWN_AND_UP:
-                    ones = torch.ones(inputs, dtype=torch.float32)
-                    sample, up = sample_rows(rows, turn), pairs.get(DOWN_AND_UP[part])
-                    agreement = self._judge(modules, sample, (ones, ones))
+                    sample, ones = sample_rows(rows, turn), _no_factors(inputs)
+                    agreement, up = self._judge(modules, sample, ones), pairs.get(DOWN_AND_UP[part])
                     if up is not None and not agreement.agrees:
                         gains = self._sums(up, [range(inputs)], columns).rows.gains().float()
-                        agreement = self._judge(modules, sample, (gains, ones))
+                        agreement = self._judge(modules, sample, (gains, ones[1]))
                 else:
                     agreement = self._judge(modules, sample_rows(rows, turn, LEAST_ROWS), columns)
                 self._note(f"{name}.{number}.{part}", modules, agreement, cached=False)
@@ -245,7 +234,7 @@ class LayerComparison:
         """Compare the rows that reach the cache and a sample of the others; return as ``_compare_matrix``."""
         matrices = self._skeleton.matrices[self._layer]
         out = shape_of(matrices[name])[0]
-        modules = (self._tensors[0].matrices[name], self._tensors[1].matrices[name])
+        modules = self._tensors[0].matrices[name], self._tensors[1].matrices[name]
         cached = self._rows.get(name, torch.zeros(out, dtype=torch.bool))
         if self._skeleton.stands_in and name in self._rows:  # its rows may lie in another order
             cached = torch.ones_like(cached)
@@ -273,7 +262,7 @@ class LayerComparison:
         return gains
 
     def _cancelling_gains(
-        self, name: str, modules: Modules, rows: Sequence[range], columns: Columns
+        self, name: str, modules: Modules, rows: Rows, columns: Columns
     ) -> torch.Tensor | None:
         """Return row factors [out] that change nothing later in the layer but columns; None if they do."""
         matrix = self._skeleton.matrices[self._layer][name]
@@ -288,22 +277,14 @@ class LayerComparison:
         return None if changed(seen, self._seen) else gains
 
     def _judge(
-        self,
-        modules: Modules,
-        rows: Sequence[range],
-        columns: Columns,
-        row_factors: torch.Tensor | None = None,
+        self, modules: Modules, rows: Rows, columns: Columns, row_factors: torch.Tensor | None = None
     ) -> MatrixDistance:
         """Return how rows that do not reach the cache agree; see `_sums`."""
         sums = self._sums(modules, rows, columns, row_factors)
         return judge_matrices(sums, None, OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, row_numbers(rows))
 
     def _sums(
-        self,
-        modules: Modules,
-        rows: Sequence[range],
-        columns: Columns,
-        row_factors: torch.Tensor | None = None,
+        self, modules: Modules, rows: Rows, columns: Columns, row_factors: torch.Tensor | None = None
     ) -> MatrixSums:
         """Sum over rows of the variant's matrix, turned back or with ``row_factors``, and the reference's."""
         of_variant = self._weights[0].matrix(modules[0], rows, row_factors)
@@ -318,12 +299,12 @@ class LayerComparison:
         if agreement.agrees:
             return
         overall = "" if agreement.worst == agreement.error else f"; {agreement.error}"
-        difference = (
-            f"layer {self._layer} {name} differs by more than quantisation noise ({agreement.worst}{overall})"
+        by = f"more than quantisation noise ({agreement.worst}{overall})"
+        difference, both = (
+            f"layer {self._layer} {name} differs by {by}",
+            zip(self._weights, modules, strict=True),
         )
-        quantised = any(
-            of.reader.is_quantised(module) for of, module in zip(self._weights, modules, strict=True)
-        )
+        quantised = any(of.reader.is_quantised(module) for of, module in both)
         if cached and not self._cached_rows_differ:
             self.cache_difference, self._cached_rows_differ = difference, True
         elif not quantised or _is_of_another_model(agreement):
@@ -344,3 +325,8 @@ def _is_of_another_model(agreement: MatrixDistance) -> bool:
 def _ranges(rows: torch.Tensor) -> list[range]:
     """Return the ranges of consecutive rows that a mask, bool [rows], selects."""
     return ranges(torch.nonzero(rows).flatten().tolist())
+
+
+def _no_factors(inputs: int) -> Columns:
+    ones = torch.ones(inputs, dtype=torch.float32)
+    return ones, ones

@@ -2,10 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Run a layer once, record what passes through it, and compare two such passes.
 
-Both passes get the same outputs from the matrices, so every number of one pass is compared with the same
-number of the other. Rounding each parameter to its dtype explains a part of the difference; passes with
-parameters rounded at random estimate that part. They run only if the two passes differ by more than float32
-arithmetic in another order explains.
+Both passes get the same outputs from the matrices, so every number of one is compared with the same number of
+the other. Rounding parameters to their dtype explains a part of the difference; only if passes differ by more
+than float32 arithmetic explains, passes with randomly rounded parameters estimate that part.
 """
 
 from __future__ import annotations
@@ -95,9 +94,7 @@ def run_pass(
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().requires_grad_(with_gradients and tensor.is_floating_point())
 
-    hidden = skeleton.hidden(layer)
-    if rotation is not None:
-        hidden = hidden @ rotation
+    hidden = skeleton.hidden(layer) if rotation is None else skeleton.hidden(layer) @ rotation
     with torch.set_grad_enabled(with_gradients):
         cached, output = skeleton.run(layer, parameters, answer, hidden, until_cached)
     seen.results = dict(cached)
@@ -109,8 +106,8 @@ def run_pass(
 def find_cached(run: Callable[..., LayerPass], parameters: Parameters) -> Cached:
     """Return what the cache of a layer is computed with; ``run`` runs it with parameters.
 
-    A head of a state may forget so fast in one layer that its gate has no gradient. So rows count too that
-    reach the state with parameters of ones.
+    A head of a state may forget so fast that its gate has no gradient; so rows count too that reach the state
+    with parameters of ones.
     """
     given = {name: p.detach().requires_grad_() for name, p in parameters.items()}
     seen = run(given, with_gradients=True)
@@ -125,8 +122,7 @@ def find_cached(run: Callable[..., LayerPass], parameters: Parameters) -> Cached
 def _rows_cached(seen: LayerPass) -> dict[str, torch.Tensor]:
     """Return which rows of each matrix change what a pass cached, bool [out] by name.
 
-    No gradient flows through a matrix, since its answer does not depend on its input. So if a matrix's answer
-    reaches the cache, its input counts as cached too.
+    No gradient flows through a matrix. So if its answer reaches the cache, its input counts as cached too.
     """
     targets = [tensor for name, tensor in seen.results.items() if name != OUTPUT]
     cached: dict[str, torch.Tensor] = {}
@@ -166,20 +162,19 @@ def explain_difference(
     seen: LayerPass,
     reference: LayerPass,
     run: RunLayer,
-    parameters: tuple[Parameters, Parameters],
+    parameters: Sequence[Parameters],
     steps: Mapping[str, float],
 ) -> str:
     """Return how a pass differs from the reference by more than rounding; empty if it does not.
 
-    ``parameters`` are the parameters of the pass and of the reference, ``steps`` the relative rounding error
-    of each. The text names the first parameter that causes the difference by itself, if there is one.
+    ``parameters`` are those of the pass and of the reference, ``steps`` the relative rounding error of each.
+    The text names the first parameter that causes the difference by itself, if there is one.
     """
     if not changed(seen, reference):
         return ""
     of_pass, of_reference = parameters
     effect = rounding_effect(run, of_reference, steps, reference)
-    places = changed(seen, reference, effect)
-    if not places:
+    if not (places := changed(seen, reference, effect)):
         return ""
     for name, tensor in of_pass.items():
         if not torch.equal(tensor, of_reference[name]):
@@ -191,10 +186,8 @@ def explain_difference(
     return f"{places[0]} differs by more than the rounding of its parameters explains"
 
 
-def changed(
-    seen: LayerPass, reference: LayerPass, effect: Mapping[str, torch.Tensor] | None = None
-) -> list[str]:
-    """Return where two passes differ: in results, or in inputs of matrices by more than column factors.
+def changed(seen: LayerPass, reference: LayerPass, effect: Parameters | None = None) -> list[str]:
+    """Return where passes differ: in results, or in matrices' inputs by more than column factors.
 
     ``effect`` is the effect of rounding on each result and input, by name.
     """

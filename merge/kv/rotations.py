@@ -80,10 +80,8 @@ class InputRotations:
         return whole / size**0.5
 
     def _error(self, module: str, problem: str) -> FlexQuantError:
-        return FlexQuantError(
-            f"the inputs of '{module}' of {self._source.owner} are rotated {problem}, so it cannot be "
-            "compared; quantise it again"
-        )
+        found = f"the inputs of '{module}' of {self._source.owner} are rotated {problem}"
+        return FlexQuantError(f"{found}, so it cannot be compared; quantise it again")
 
 
 def turned_back(stored: ScaledRows, rotation: torch.Tensor) -> ScaledRows:

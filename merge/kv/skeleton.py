@@ -3,9 +3,8 @@
 """Run transformers' own model without its matrices: the caller decides what each matrix returns.
 
 The model is built from its config, without memory for weights. Its forward pass runs once to record the
-arguments of every decoder layer: positions, masks, a cache. From then on layers run one by one. The caller
-gives their parameters (norms, biases, sinks ...) and decides what the Linears return, since these are
-compared as matrices and not computed with. What a layer writes into its cache is kept.
+arguments of every decoder layer. From then on layers run one by one with the caller's parameters (norms,
+biases, sinks ...), and what a layer writes into its cache is kept.
 """
 
 from __future__ import annotations
@@ -118,9 +117,7 @@ class Skeleton:
         for module in self._model.modules():
             if id(module) not in inside and isinstance(module, (nn.Linear, nn.Embedding)):
                 self._ask(module, "")
-        self.matrices: list[Mapping[str, nn.Module]] = [
-            dict(self._find_matrices(layer)) for layer in self.layers
-        ]
+        self.matrices = [dict(self._find_matrices(layer)) for layer in self.layers]
         """Linears of each layer, and other modules with a matrix, by name in the layer."""
         self.parameters: list[Mapping[str, torch.Size]] = [
             _shapes_beside(layer, found) for layer, found in zip(self.layers, self.matrices, strict=True)
@@ -176,9 +173,8 @@ class Skeleton:
         cache = Written(self._config, writes if until_cached else None)
 
         def own(value: object) -> object:  # layers share caches and mappings, and write into them
-            return (
-                cache if value is self._cache else copy(value) if isinstance(value, MutableMapping) else value
-            )
+            is_written = isinstance(value, MutableMapping)
+            return cache if value is self._cache else copy(value) if is_written else value
 
         given = {key: own(value) for key, value in kwargs.items()}
         if args:
@@ -238,11 +234,8 @@ class Skeleton:
         }
         with torch.no_grad():
             tokens = torch.arange(self._tokens)[None]
-            functional_call(
-                self._model,
-                ones,
-                kwargs={"input_ids": tokens, "past_key_values": self._cache, "use_cache": True},
-            )
+            kwargs = {"input_ids": tokens, "past_key_values": self._cache, "use_cache": True}
+            functional_call(self._model, ones, kwargs=kwargs)
         self._written_before.append(len(self._cache.tensors))
         for hook in hooks:
             hook.remove()

@@ -5,14 +5,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import EMBEDDINGS, HEAD, above, decoder_layer, decoder_stacks
-from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor, same_bytes
+from flexquant.checkpoint.safetensors_io import TensorRef, Tensors, is_finite, load_tensor, same_bytes
 from flexquant.checkpoint.schemes import FLOAT_DTYPES, QUANTISATION_PARAMETER, mantissa_bits
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import Source
@@ -78,9 +78,8 @@ class VariantWeights:
     def load_parameters(self, layer: int) -> dict[str, torch.Tensor]:
         """Return every parameter of transformers' layer but the Linears' weights, float32.
 
-        A parameter that the variant lacks by this name becomes ones: transformers can make one of several
-        tensors. Raises FlexQuantError for a tensor whose shape does not fit the config, and for NaN or
-        infinite numbers.
+        One that the variant lacks becomes ones: transformers can make one of several tensors. Raises
+        FlexQuantError for a shape that does not fit the config, and for NaN or infinite numbers.
         """
         tensors = self.layers[layer]
         loaded = {}
@@ -131,10 +130,8 @@ class VariantWeights:
         for name in (f"{self._root}{module}" for module in EMBEDDINGS):
             if any(f"{name}.{own}" in self.source.tensors for own in WEIGHTS):
                 return name
-        raise FlexQuantError(
-            f"variant '{self.source.name}' has no '{self._root}{EMBEDDINGS[0]}', so its residual stream "
-            "cannot be compared"
-        )
+        problem = f"variant '{self.source.name}' has no '{self._root}{EMBEDDINGS[0]}'"
+        raise FlexQuantError(f"{problem}, so its residual stream cannot be compared")
 
     @property
     def head_name(self) -> str:
@@ -176,27 +173,23 @@ class VariantWeights:
                 f"'{module}', which transformers does not keep in the cache of its model, so it cannot be "
                 "compared and the model cannot be merged"
             )
-        matrix = self.skeleton.rename(layer, f"{local.removesuffix(f'.{own}')}.weight").removesuffix(
-            ".weight"
-        )
+        weight = self.skeleton.rename(layer, f"{local.removesuffix(f'.{own}')}.weight")
+        matrix = weight.removesuffix(".weight")
         parameter = self.skeleton.rename(layer, local)
         of_matrix = own in WEIGHTS or QUANTISATION_PARAMETER.search(name) is not None
-        is_read = CACHE_SCALE.search(name) is not None or name in self.reader.rotations.tensors
-        if parameter in self.skeleton.parameters[layer]:
+        is_parameter = parameter in self.skeleton.parameters[layer]
+        if is_parameter:
             tensors.parameters[parameter] = ref
-            is_read = True
         if of_matrix and matrix in matrices:
-            is_read = True
             if own in WEIGHTS:
                 tensors.matrices[matrix] = module
                 self._check_shape(name, self.reader.shape(module), shape_of(matrices[matrix]))
         elif of_matrix and (expert := EXPERT.match(matrix)) is not None and expert["experts"] in matrices:
-            is_read = True
             experts = tensors.experts.setdefault(expert["experts"], {})
             experts.setdefault(expert["number"], {})[expert["matrix"]] = module
-        if is_read:
-            return
-        if (fused := self.skeleton.fused_experts(layer, local)) is not None:
+        elif is_parameter or CACHE_SCALE.search(name) or name in self.reader.rotations.tensors:
+            pass
+        elif (fused := self.skeleton.fused_experts(layer, local)) is not None:
             tensors.fused.setdefault(fused[0], {})[fused[1]] = ref
         else:
             tensors.unread[name] = ref
@@ -204,10 +197,8 @@ class VariantWeights:
     def _load_finite(self, ref: TensorRef) -> torch.Tensor:
         tensor = load_tensor(ref).float()
         if not is_finite(tensor):
-            raise FlexQuantError(
-                f"tensor '{ref.name}' of variant '{self.source.name}' holds NaN or infinite numbers; "
-                "quantise it again"
-            )
+            problem = f"tensor '{ref.name}' of variant '{self.source.name}' holds NaN or infinite numbers"
+            raise FlexQuantError(f"{problem}; quantise it again")
         return tensor
 
     def _check_shape(self, name: str, found: Sequence[int], expected: Sequence[int]) -> None:
@@ -223,8 +214,7 @@ def _in_chunks(rows: Sequence[range], most: int) -> Iterator[list[range]]:
     most = max(BLOCK_ROWS, most)
     chunk: list[range] = []
     for block in rows:
-        for start in range(block.start, block.stop, most):
-            part = range(start, min(start + most, block.stop))
+        for part in (block[start : start + most] for start in range(0, len(block), most)):
             if chunk and sum(map(len, chunk)) + len(part) > most:
                 yield chunk
                 chunk = []
@@ -246,7 +236,7 @@ def _decoder_stack(source: Source) -> str:
     return stacks.pop()
 
 
-def unequal(a: Mapping[str, TensorRef], b: Mapping[str, TensorRef]) -> Iterator[str]:
+def unequal(a: Tensors, b: Tensors) -> Iterator[str]:
     """Yield the names, in order, of what is not in both with the same dtype, shape and bytes."""
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b or not same_bytes(a[name], b[name]):
