@@ -2,15 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Read checkpoints in FP8 and INT8 of other formats as compressed-tensors names their tensors.
 
-Block FP8, as DeepSeek and Qwen publish it: a linear has ``weight`` float8_e4m3fn [out, in] and
-``weight_scale_inv`` [out / rows, in / columns], by which its weights are multiplied. Activations are
-quantised as they arrive, in groups as wide as a block. AutoRound exports the same tensors, with settings of
-its own.
+Block FP8, as DeepSeek and Qwen publish it and AutoRound exports it: a linear has ``weight`` float8_e4m3fn
+[out, in] and ``weight_scale_inv`` [out / rows, in / columns], by which its weights are multiplied.
+Activations are quantised as they arrive, in groups as wide as a block.
 
-INT8 of AMD's Quark: ``weight`` int8 [out, in] and ``weight_scale``, one number or [out]. If activations are
-quantised by numbers that were found before, these are ``input_scale`` and ``input_zero_point``. Quark writes
-zero points of 0 for what is symmetric. The first pattern of ``layer_quant_config`` that fits a linear's name
-decides its settings, else ``global_quant_config`` does.
+INT8 of AMD's Quark: ``weight`` int8 [out, in] and ``weight_scale``, one number or [out]. Static activations
+have ``input_scale`` and ``input_zero_point``. Quark writes zero points of 0 for what is symmetric. The first
+pattern of ``layer_quant_config`` that fits a linear's name decides its settings, else ``global_quant_config``
+does.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from flexquant.checkpoint.model_config import ConfigGroup, JsonObject, QuantizedNumbers
+from flexquant.checkpoint.model_config import ConfigGroup, JsonObject, QuantizedNumbers, wrong_setting
 from flexquant.checkpoint.safetensors_io import TensorRef, Tensors, load_tensor
 from flexquant.errors import FlexQuantError
 from flexquant.merge.packed_formats import AUTO_ROUND, Read
@@ -84,8 +83,7 @@ def _auto_round_block(folder: Path, section: JsonObject) -> object:
 def from_fp8(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
     """Read block FP8 of either kind; no byte changes.
 
-    Raises FlexQuantError for FP8 without blocks, with scales for activations, and for a
-    weight without its scale or with two.
+    Raises FlexQuantError for FP8 without blocks or with static scales, and for a weight with no scale or two.
     """
     if section["quant_method"] != BLOCK_FP8:
         section = {"weight_block_size": _auto_round_block(folder, section)}
@@ -122,16 +120,12 @@ def _renamed(name: str) -> str:
 def from_quark(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
     """Read Quark's INT8; no number changes.
 
-    Raises FlexQuantError for settings that vLLM does not serve, for a scale that is
-    missing and for a zero point beside symmetric numbers.
+    Raises FlexQuantError for settings that vLLM does not serve, a missing scale, and a zero point beside
+    symmetric numbers.
     """
     _check_not_read(folder, section)
-    quantised = sorted(
-        name.removesuffix(".weight")
-        for name, ref in tensors.items()
-        if name.endswith(".weight") and ref.dtype == "I8"
-    )
-    if not quantised:
+    int8 = (name for name, ref in tensors.items() if name.endswith(".weight") and ref.dtype == "I8")
+    if not (quantised := sorted(name.removesuffix(".weight") for name in int8)):
         problem = f"{folder} has no linear in INT8 (no tensor '*.weight' is I8)"
         raise FlexQuantError(f"{problem}; export it with weight_format real_quantized")
     schemes = _schemes(folder, section, quantised)
@@ -157,9 +151,7 @@ def _check_linear(module: str, scheme: ConfigGroup, tensors: dict[str, TensorRef
             raise FlexQuantError(f"{module}.{part} is missing; get the checkpoint again")
     for name in (f"{module}.{part}" for part in without):
         if (zeros := tensors.pop(name, None)) is not None and bool(load_tensor(zeros).any()):
-            raise FlexQuantError(
-                f"{name} is not 0, though its settings say symmetric; get the checkpoint again"
-            )
+            raise FlexQuantError(f"{name} is not 0, but its settings say symmetric; get the checkpoint again")
     scale = tensors[f"{module}.weight_scale"]
     if scheme["weights"]["strategy"] == "channel" and len(scale.shape) == 1:
         tensors[scale.name] = replace(scale, shape=(*scale.shape, 1))
@@ -180,10 +172,7 @@ def _schemes(folder: Path, section: JsonObject, linears: Iterable[str]) -> dict[
     """Return the scheme of each linear, as vLLM finds its settings by its name."""
     by_pattern = section.get(BY_LAYER) or {}
     if not isinstance(by_pattern, dict):
-        raise FlexQuantError(
-            f"{folder} has {BY_LAYER} {by_pattern!r} in its quantization_config, expected an object of "
-            "settings by pattern; get the checkpoint again"
-        )
+        raise wrong_setting(folder, BY_LAYER, by_pattern, "an object of settings by pattern")
     stored = {f"{BY_LAYER} {pattern!r}": own for pattern, own in by_pattern.items() if own is not None}
     stored[FOR_ALL] = section.get(FOR_ALL)
     places = {module: _place(module, by_pattern) for module in linears}
@@ -208,12 +197,8 @@ def _scheme(folder: Path, place: str, linears: object) -> ConfigGroup:
             raise _refusal(folder, f"{key} {linears[key]!r} in {place}")
     weight, inputs = (_of_tensor(folder, place, linears, key) for key in ("weight", "input_tensors"))
     by_channel, static = weight["qscheme"] == PER_CHANNEL, not inputs["is_dynamic"]
-    if (
-        weight["dtype"] != "int8"
-        or weight["qscheme"] not in (PER_TENSOR, PER_CHANNEL)
-        or weight["symmetric"] is not True
-        or weight["is_dynamic"]
-    ):
+    is_int8 = weight["dtype"] == "int8" and weight["qscheme"] in (PER_TENSOR, PER_CHANNEL)
+    if not is_int8 or weight["symmetric"] is not True or weight["is_dynamic"]:
         raise _refusal(folder, f"{_described('weight', weight)} in {place}")
     if by_channel and weight["ch_axis"] not in (0, None):
         raise _refusal(folder, f"weight ch_axis {weight['ch_axis']!r} in {place}")

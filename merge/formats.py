@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Open a checkpoint of any supported format as a source of a merge, in the form of compressed-tensors.
 
-Quantised values never change. Tensors that are stored in another form are converted whenever they are read,
-so nothing is written before the merged checkpoint. A reader of a format (`packed_formats`,
-`eight_bit_formats`) returns the scheme of each quantised linear, and the tensors by their new names.
+Quantised values never change. Tensors in another form are converted whenever they are read. A reader of a
+format (`packed_formats`, `eight_bit_formats`) returns the scheme of each quantised linear, and the tensors by
+their new names.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ FREQUENCIES = (
 )
 DTYPE_KEYS = ("dtype", "torch_dtype")
 EMBEDDING_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDINGS)
+Settled = tuple[JsonObject, dict[str, TensorRef]]
+"""A ``quantization_config`` and the tensors as compressed-tensors has them."""
 CACHE_SCALE = re.compile(r"\.([kv])_proj\.output_(scale|zero_point)$")
 """Matches the older names of the cache's scales."""
 
@@ -75,9 +77,8 @@ class Source:
 def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Source:
     """Read the headers and configs of a checkpoint that becomes the variant ``name``.
 
-    The formats are compressed-tensors, AWQ (GEMM), GPTQ, block FP8, AutoRound's exports in these, Quark's
-    INT8, and 16 bit. ``dtype``, a key of CASTS, casts what is in 16 bit. Raises FlexQuantError, naming the
-    file, for an unusable folder, another format, and settings that compressed-tensors cannot hold.
+    ``dtype``, a key of CASTS, casts what is in 16 bit. Raises FlexQuantError, naming the file, for an
+    unusable folder, an unknown format, and settings that compressed-tensors cannot hold.
     """
     check_variant_name(name)
     folder = find_model(folder)
@@ -99,10 +100,7 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
     return Source(name, folder, config, section, _read_when_served(tensors, config, place))
 
 
-def _read(
-    folder: Path, section: JsonObject | None, tensors: dict[str, TensorRef]
-) -> tuple[JsonObject, dict[str, TensorRef]]:
-    """Return the ``quantization_config`` and the tensors as compressed-tensors has them."""
+def _read(folder: Path, section: JsonObject | None, tensors: dict[str, TensorRef]) -> Settled:
     if section is None:
         return _section({}, ()), tensors
     method = section.get("quant_method")
@@ -143,10 +141,10 @@ def _section(schemes: Mapping[str, ConfigGroup], ignored: Sequence[str]) -> Json
     }
 
 
-def _without_relics(section: JsonObject, tensors: Tensors) -> tuple[JsonObject, dict[str, TensorRef]]:
-    """Return settings and tensors of compressed-tensors as its last releases write them.
+def _without_relics(section: JsonObject, tensors: Tensors) -> Settled:
+    """Return settings and tensors as today's compressed-tensors writes them: cache scales have other names.
 
-    A dense ``sparsity_config`` says nothing, and is dropped. The KV cache's scales get their names of today.
+    A dense ``sparsity_config``, which says nothing, is dropped.
     """
     if not is_sparse(section):
         section = {key: value for key, value in section.items() if key != "sparsity_config"}
@@ -173,10 +171,8 @@ def cast_tensors(tensors: Tensors, dtype: str) -> dict[str, TensorRef]:
     """Return the tensors with those in 16 bit in ``dtype``, a key of CASTS; they are cast when they are read.
 
     Scales are cast where vLLM keeps them in the model's dtype: those of packed weights, in 32 bit too. What
-    else is in 32 bit stays: vLLM keeps some of it so, such as a router's correction bias, and casts the rest
-    when it loads it.
-    Raises FlexQuantError for another ``dtype`` and, when a tensor is read, for a number that ``dtype`` cannot
-    hold.
+    else is in 32 bit stays, as vLLM keeps some of it so. Raises FlexQuantError for another ``dtype`` and,
+    when a tensor is read, for a number that ``dtype`` cannot hold.
     """
     if dtype not in CASTS:
         raise FlexQuantError(f"weights cannot be cast to the dtype {dtype!r}; take {' or '.join(CASTS)}")

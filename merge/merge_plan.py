@@ -31,6 +31,7 @@ from flexquant.merge.same_model import cache_scheme, model_differences, with_nam
 from flexquant.merge.sidecar_plan import NO_CHOICE, SidecarPlan, choice, plan_sidecars
 
 LM_HEAD = "lm_head"
+ONE_MODEL = "only variants of one model can be merged"
 
 
 @dataclass(frozen=True)
@@ -47,24 +48,24 @@ class MergePlan:
 
     @property
     def draft_heads(self) -> str | None:
-        """The source whose heads that predict further tokens (MTP) a server drafts with; None without any.
+        """The source whose heads that predict further tokens (MTP) a server drafts with: the first with most.
 
-        It is the first that has as many of their tensors as any other.
+        None without any.
         """
-        counts = {
-            source.name: sum(
-                drafts(name, source.architecture, self.num_layers) for name in logical_shapes(source.tensors)
-            )
-            for source in self.sources
-        }
+
+        def count(source: Source) -> int:
+            names = logical_shapes(source.tensors)
+            return sum(drafts(name, source.architecture, self.num_layers) for name in names)
+
+        counts = {source.name: count(source) for source in self.sources}
         name = max(counts, key=counts.__getitem__)
         return name if counts[name] else None
 
     @property
     def shared_modules(self) -> tuple[str, ...]:
-        """The modules, among those that `_holder` allows, whose tensors are all shared.
+        """Modules that `_holder` allows whose tensors are all shared, e.g. ``model.layers.0.mlp.experts``.
 
-        E.g. ``model.norm`` and ``model.layers.0.mlp.experts``. A tower of a vision model counts as a whole.
+        A tower of a vision model counts as a whole.
         """
         shared = {key.removeprefix(SHARED_PREFIX) for key in self.groups.get("shared", {})}
         towers = _find_towers(self.sources)
@@ -87,15 +88,14 @@ def plan_merge(sources: Sequence[Source], choices: Mapping[str, str | None] = NO
     """Compare the sources and return the plan; read headers, small files, and tensors that may be equal.
 
     ``choices`` are those of :func:`plan_sidecars`. Raises FlexQuantError, naming the file, key, layer or
-    tensor, if the sources differ in something that a merged model can have only once, if one lacks a
-    parameter of its class, and if a shape does not fit the model or the quantisation scheme.
+    tensor, if the sources differ in what a merged model has once, if one lacks a parameter of its class, and
+    if a shape does not fit.
     """
     if not sources:
         raise FlexQuantError("nothing to merge: name at least one variant as NAME=FOLDER")
     names = [s.name for s in sources]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise FlexQuantError(f"variant name '{name}' is given twice; give every variant its own name")
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise FlexQuantError(f"variant name '{twice[0]}' is given twice; give every variant its own name")
     first = sources[0]
     for other in sources[1:]:
         _check_same_model(first, other)
@@ -130,10 +130,7 @@ def plan_merge(sources: Sequence[Source], choices: Mapping[str, str | None] = NO
 
 
 def check_parameters(source: Source) -> None:
-    """Raise FlexQuantError, naming the tensor, unless a source's tensors fit its class and its schemes.
-
-    Only headers are read.
-    """
+    """Raise FlexQuantError, naming the tensor, unless a source's headers fit its class and its schemes."""
     check_draft_heads(source.config, source.tensors, source.owner)
     check_loadable(source.quantization_config, source.tensors, source.owner)
     if (model := _class_of(source)) is not None:
@@ -154,7 +151,7 @@ def _has_own_head(source: Source) -> bool:
 def _check_same_model(a: Source, b: Source) -> None:
     if a.architecture != b.architecture:
         problem = f"'{a.name}' is a {a.architecture} and '{b.name}' a {b.architecture}"
-        raise FlexQuantError(f"{problem}; only variants of one model can be merged")
+        raise FlexQuantError(f"{problem}; {ONE_MODEL}")
     differences = model_differences(a.config, b.config)
     if differences:
         advice = f"if they are variants of one model, {choice(a, b, '--config-from')}"
@@ -162,7 +159,7 @@ def _check_same_model(a: Source, b: Source) -> None:
             advice = "if they are, choose one with --dtype bfloat16 or --dtype float16"
         listed = "; ".join(f"{key}: {x!r} against {y!r}" for key, x, y in differences[:5])
         problem = f"the base configs of '{a.name}' and '{b.name}' differ ({listed})"
-        raise FlexQuantError(f"{problem}; only variants of one model can be merged: {advice}")
+        raise FlexQuantError(f"{problem}; {ONE_MODEL}: {advice}")
     schemes = [cache_scheme(source) for source in (a, b)]
     if schemes[0] != schemes[1]:
         raise FlexQuantError(
@@ -171,28 +168,23 @@ def _check_same_model(a: Source, b: Source) -> None:
         )
 
 
-def _check_same_shapes(
-    a: Source, b: Source, model: ModelClass | None, is_tied: bool, num_layers: int
-) -> None:
+def _check_same_shapes(a: Source, b: Source, model: ModelClass | None, is_tied: bool, layers: int) -> None:
     """Raise FlexQuantError unless both have the same parameters.
 
-    Either may lack what ``model``, their class, drops, heads that draft, and the lm_head of a tied model.
+    Either may lack what ``model``, their class, drops, heads that draft, and a tied lm_head.
     """
     a_shapes, b_shapes = logical_shapes(a.tensors), logical_shapes(b.tensors)
     for name in sorted(a_shapes.keys() | b_shapes.keys()):
         if name not in a_shapes or name not in b_shapes:
-            if (is_tied and HEAD.search(name)) or drafts(name, a.architecture, num_layers):
-                continue
-            if model is not None and model.drops(name):
+            is_dropped = model is not None and model.drops(name)
+            if is_dropped or (is_tied and HEAD.search(name)) or drafts(name, a.architecture, layers):
                 continue
             has, lacks = (a, b) if name in a_shapes else (b, a)
             problem = f"'{has.name}' has parameter '{name}' and '{lacks.name}' does not"
-            raise FlexQuantError(f"{problem}; only variants of one model can be merged")
+            raise FlexQuantError(f"{problem}; {ONE_MODEL}")
         if a_shapes[name] != b_shapes[name]:
-            raise FlexQuantError(
-                f"parameter '{name}' has shape {list(a_shapes[name])} in '{a.name}' and "
-                f"{list(b_shapes[name])} in '{b.name}'; only variants of one model can be merged"
-            )
+            shapes = f"{list(a_shapes[name])} in '{a.name}' and {list(b_shapes[name])} in '{b.name}'"
+            raise FlexQuantError(f"parameter '{name}' has shape {shapes}; {ONE_MODEL}")
 
 
 def _find_shared(sources: Sequence[Source]) -> set[str]:

@@ -3,16 +3,16 @@
 """Nest W8A8 variants in an INT4 variant: store 4 bits for each INT8 weight, its difference to a prediction.
 
 The INT4 weight, times one factor a row and one a column, predicts the INT8 weight. Where 4 bits miss it by
-most, the INT8 weight is stored as an exception. Smoothing scales columns, so linears that vLLM fuses, whose
-inputs are the same, have one column of factors. Factors are fitted by least squares when a tensor of a layer
-is first read; weights are read a block at a time, and not kept.
+most, the INT8 weight is stored as an exception. Linears that vLLM fuses, whose inputs are the same, have one
+column of factors. Factors are fitted when a tensor of a layer is first read; weights are read a block at a
+time.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -47,6 +47,7 @@ from flexquant.merge.nested_fit import (
     is_widened,
     widened,
 )
+from flexquant.merge.packed_formats import of_rows
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
@@ -56,11 +57,7 @@ Scheme = tuple["QuantizationScheme", str]
 Nested = Literal["near", "exact"]
 """What a merge does with integers that are out of reach: takes the nearest, or refuses the variants."""
 MAX_ADDED_NOISE = 8.0
-"""Largest sum of a linear's squared misses, over the squared error of rounding to INT8 in the first place.
-
-At 8 the error is that of steps three times as long. Variants that do not fit each other, such as rotated
-ones, have 10,000.
-"""
+"""Largest squared error of a linear's misses, over that of rounding to INT8; rotated variants have 10,000."""
 MAX_INPUTS = 1 << 16
 """Inputs that an exception's index tells apart."""
 SCALE = "weight_scale"
@@ -137,26 +134,22 @@ class NestedLayer:
                 found.append(encode(wanted, predicted)[0][part])
             return torch.cat(found)
 
-        def row(rows: Sequence[range] | None) -> torch.Tensor:
-            return _of_rows(self.factors().rows[module], rows)
+        def of_layer(find: Callable[[Factors], torch.Tensor], rows: Sequence[range] | None) -> torch.Tensor:
+            return of_rows(find(self.factors()), rows)
 
-        def scale(rows: Sequence[range] | None) -> torch.Tensor:
-            return _of_rows(self.factors().scales[module], rows)
+        whole: dict[str, Callable[[Factors], torch.Tensor]] = {
+            ROW: lambda factors: factors.rows[module],
+            COLUMN: lambda factors: factors.column,
+            SCALE: lambda factors: factors.scales[module],
+        }
+        kinds = {**nested_parts(*int4.shape), SCALE: (scale8.dtype, scale8.shape)}
 
-        def column(rows: Sequence[range] | None) -> torch.Tensor:
-            return _of_rows(self.factors().column, rows)
+        def read(part: str) -> Callable[[Sequence[range] | None], torch.Tensor]:
+            return partial(of_layer, whole[part]) if part in whole else partial(encoded, part)
 
-        of_layer, parts = {ROW: row, COLUMN: column, SCALE: scale}, nested_parts(*int4.shape)
         return [
-            ComputedTensor(
-                f"{module}.{part}",
-                dtype,
-                shape,
-                weight8.file,
-                0,
-                of_layer.get(part) or partial(encoded, part),
-            )
-            for part, (dtype, shape) in {**parts, SCALE: (scale8.dtype, scale8.shape)}.items()
+            ComputedTensor(f"{module}.{part}", *kind, weight8.file, 0, read(part))
+            for part, kind in kinds.items()
         ]
 
     def _fit(self) -> Factors:
@@ -196,10 +189,6 @@ def is_nearest(stored: NestedWeight, scale: TensorRef, weight8: TensorRef, scale
     return Misses(math.prod(weight8.shape), 0, squared).added_noise <= MAX_ADDED_NOISE
 
 
-def _of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:
-    return whole if rows is None else torch.cat([whole[part.start : part.stop] for part in rows])
-
-
 @dataclass(frozen=True)
 class NestedVariant:
     """A variant that is stored as differences to another."""
@@ -217,7 +206,7 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
     """Return a plan that stores W8A8 variants as differences to the INT4 variant; what is nested, by name.
 
     The plan's sources have the INT8 weights that will be served. Only headers are read. Raises FlexQuantError
-    if there is no such pair, or several, and if a linear cannot be nested.
+    if there is not one such pair, and if a linear cannot be nested.
     """
     sources, groups = {s.name: s for s in plan.sources}, {name: {**of} for name, of in plan.groups.items()}
     schemes = {name: _schemes(source, plan.num_layers) for name, source in sources.items()}

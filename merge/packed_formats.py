@@ -25,7 +25,15 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.entrypoints.convert import AutoAWQConverter
 from torch.nn.functional import pad
 
-from flexquant.checkpoint.model_config import AWQ, GPTQ, ConfigGroup, JsonObject, complete_settings
+from flexquant.checkpoint.model_config import (
+    AWQ,
+    GPTQ,
+    ConfigGroup,
+    JsonObject,
+    complete_settings,
+    integer_weights,
+    wrong_setting,
+)
 from flexquant.checkpoint.patterns import LEFT_OUT, expressions_of_dynamic, fitting
 from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, Tensors, load_tensor
 from flexquant.errors import FlexQuantError
@@ -71,9 +79,9 @@ class PackedFormat:
         """Return the unsigned values in int32 words [rows, words], int32 [rows, values]."""
         shifts = torch.arange(0, 32, self.bits, dtype=torch.int32)
         values = (packed.unsqueeze(-1) >> shifts & (1 << self.bits) - 1).flatten(-2)
-        return (
-            AutoAWQConverter.reverse_awq_order(values, None, self.bits)[0] if self.method == AWQ else values
-        )
+        if self.method == AWQ:
+            values, _ = AutoAWQConverter.reverse_awq_order(values, None, self.bits)
+        return values
 
     def pack_weight(self, stored: torch.Tensor) -> torch.Tensor:
         """Return ``weight_packed``, int32 [out, in * bits / 32]."""
@@ -99,32 +107,20 @@ class PackedFormat:
 
     def is_symmetric(self, stored: torch.Tensor) -> bool:
         """Whether all zero points are in the middle."""
-        values = self.values(stored)
-        return any(
-            bool(((values + offset) % (1 << self.bits) == self.middle).all()) for offset in self.offsets
-        )
+        values, end = self.values(stored), 1 << self.bits
+        return any(bool(((values + offset) % end == self.middle).all()) for offset in self.offsets)
 
     def scheme(self) -> ConfigGroup:
         """Return what a group of compressed-tensors says of such linears."""
-        size = self.group_size if self.group_size > 0 else None
-        return {
-            "weights": {
-                "num_bits": self.bits,
-                "type": "int",
-                "symmetric": self.symmetric,
-                "strategy": "group" if size else "channel",
-                "group_size": size,
-                "dynamic": False,
-            },
-            "input_activations": None,
-            "format": "pack-quantized",
-        }
+        weights = integer_weights(self.bits, self.symmetric, self.group_size)
+        weights["dynamic"] = False
+        return {"weights": weights, "input_activations": None, "format": "pack-quantized"}
 
 
 def read_settings(folder: Path, section: JsonObject) -> PackedFormat:
     """Return what a ``quantization_config`` says of all linears, but for those that GPTQModel names.
 
-    Raises FlexQuantError for settings that compressed-tensors cannot hold.
+    Raises FlexQuantError for what compressed-tensors cannot hold.
     """
     readers = {AWQ: _read_awq, GPTQ: _read_gptq}
     return readers.get(section["quant_method"], _read_auto_round)(folder, section)
@@ -134,17 +130,13 @@ def _read_dynamic(folder: Path, section: JsonObject, names: Sequence[str]) -> di
     """Return the formats of those of the linears ``names`` that GPTQModel's ``dynamic`` has a pattern for."""
     dynamic = section.get("dynamic") or {}
     if not isinstance(dynamic, dict):
-        raise FlexQuantError(
-            f"{folder} has 'dynamic' {dynamic!r} in its quantization_config, expected an object of settings "
-            "by pattern; get the checkpoint again"
-        )
+        raise wrong_setting(folder, "dynamic", dynamic, "an object of settings by pattern")
     found: dict[str, PackedFormat] = {}
     fits = fitting(expressions_of_dynamic(section), names, str(folder), " in 'dynamic'")
     for text, changes in dynamic.items():
         left_out = text.startswith(LEFT_OUT)
         if not left_out and not isinstance(changes, dict):
-            problem = f"{folder} has '{text}' in 'dynamic' of its quantization_config with {changes!r}"
-            raise FlexQuantError(f"{problem}, expected an object of settings; get the checkpoint again")
+            raise wrong_setting(folder, f"'{text}' in 'dynamic' with", changes, "an object of settings")
         own = {} if left_out else {key: changes[key] for key in BY_LAYER if key in changes}
         found = dict.fromkeys(fits[text], _read_gptq(folder, section | own)) | found
     return found
@@ -156,17 +148,13 @@ def _read_auto_round(folder: Path, section: JsonObject) -> PackedFormat:
     extra = section.get("extra_config") or {}
     layers = list(extra.values()) if isinstance(extra, dict) else [extra]
     if not all(isinstance(layer, dict) and type(layer.get("bits", 16)) is int for layer in layers):
-        problem = f"{folder} has the extra_config {extra!r}, expected an object of settings by layer"
-        raise FlexQuantError(f"{problem}, with numbers of bits; get the checkpoint again")
-    found = complete_settings(section, str(folder))
+        expected = "an object of settings by layer, with numbers of bits"
+        raise wrong_setting(folder, "extra_config", extra, expected)
+    found = complete_settings(section, folder)
     symmetric = found["sym"]
-    unserved = method == GPTQ and not symmetric
-    if (
-        method is None
-        or unserved
-        or section.get("data_type", "int") != "int"
-        or any(layer.get("bits", 16) < 16 for layer in layers)
-    ):
+    is_served = method == AWQ or (method == GPTQ and symmetric)
+    are_integers = section.get("data_type", "int") == "int"
+    if method is None or not (is_served and are_integers) or any(x.get("bits", 16) < 16 for x in layers):
         raise FlexQuantError(
             f"{folder} was exported by AutoRound in a form that is not read (packing_format {packing}, "
             f"data_type {section.get('data_type')}, sym {symmetric}, {len(layers)} layers with settings of "
@@ -180,10 +168,8 @@ def _read_auto_round(folder: Path, section: JsonObject) -> PackedFormat:
 def _read_awq(folder: Path, section: JsonObject) -> PackedFormat:
     version = str(section.get("version", "gemm"))
     if version.lower() != "gemm":
-        raise FlexQuantError(
-            f"{folder} is in AWQ's format {version!r}; take an AWQ checkpoint in the GEMM format"
-        )
-    found = complete_settings(section, str(folder), AWQ)
+        raise FlexQuantError(f"{folder} is in AWQ's format {version!r}; take one in the GEMM format")
+    found = complete_settings(section, folder, AWQ)
     return PackedFormat(AWQ, *_bits_and_size(folder, found, AWQ), not found["zero_point"])
 
 
@@ -195,7 +181,7 @@ def _read_gptq(folder: Path, section: JsonObject) -> PackedFormat:
             "read: take the checkpoint that it was packed from"
         )
     offset = 1 if form == WITH_OFFSET else 0
-    found = complete_settings(section, str(folder))
+    found = complete_settings(section, folder)
     bits, size = _bits_and_size(folder, found, GPTQ)
     return PackedFormat(GPTQ, bits, size, found["sym"], (offset,), found["desc_act"] and size > 0)
 
@@ -208,18 +194,15 @@ def _bits_and_size(folder: Path, settings: JsonObject, method: str) -> tuple[int
         listed = " and ".join(map(str, allowed))
         raise FlexQuantError(f"{folder} has {bits} bits a weight; of {method} only {listed} are read")
     if not (size > 0 or (size == -1 and method == GPTQ)):
-        raise FlexQuantError(
-            f"{folder} has the group_size {size} in its quantization_config, expected a number of inputs "
-            "or, for GPTQ, -1: correct it, or get the checkpoint again"
-        )
+        raise wrong_setting(folder, "group_size", size, "a number of inputs or, for GPTQ, -1")
     return bits, size
 
 
 def from_packed_format(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
     """Read AWQ, GPTQ and AutoRound's exports in these; quantised values do not change.
 
-    Raises FlexQuantError for settings that compressed-tensors cannot hold, and for tensors whose dtype, shape
-    or content does not fit the settings.
+    Raises FlexQuantError for settings that compressed-tensors cannot hold, and for tensors that do not fit
+    them.
     """
     base = read_settings(folder, section)
     names = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
@@ -247,9 +230,8 @@ def from_packed_format(folder: Path, section: JsonObject, tensors: Tensors) -> R
 
 def _linear(module: str, form: PackedFormat, tensors: Tensors) -> dict[str, TensorRef]:
     """Return a linear's tensors; raise FlexQuantError unless what is stored fits the settings."""
-    part = {name: tensors.get(f"{module}.{name}") for name in ("qweight", "scales", "qzeros", "g_idx")}
-    qweight = part["qweight"]
-    assert qweight is not None
+    part = {name: tensors.get(f"{module}.{name}") for name in ("scales", "qzeros", "g_idx")}
+    part["qweight"] = qweight = tensors[f"{module}.qweight"]
     rows, columns = (*qweight.shape, 1, 1)[:2]
     values = 32 // form.bits
     inputs, outputs = (rows * values, columns) if form.method == GPTQ else (rows, columns * values)
@@ -286,7 +268,7 @@ def _linear(module: str, form: PackedFormat, tensors: Tensors) -> dict[str, Tens
     found = [
         _transformed(f"{weight}_packed", qweight, "I32", (outputs, words), form.pack_weight),
         _transformed(f"{weight}_scale", scales, scales.dtype, (outputs, groups), torch.t),
-        ComputedTensor(f"{weight}_shape", "I64", (2,), qweight.file, 0, lambda rows: _of_rows(size, rows)),
+        ComputedTensor(f"{weight}_shape", "I64", (2,), qweight.file, 0, lambda rows: of_rows(size, rows)),
     ]
     if not form.symmetric and qzeros is not None:
         shape = (-(-outputs // values), groups)
@@ -311,10 +293,11 @@ def _transformed(
         if getattr(_last, "key", None) is not key:
             _last.key, _last.tensor = key, convert(load_tensor(stored))
         tensor: torch.Tensor = _last.tensor
-        return _of_rows(tensor, rows)
+        return of_rows(tensor, rows)
 
     return ComputedTensor(name, dtype, shape, stored.file, 0, compute)
 
 
-def _of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:
+def of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:
+    """Return these rows of a tensor, or all, as a :class:`ComputedTensor` does."""
     return whole if rows is None else torch.cat([whole[part.start : part.stop] for part in rows])

@@ -25,13 +25,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 NOT_BUILT_BY = (
-    "attn_implementation",
-    "_attn_implementation",
-    "experts_implementation",
-    "_experts_implementation",
-    "auto_map",
-    "transformers_weights",
-    "quantization_config",
+    *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
+    *("auto_map", "transformers_weights", "quantization_config"),
 )
 """Keys, at any depth, by which transformers would load or run something, and that of the quantisation."""
 FLOAT = "__float__"
@@ -56,9 +51,7 @@ def build_config(config: JsonObject) -> PretrainedConfig:
             built: PretrainedConfig = AutoConfig.for_model(**_inert(config))
             return built
     except OSError as e:
-        raise ValueError(
-            f"a model of type {kind!r} is made from another repository, which is not fetched"
-        ) from e
+        raise ValueError(f"a {kind!r} model is made from another repository, which is not fetched") from e
 
 
 def written_or_default(config: JsonObject, key: str) -> object:
@@ -141,19 +134,15 @@ def check_heads(config: JsonObject, place: str) -> None:
         divided.append(("hidden_size", "num_attention_heads"))
     for key, divisor in divided:
         if numbers[key] and numbers[divisor] and numbers[key] % numbers[divisor]:
-            raise FlexQuantError(
-                f"{place} has {key} {numbers[key]}, which is no multiple of its {divisor} "
-                f"{numbers[divisor]}; correct it, or fetch it again"
-            )
+            found = f"{key} {numbers[key]}, which is no multiple of its {divisor} {numbers[divisor]}"
+            raise FlexQuantError(f"{place} has {found}; correct it, or fetch it again")
 
 
 def _check_range(numbers: JsonObject, place: str) -> None:
     for key, value in numbers.items():
         if value is not None and (type(value) is not int or not 1 <= value <= MAX_NUMBER):
-            allowed = f"a whole number from 1 to {MAX_NUMBER}"
-            raise FlexQuantError(
-                f"{place} has {key} {value!r}, expected {allowed}; correct it, or fetch it again"
-            )
+            found, allowed = f"{place} has {key} {value!r}", f"a whole number from 1 to {MAX_NUMBER}"
+            raise FlexQuantError(f"{found}, expected {allowed}; correct it, or fetch it again")
 
 
 def _refused(config: JsonObject, place: str, error: Exception) -> FlexQuantError:
@@ -205,25 +194,22 @@ class ModelClass:
         from transformers.modeling_utils import LoadStateDictConfig
 
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        loading = LoadStateDictConfig(
-            device_map={"": "meta"}, weight_mapping=self._conversions, ignore_mismatched_sizes=True
-        )
+        conversions, on = self._conversions, {"": "meta"}
+        loading = LoadStateDictConfig(device_map=on, weight_mapping=conversions, ignore_mismatched_sizes=True)
         with _quiet():
             # None: tp_plan, which transformers 5.15 requires and later ones lack, or disk_offload_index.
             found, _ = convert_and_load_state_dict_in_model(self._model, tensors, loading, None)
         self._model._adjust_missing_and_unexpected_keys(found)
         ties = self._model.all_tied_weights_keys
-        for name, stored, expected in sorted(found.mismatched_keys):
-            raise FlexQuantError(
-                f"'{name}' has shape {list(stored)} in {place}, but the model that its config.json describes "
-                f"has {list(expected)} there; fetch or quantise it again"
-            )
-        missing = [name for name in self.shapes if {name, ties.get(name, name)} <= found.missing_keys]
-        if missing:
-            raise FlexQuantError(
-                f"{place} lacks {len(missing)} of the parameters of a {type(self._model).__name__}, "
-                f"'{missing[0]}' or a part of it first; download or quantise the model again"
-            )
+        mismatched = {name: stored for name, stored, _ in found.mismatched_keys}
+        if wrong := [name for name in self.shapes if name in mismatched]:
+            shapes = list(mismatched[wrong[0]]), list(self.shapes[wrong[0]])
+            expected = f"the model that its config.json describes has {shapes[1]} there"
+            found_there = f"'{wrong[0]}' has shape {shapes[0]} in {place}"
+            raise FlexQuantError(f"{found_there}, but {expected}; fetch or quantise it again")
+        if missing := [x for x in self.shapes if {x, ties.get(x, x)} <= found.missing_keys]:
+            of = f"of the parameters of a {type(self._model).__name__}, '{missing[0]}' or a part of it first"
+            raise FlexQuantError(f"{place} lacks {len(missing)} {of}; download or quantise the model again")
 
 
 def find_model_class(config: JsonObject, place: str) -> ModelClass | None:
@@ -270,7 +256,10 @@ def _quiet() -> Iterator[None]:
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or Hugging Face id; raise FlexQuantError if it needs code, or is broken."""
+    """Return the tokenizer of a folder or Hugging Face id.
+
+    Raises FlexQuantError if it cannot be read or needs code of its own, which is not run.
+    """
     from transformers import AutoTokenizer
 
     problem = f"the tokenizer of {model} cannot be read"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Define the section of a merged checkpoint's ``config.json``, and read the config of what FlexQuant serves.
+"""Define the section of a merged checkpoint's ``config.json`` (FORMAT.md), and read what is served by it.
 
-FORMAT.md describes the whole format. A published checkpoint in INT4 or 16 bit is read as a merged one that
-has the variant ``w4a16`` or ``bf16`` alone. Nothing here imports torch or vLLM.
+A published checkpoint in INT4 or 16 bit is read as a merged one with the variant ``w4a16`` or ``bf16`` alone.
+Nothing here imports torch or vLLM.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from flexquant.checkpoint.model_config import (
     GPTQ,
     ConfigGroup,
     JsonObject,
-    QuantizedNumbers,
     complete_settings,
     count_layers,
+    integer_weights,
 )
 from flexquant.checkpoint.module_names import HEAD
 from flexquant.documents.yaml_document import read_named
@@ -65,11 +65,7 @@ PUBLISHED_16_BIT = ("bf16", "prefill-8-bit")
 
 
 def served_architecture(base_architecture: str) -> str:
-    """Return the name of the class that serves a merged checkpoint, its ``architectures[0]``.
-
-    One class serves all text models. Each vision model has its own, since vLLM asks the class how to read
-    images.
-    """
+    """Return the class that serves a merged checkpoint: one for text, one a model that reads images."""
     return f"FlexQuant{base_architecture}" if base_architecture in VISION_ARCHITECTURES else ARCHITECTURE
 
 
@@ -97,10 +93,8 @@ class StoredVariant:
 
     @property
     def is_in_16_bit(self) -> bool:
-        section = self.quantization_config
-        return not section or (
-            section.get("quant_method") == COMPRESSED_TENSORS and not section.get("config_groups")
-        )
+        section = self.quantization_config or {"quant_method": COMPRESSED_TENSORS}
+        return section.get("quant_method") == COMPRESSED_TENSORS and not section.get("config_groups")
 
     def to_json(self) -> JsonObject:
         return {key: value for key, value in vars(self).items() if key != "nested_in" or value is not None}
@@ -164,9 +158,8 @@ class MergedConfig:
                 is_wrong = key.startswith(shared) and not is_copy
                 problem = "is of one variant, though shared_modules has its module" if is_wrong else ""
         if problem:
-            raise FlexQuantError(
-                f"{place} holds tensor '{key}', which {problem} ({', '.join(self.variants)}); merge it again"
-            )
+            which = f"which {problem} ({', '.join(self.variants)})"
+            raise FlexQuantError(f"{place} holds tensor '{key}', {which}; merge it again")
 
     def to_json(self) -> JsonObject:
         return {
@@ -202,9 +195,8 @@ class MergedConfig:
             known = {"kv_compatibility": NOT_COMPARED, **section, "mixable": None}
             read: MergedConfig = TypeAdapter(MergedConfig).validate_python(known)
             wrong = read._contradictions(section)
-            problem = next(
-                (f"{of} has {key} {v!r:.100}, expected {right}" for of, key, v, right in wrong), ""
-            )
+            said = (f"{of} has {key} {found!r:.100}, expected {right}" for of, key, found, right in wrong)
+            problem = next(said, "")
         except ValidationError as e:
             problem = f"quantization_config has {wrong_key(e)}"
         if problem:
@@ -284,8 +276,8 @@ def has_int4(config: JsonObject, model: str) -> bool:
     section = _complete(config.get("quantization_config") or {}, model)
     groups = section["config_groups"].values() if section.get("quant_method") in METHODS else ()
     weights = [g.get("weights") for g in groups if isinstance(g, dict) and not g.get("input_activations")]
-    integers = [w for w in weights if isinstance(w, dict) and w.get("type", "int") == "int"]
-    return any(w.get("num_bits") == 4 for w in integers)
+    int4 = ("int", 4)
+    return any(isinstance(w, dict) and (w.get("type", "int"), w.get("num_bits")) == int4 for w in weights)
 
 
 def is_published(folder: Path | str) -> bool:
@@ -329,11 +321,8 @@ def as_merged(config: JsonObject, model: str) -> JsonObject:
         policy=yaml.safe_load(read_named(policy, "flexquant.policies", "policy")[0]),
         draft_heads=name,
     )
-    return {
-        **config,
-        "architectures": [served_architecture(architecture)],
-        "quantization_config": merged.to_json(),
-    }
+    own = {"architectures": [served_architecture(architecture)], "quantization_config": merged.to_json()}
+    return config | own
 
 
 def _complete(section: JsonObject, place: str) -> JsonObject:
@@ -343,14 +332,8 @@ def _complete(section: JsonObject, place: str) -> JsonObject:
         groups = section.get("config_groups")
         return {**section, "config_groups": groups if isinstance(groups, dict) else {}}
     found = complete_settings(section, place, method)
-    in_groups = found["group_size"] > 0
-    weights: QuantizedNumbers = {
-        "num_bits": found["bits"],
-        "type": "int",
-        "symmetric": not found["zero_point"] if method == AWQ else found["sym"],
-        "strategy": "group" if in_groups else "channel",
-        "group_size": found["group_size"] if in_groups else None,
-        "actorder": "group" if in_groups and found.get("desc_act") else None,
-    }
+    symmetric = not found["zero_point"] if method == AWQ else found["sym"]
+    weights = integer_weights(found["bits"], symmetric, found["group_size"])
+    weights["actorder"] = "group" if weights["group_size"] and found.get("desc_act") else None
     group = ConfigGroup(targets=["Linear"], weights=weights, input_activations=None)
     return {**found, "config_groups": {"group_0": group}}

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from flexquant.errors import FlexQuantError
@@ -87,16 +88,21 @@ def count_layers(config: JsonObject) -> int:
     """Return the number of decoder layers that a config states; raise FlexQuantError if it states none."""
     text = text_config(config)
     kinds = text.get("layers_block_type")  # all that transformers 5 writes for Nemotron-H
-    kinds_counted = len(kinds) if isinstance(kinds, list) else None
-    layers = text.get("num_hidden_layers", text.get("n_layer", kinds_counted))
-    if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MAX_LAYERS:
-        raise FlexQuantError(
-            f"the config has num_hidden_layers {layers!r}, expected a number from 1 to {MAX_LAYERS}"
-        )
+    counted = len(kinds) if isinstance(kinds, list) else None
+    layers = text.get("num_hidden_layers", text.get("n_layer", counted))
+    if type(layers) is not int or not 1 <= layers <= MAX_LAYERS:
+        allowed = f"a number from 1 to {MAX_LAYERS}"
+        raise FlexQuantError(f"the config has num_hidden_layers {layers!r}, expected {allowed}")
     return layers
 
 
-def complete_settings(section: JsonObject, place: str, method: str = GPTQ) -> JsonObject:
+def wrong_setting(place: str | Path, key: str, value: object, expected: str) -> FlexQuantError:
+    """Return the error for a value in a ``quantization_config``; its message begins with ``place``."""
+    problem = f"{place} has {key} {value!r}, expected {expected}, in its quantization_config"
+    return FlexQuantError(f"{problem}; correct it, or get the checkpoint again")
+
+
+def complete_settings(section: JsonObject, place: str | Path, method: str = GPTQ) -> JsonObject:
     """Return a section with each setting of a linear by ``method``, under one name and of one type.
 
     Raises FlexQuantError, which begins with ``place``, for a value of another type.
@@ -108,10 +114,15 @@ def complete_settings(section: JsonObject, place: str, method: str = GPTQ) -> Js
         if number in TEXTS:
             found[key] = number = int(number)
         if type(number) is not int:
-            problem = f"{place} has {key} {number!r}, expected a whole number, in its quantization_config"
-            raise FlexQuantError(f"{problem}; correct it, or get the checkpoint again")
+            raise wrong_setting(place, key, number, "a whole number")
     for key, is_on in SWITCHES[method].items():
         if not isinstance(found.setdefault(key, is_on), bool):
-            problem = f"{place} has {key} {found[key]!r}, expected true or false, in its quantization_config"
-            raise FlexQuantError(f"{problem}; correct it, or get the checkpoint again")
+            raise wrong_setting(place, key, found[key], "true or false")
     return found
+
+
+def integer_weights(bits: int, symmetric: bool, group_size: int) -> QuantizedNumbers:
+    """Return how INT weights in groups of so many inputs are quantised, of all inputs for -1."""
+    size = group_size if group_size > 0 else None
+    strategy: Literal["group", "channel"] = "group" if size else "channel"
+    return {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy, "group_size": size}
