@@ -186,8 +186,8 @@ def _describe_ours(variant: str, document: JsonObject) -> str:
     data = "without calibration data"
     if calibration:
         source = calibration["data"]
-        text = {SELF: "text of many kinds, of which the model wrote a part"}
-        text[None] = "Python's language reference"
+        text: dict[str | None, str] = {None: "Python's language reference"}
+        text[SELF] = "text of many kinds, of which the model wrote a part"
         of = "{samples} samples of {length} tokens, seed {seed}".format(**calibration)
         ids = f"token ids with SHA-256 `{made['calibration_rows_sha256']}`"
         data = f"calibrated on {text.get(source, source)}: {of} ({ids})"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import flexquant
 from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, folder_label
+from flexquant.checkpoint.merged_checkpoint import SCHEMA as PROVENANCE_SCHEMA
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, served_architecture
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
 from flexquant.checkpoint.output import prepare_output
@@ -33,8 +34,6 @@ from flexquant.policy.schema import SCHEMA
 
 if TYPE_CHECKING:
     from flexquant.merge.kv.compatibility import KVReport
-
-PROVENANCE_SCHEMA = "flexquant.provenance/v1"
 
 
 def merge_checkpoints(

@@ -46,15 +46,8 @@ MISTRAL_TOKENIZER = ("tekken.json", "*.model.v*")
 """Files that mistral-common reads."""
 CHAT_TEMPLATES = ("chat_template*", "additional_chat_templates/*")
 TOKENIZER = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    *MISTRAL_TOKENIZER,
-    *CHAT_TEMPLATES,
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
+    *("*.tiktoken", *MISTRAL_TOKENIZER, *CHAT_TEMPLATES),
 )
 PROCESSOR = ("*processor_config.json",)
 CODE = ("*.py",)
@@ -104,22 +97,21 @@ def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
         errors.RepositoryNotFoundError: "no folder and no public model has this name: give a folder that "
         "exists, or log in by 'hf auth login' for a private model",
         errors.RevisionNotFoundError: "after the @, give one of the model's branches, tags or commits",
-        errors.LocalEntryNotFoundError: f"{unnamed} it is not in the cache: give a folder that exists, or try "
-        "again when the Hub can be reached",
+        errors.LocalEntryNotFoundError: f"{unnamed} it is not in the cache: give a folder that exists, or "
+        "try again when the Hub can be reached",
         errors.HFValidationError: f"{unnamed} no model can have it: give a folder that exists",
     }
-    patterns = {"allow_patterns": list(files), "ignore_patterns": list(NOT_NEEDED)}
+    wanted, others = list(files), list(NOT_NEEDED)
     try:
-        return Path(snapshot_download(model, revision=revision, **patterns))
-    except (OSError, ValueError, errors.HfHubHTTPError) as e:
-        todo = next(
-            (todo for kind, todo in advice.items() if isinstance(e, kind)),
-            "try again: what has arrived is kept",
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=others)
         )
+    except (OSError, ValueError, errors.HfHubHTTPError) as e:
+        kept = "try again: what has arrived is kept"
+        todo = next((todo for kind, todo in advice.items() if isinstance(e, kind)), kept)
         named = f"{model}@{revision}" if revision else model
-        raise FlexQuantError(
-            f"{named} cannot be fetched from the Hugging Face Hub ({said_by(e)}); {todo}"
-        ) from e
+        problem = f"{named} cannot be fetched from the Hugging Face Hub ({said_by(e)})"
+        raise FlexQuantError(f"{problem}; {todo}") from e
 
 
 def _check_arrived(file: Path) -> None:
@@ -151,13 +143,10 @@ def confined_file(folder: Path, name: str) -> Path:
     except PermissionError:
         raise
     except (ValueError, OSError, RuntimeError) as e:  # a zero byte, too long, links in a circle ...
-        raise FlexQuantError(
-            f"{name[:NAME_SHOWN]!r} cannot be the name of a file in {folder}; write the checkpoint again"
-        ) from e
+        problem = f"{name[:NAME_SHOWN]!r} cannot be the name of a file in {folder}"
+        raise FlexQuantError(f"{problem}; write the checkpoint again") from e
     if Path(name).is_absolute() or ".." in Path(name).parts or not _may_link(root, target):
-        raise FlexQuantError(
-            f"'{name}' leads outside the checkpoint folder {folder}; copy the file into the folder"
-        )
+        raise FlexQuantError(f"'{name}' leads outside the checkpoint folder {folder}; copy the file in")
     if not is_file:
         raise FlexQuantError(f"{folder} has no file '{name}'; download or write the checkpoint again")
     with path.open("rb") as file:
@@ -170,9 +159,7 @@ def read_json(path: Path) -> JsonObject:
     """Return the JSON object in a file; raise FlexQuantError for anything else, and for NaN in it."""
     try:
         if (size := path.stat().st_size) > MAX_HEADER_BYTES:
-            raise FlexQuantError(
-                f"{path} has {size} bytes, and {MAX_HEADER_BYTES} are allowed; write it again"
-            )
+            raise FlexQuantError(f"{path} has {size} bytes, allowed are {MAX_HEADER_BYTES}; write it again")
         text = path.read_text(encoding="utf-8")
         content = parse_json(text)
         check_finite(content)
@@ -245,9 +232,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     index = confined_file(folder, INDEX_FILE)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise FlexQuantError(
-            f"{index} has no weight_map from tensor names to files; write the checkpoint again"
-        )
+        raise FlexQuantError(f"{index} has no weight_map from tensors to files; write the checkpoint again")
     return weight_map
 
 
@@ -257,10 +242,9 @@ def _shards_without_index(folder: Path) -> list[str]:
         return [SINGLE_FILE]
     names = sorted(path.name for path in folder.glob(SHARDS) if not path.name.startswith("consolidated"))
     if not names:
-        raise FlexQuantError(
-            f"{folder} has no safetensors file, and weights in .bin files are not read; "
-            "save them with transformers' save_pretrained, or give a checkpoint folder"
-        )
+        problem = f"{folder} has no safetensors file, and weights in .bin files are not read"
+        advice = "save them with transformers' save_pretrained, or give a checkpoint folder"
+        raise FlexQuantError(f"{problem}; {advice}")
     for name in names:
         if (numbered := NUMBERED.search(name)) and len(names) != (count := int(numbered[1])):
             raise FlexQuantError(f"{folder} has {len(names)} of {count} files such as {name}; fetch it again")
@@ -287,10 +271,7 @@ def _may_link(root: Path, target: Path) -> bool:
 
 
 def find_files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
-    """Return the files that match, sorted: name relative to the folder -> path.
-
-    Raises FlexQuantError as :func:`confined_file` does: what matches may be read, copied and published.
-    """
+    """Return the files that match, sorted: name in the folder -> path; raise as :func:`confined_file`."""
     found = {path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()}
     names = sorted(path.relative_to(folder).as_posix() for path in found)
     return {name: confined_file(folder, name) for name in names}

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from flexquant.checkpoint.nested import NestedWeight
 
 PROVENANCE_FILE = "flexquant_provenance.json"
+SCHEMA: Literal["flexquant.provenance/v1"] = "flexquant.provenance/v1"
 NOT_COMPUTED = ("kv_compatibility", "policy")
 """Keys of ``quantization_config`` that do not change what a model computes in a plan."""
 MAX_NAMED = 5
@@ -59,9 +60,7 @@ class RecordedSource(BaseModel):
 class Provenance(BaseModel):
     """The keys of the document that are read; all are empty if the document has been removed."""
 
-    document: Literal["flexquant.provenance/v1"] = Field(
-        default="flexquant.provenance/v1", validation_alias="schema"
-    )
+    document: Literal["flexquant.provenance/v1"] = Field(SCHEMA, validation_alias="schema")
     sources: dict[str, RecordedSource] = {}
     dtype: str | None = None
     """The dtype that what is in 16 bit was cast to; None: nothing was cast."""
@@ -144,9 +143,8 @@ class MergedCheckpoint:
     def check_variant(self, name: str) -> None:
         """Raise FlexQuantError unless the checkpoint has the variant."""
         if name not in self.merged.variants:
-            raise FlexQuantError(
-                f"{self.folder} has no variant '{name}'; it has {', '.join(self.merged.variants)}"
-            )
+            names = ", ".join(self.merged.variants)
+            raise FlexQuantError(f"{self.folder} has no variant '{name}'; it has {names}")
 
     def variant_keys(self, name: str) -> dict[str, str]:
         """Return a variant's stored tensors, shared ones included: original key -> merged key."""
@@ -192,11 +190,8 @@ class MergedCheckpoint:
         """Return the ``config.json`` that the variant had before merging (without ``_name_or_path``)."""
         variant = self.merged.variants[name]
         section = variant.quantization_config
-        config = {
-            **self.config,
-            "architectures": [self.merged.base_architecture],
-            "quantization_config": section,
-        }
+        own = {"architectures": [self.merged.base_architecture], "quantization_config": section}
+        config = self.config | own
         if variant.is_in_16_bit and not (section.get("kv_cache_scheme") or section.get("transform_config")):
             del config["quantization_config"]
         origin = self.provenance.sources.get(name)
@@ -209,16 +204,13 @@ def check_recorded_files(checkpoint: MergedCheckpoint) -> None:
     """Raise FlexQuantError for a file that is not recorded, or not as recorded, if any are recorded."""
     files = checkpoint.provenance.files
     if added := _unknown_files(checkpoint) if files else []:
-        raise FlexQuantError(
-            f"{checkpoint.folder} has {len(added)} file(s) that the merge did not write ({_listed(added)}); "
-            "remove them, or merge again"
-        )
+        problem = f"{checkpoint.folder} has {len(added)} file(s) that the merge did not write"
+        raise FlexQuantError(f"{problem} ({_listed(added)}); remove them, or merge again")
     for name, recorded in files.items():
         if hash_file(confined_file(checkpoint.folder, name)) != recorded:
-            raise FlexQuantError(
-                f"{checkpoint.folder / name} was changed after merging (its SHA-256 is not the one in "
-                f"{PROVENANCE_FILE}); restore it, or merge again"
-            )
+            why = f"its SHA-256 is not the one in {PROVENANCE_FILE}"
+            changed = f"{checkpoint.folder / name} was changed after merging"
+            raise FlexQuantError(f"{changed} ({why}); restore it, or merge again")
 
 
 def check_recorded_tensors(checkpoint: MergedCheckpoint, progress: Progress | None = None) -> int:
@@ -241,10 +233,13 @@ def compare_recorded(checkpoint: MergedCheckpoint, tensors: Tensors, progress: P
 
     One without a recorded hash passes.
     """
-    recorded, measure = checkpoint.provenance.tensors, f"their recorded SHA-256 in {PROVENANCE_FILE}"
-    return compare_tensors(
-        checkpoint, tensors, lambda key, ref: recorded.get(key) in (None, _hash(ref)), measure, progress
-    )
+    recorded = checkpoint.provenance.tensors
+
+    def same(key: str, ref: TensorRef) -> bool:
+        return recorded.get(key) in (None, _hash(ref))
+
+    measure = f"their recorded SHA-256 in {PROVENANCE_FILE}"
+    return compare_tensors(checkpoint, tensors, same, measure, progress)
 
 
 def match_each(
@@ -263,10 +258,8 @@ def check_same_names(
     expected: Set[str], found: Set[str], expected_in: str | Path, found_in: str | Path
 ) -> None:
     """Raise FlexQuantError unless both places have the same tensor names."""
-    for names, has, lacks in (
-        (expected - found, expected_in, found_in),
-        (found - expected, found_in, expected_in),
-    ):
+    places = ((expected - found, expected_in, found_in), (found - expected, found_in, expected_in))
+    for names, has, lacks in places:
         if names:
             problem = f"{has} has {len(names)} tensor(s) that {lacks} lacks ({_listed(sorted(names))})"
             raise FlexQuantError(f"{problem}; merge it again")
@@ -286,10 +279,9 @@ def compare_tensors(
     matches = match_each(tensors, same, progress)
     differing = [f"{name} in {tensors[name].file.name}" for name, is_same in matches.items() if not is_same]
     if differing:
-        raise FlexQuantError(
-            f"{len(differing)} of {len(matches)} tensors in {checkpoint.folder} differ from {measure} "
-            f"({_listed(sorted(differing))}); fetch or merge the checkpoint again"
-        )
+        problem = f"{len(differing)} of {len(matches)} tensors in {checkpoint.folder} differ from {measure}"
+        named = _listed(sorted(differing))
+        raise FlexQuantError(f"{problem} ({named}); fetch or merge the checkpoint again")
     return len(matches)
 
 

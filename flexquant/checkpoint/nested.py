@@ -27,7 +27,7 @@ from flexquant.checkpoint.schemes import (
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 LEAST, LARGEST = -128, 127
 """Ends of the INT8 weights."""
@@ -66,18 +66,14 @@ class Int4Weight:
         outputs, inputs = shape = unpacked_shape(packed, stored)
         groups = scale.shape[-1] if len(scale.shape) == 2 else 0
         words = (-(-outputs // INT4_IN_WORD) if zero_point and zero_point.dtype == "I32" else outputs, groups)
-        sound = (
-            outputs
-            and groups
-            and inputs % groups == 0
-            and packed.shape[1] == -(-inputs // INT4_IN_WORD)
-            and scale.shape == (outputs, groups)
-            and scale.dtype in FLOAT_DTYPES
-            and (zero_point is None or (zero_point.shape == words and zero_point.dtype in ("I32", "I8")))
-        )
+        if not outputs or not groups or inputs % groups or packed.shape[1] != -(-inputs // INT4_IN_WORD):
+            return None
+        if scale.shape != (outputs, groups) or scale.dtype not in FLOAT_DTYPES:
+            return None
+        sound = zero_point is None or (zero_point.shape == words and zero_point.dtype in ("I32", "I8"))
         return cls(packed, scale, zero_point, shape) if sound else None
 
-    def read(self, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, rows: range) -> tuple[Tensor, Tensor]:
         """Return rows of integers without their zero points, and scales.
 
         float32 [rows, groups, inputs of a group] and [rows, groups, 1].
@@ -112,12 +108,12 @@ class NestedWeight:
         of_source = (int4.packed, int4.scale, int4.zero_point)
         return [*(ref for ref in of_source if ref is not None), *self.stored.values()]
 
-    def predicted(self, rows: range) -> torch.Tensor:
+    def predicted(self, rows: range) -> Tensor:
         """Return what rows of the INT4 weight predict, whole numbers, float32 [rows, inputs]."""
         row, column = load_tensor(self.stored[ROW], [rows]), load_tensor(self.stored[COLUMN])
         return predict(*self.int4.read(rows), row, column)
 
-    def read(self, rows: Sequence[range] | None) -> torch.Tensor:
+    def read(self, rows: Sequence[range] | None) -> Tensor:
         """Return rows of the INT8 weight, or all, int8 [rows, inputs].
 
         Raises FlexQuantError for integers beyond INT8's and for exceptions out of order or range.
@@ -182,9 +178,8 @@ def nested_weights(own: Tensors, source: Tensors) -> dict[str, NestedWeight]:
 
 def with_weights(own: Tensors, nested: Mapping[str, NestedWeight]) -> dict[str, TensorRef]:
     """Return a nested variant's tensors as it is served: INT8 weights in place of what they come from."""
-    gone = {
-        f"{name}{part.removeprefix('weight')}" for name, weight in nested.items() for part in weight.stored
-    }
+    parts = [(name, part) for name, weight in nested.items() for part in weight.stored]
+    gone = {f"{name}{part.removeprefix('weight')}" for name, part in parts}
     found = {name: ref for name, ref in own.items() if name not in gone}
     for name, weight in nested.items():
         ref = weight.stored[DIFFERENCE]
@@ -200,9 +195,7 @@ def blocks(shape: tuple[int, ...], rows: Sequence[range] | None = None) -> Itera
             yield range(start, min(start + step, part.stop))
 
 
-def predict(
-    values: torch.Tensor, scale: torch.Tensor, row: torch.Tensor, column: torch.Tensor
-) -> torch.Tensor:
+def predict(values: Tensor, scale: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """Return the nearest integers, ties to even, of ``values * (scale * row) * column``.
 
     ``values`` and ``scale`` are as of :meth:`Int4Weight.read`; ``row`` [rows, 1], ``column`` [inputs], result
@@ -211,28 +204,26 @@ def predict(
     return scaled(values, scale, row, column).round_()
 
 
-def scaled(
-    values: torch.Tensor, scale: torch.Tensor, row: torch.Tensor, column: torch.Tensor
-) -> torch.Tensor:
+def scaled(values: Tensor, scale: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """Return the same before it is rounded to integers."""
     return (values * (scale * row.unsqueeze(-1))).flatten(1).mul_(column)
 
 
-def unpack_differences(stored: torch.Tensor) -> torch.Tensor:
+def unpack_differences(stored: Tensor) -> Tensor:
     """Return differences, int8 [rows, inputs], from U8 [rows, inputs / 2]."""
     import torch
 
     return unpack_nibbles(stored).to(torch.int8) + LOWEST
 
 
-def unpack_nibbles(stored: torch.Tensor) -> torch.Tensor:
+def unpack_nibbles(stored: Tensor) -> Tensor:
     """Return 4-bit values, uint8 [rows, inputs], from U8 [rows, inputs / 2]; a low nibble comes first."""
     import torch
 
     return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)
 
 
-def unpack(packed: torch.Tensor, num_bits: int, in_features: int) -> torch.Tensor:
+def unpack(packed: Tensor, num_bits: int, in_features: int) -> Tensor:
     """Unpack int32 words, lowest bits first, into signed integers, int8 [rows, in]."""
     import torch
 
@@ -243,7 +234,7 @@ def unpack(packed: torch.Tensor, num_bits: int, in_features: int) -> torch.Tenso
     return _unpack(packed, num_bits, (len(packed), in_features), 1)
 
 
-def load_zero_points(stored: TensorRef, num_bits: int, outputs: int) -> torch.Tensor:
+def load_zero_points(stored: TensorRef, num_bits: int, outputs: int) -> Tensor:
     """Return a linear's zero points as signed integers [outputs, groups]; int32 words are unpacked."""
     zero_points = load_tensor(stored)
     if stored.dtype != "I32":
@@ -251,8 +242,7 @@ def load_zero_points(stored: TensorRef, num_bits: int, outputs: int) -> torch.Te
     return _unpack(zero_points, num_bits, (outputs, zero_points.shape[1]), 0)
 
 
-def _unpack(packed: torch.Tensor, num_bits: int, shape: tuple[int, int], dimension: int) -> torch.Tensor:
-    """Unpack int32 words along a dimension into signed integers, int8 of a shape."""
+def _unpack(packed: Tensor, num_bits: int, shape: tuple[int, int], dimension: int) -> Tensor:
     import torch
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 

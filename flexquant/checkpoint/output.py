@@ -51,10 +51,9 @@ def remove_leftovers(output: Path) -> None:
         if old.exists() and not os.path.lexists(target):
             os.rename(old, target)
         elif old.exists() and not _is_checkpoint(target):
-            raise FlexQuantError(
-                f"{old} is what a run that ended half way was to replace, and meanwhile {_describe(target)} "
-                f"appeared at {target}; move one of them away"
-            )
+            problem = f"{old} is what a run that ended half way was to replace"
+            meanwhile = f"and meanwhile {_describe(target)} appeared at {target}"
+            raise FlexQuantError(f"{problem}, {meanwhile}; move one of them away")
         for folder in (old, *_all_beside(target, STAGE)):
             if folder.exists():
                 shutil.rmtree(folder)
@@ -76,9 +75,7 @@ def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> 
     if not overwrite:
         raise FlexQuantError(f"{output} exists; choose another folder, or replace it with --overwrite")
     if not _is_checkpoint(output):
-        raise FlexQuantError(
-            f"{output} is not a checkpoint folder, so it is not replaced; choose another folder"
-        )
+        raise FlexQuantError(f"{output} is not a checkpoint folder, so it stays; choose another folder")
 
 
 def check_free_space(output: Path, needed: int) -> None:
@@ -86,10 +83,9 @@ def check_free_space(output: Path, needed: int) -> None:
     existing = next(p for p in (output.resolve(), *output.resolve().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        raise FlexQuantError(
-            f"writing {output} needs {format_bytes(needed)} of free disk space, but {existing} has "
-            f"{format_bytes(free)}; free some or choose another disk"
-        )
+        problem = f"writing {output} needs {format_bytes(needed)} of free disk space"
+        there = f"but {existing} has {format_bytes(free)}"
+        raise FlexQuantError(f"{problem}, {there}; free some or choose another disk")
 
 
 @contextmanager
@@ -118,10 +114,8 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         except FileNotFoundError as e:
             if stage.exists():
                 raise
-            raise FlexQuantError(
-                f"another process has begun to write {output} meanwhile, and removed what this one wrote; "
-                "let one write at a time"
-            ) from e
+            problem = f"another process has begun to write {output}, and removed what this one wrote"
+            raise FlexQuantError(f"{problem}; let one write at a time") from e
         finally:
             shutil.rmtree(stage, ignore_errors=True)
 
@@ -231,10 +225,8 @@ def _explained(output: Path) -> Iterator[None]:
         place = f" ({e.filename})" if e.filename else ""
         problem = f"cannot write {output}: {e.strerror or e}{place}; choose a folder that can be written"
         if e.errno in DISK_FULL:
-            problem = (
-                f"the disk ran full while writing {output} ({e.strerror}); nothing is left of it, free some "
-                "space or choose another disk"
-            )
+            advice = "nothing is left of it, free some space or choose another disk"
+            problem = f"the disk ran full while writing {output} ({e.strerror}); {advice}"
         elif e.errno == errno.EBUSY:
             problem = f"{output} is where a disk is mounted; choose a folder on that disk"
         raise FlexQuantError(problem) from e
@@ -253,10 +245,9 @@ def _put_in_place(stage: Path, target: Path, *, replaces: bool) -> None:
     except OSError as e:
         if e.errno not in TAKEN:
             raise
-        raise FlexQuantError(
-            f"{_describe(target)} appeared at {target} while it was being written, and stays; choose another "
-            "folder, or move away what is there and start again"
-        ) from e
+        problem = f"{_describe(target)} appeared at {target} while it was being written, and stays"
+        advice = "choose another folder, or move away what is there and start again"
+        raise FlexQuantError(f"{problem}; {advice}") from e
     finally:
         if replaces and not os.path.lexists(target):
             os.rename(old, target)

@@ -102,9 +102,7 @@ def read_header(path: Path) -> dict[str, TensorRef]:
                 raise _corrupt(path, f"it has {file_bytes} bytes, too few for a header")
             header_bytes = int.from_bytes(f.read(8), "little")
             if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
-                raise _corrupt(
-                    path, f"its header claims {header_bytes} bytes in a file of {file_bytes} bytes"
-                )
+                raise _corrupt(path, f"its header claims {header_bytes} bytes in a file of {file_bytes}")
             raw = f.read(header_bytes)
     except OSError as e:
         raise FlexQuantError(f"cannot read {path}: {e.strerror}") from e

@@ -32,10 +32,9 @@ QUANTISATION_PARAMETER = re.compile(
     rf"|qzeros|scales|g_idx|{ROW}|{COLUMN}|{EXCEPTION}|{EXCEPTION_INPUT})$"
 )
 ROTATION = re.compile(r"\.[^.]+_input\.weight$")
-READABLE_FORMATS = frozenset(
-    {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
-)
-READABLE_STRATEGIES = frozenset({"tensor", "channel", "group", "block"})
+READABLE_FORMATS = {f"{kind}-quantized" for kind in ("pack", "int", "float", "naive")}
+READABLE_FORMATS |= {"mixed-precision", "dense"}
+READABLE_STRATEGIES = ("tensor", "channel", "group", "block")
 READABLE_BITS = {"int": (2, 4, 8), "float": (8,)}  # releases differ in how they pack other widths
 FLOAT_DTYPES = {"BF16": 7, "F16": 10, "F32": 23}  # stored bits of mantissa
 IN_ANOTHER_ORDER = (
@@ -104,17 +103,14 @@ def unpacked_shape(packed: TensorRef, stored: TensorRef | None) -> tuple[int, ..
     if stored is None and packed.dtype == "U8" and packed.shape:  # FP4 formats: two values a byte
         return (*packed.shape[:-1], packed.shape[-1] * 2)
     if stored is None:
-        raise FlexQuantError(
-            f"{packed.file} holds '{packed.name}' without '{packed.name.removesuffix(PACKED_SUFFIX)}_shape'; "
-            "quantise the model again"
-        )
+        lacks = packed.name.removesuffix(PACKED_SUFFIX) + "_shape"
+        problem = f"{packed.file} holds '{packed.name}' without '{lacks}'"
+        raise FlexQuantError(f"{problem}; quantise the model again")
     shape = _read_integers(stored, len(packed.shape))
     fits = packed.shape and shape[:-1] == packed.shape[:-1]
     if not fits or not 1 <= shape[-1] <= packed.shape[-1] * WORD_BITS:
-        raise FlexQuantError(
-            f"{stored.file} holds '{stored.name}' {list(shape)}, which does not fit '{packed.name}' of shape "
-            f"{list(packed.shape)}; quantise the model again"
-        )
+        problem = f"does not fit '{packed.name}' of shape {list(packed.shape)}; quantise the model again"
+        raise FlexQuantError(f"{stored.file} holds '{stored.name}' {list(shape)}, which {problem}")
     return shape
 
 
@@ -129,8 +125,7 @@ def _read_integers(ref: TensorRef, count: int) -> tuple[int, ...]:
 class LinearSchemes:
     """The schemes by which vLLM loads a checkpoint's linears, by module name.
 
-    vLLM looks for a layer's own name, then for the names of all linears that it is made of, then for its
-    class.
+    vLLM looks for a layer's name, then for the names of all linears in it, then for its class.
     """
 
     def __init__(self, section: JsonObject, owner: str, tensors: Iterable[str]) -> None:
@@ -140,11 +135,8 @@ class LinearSchemes:
         """
         self._owner = owner
         self._config, of_transforms = _parse(section, owner)
-        self.groups = {
-            name: group
-            for name, group in self._config.config_groups.items()
-            if not isinstance(group, list) and not _is_of_attention(group.targets)
-        }
+        groups = {k: group for k, group in self._config.config_groups.items() if not isinstance(group, list)}
+        self.groups = {k: group for k, group in groups.items() if not _is_of_attention(group.targets)}
         """The settings of linears by the name of their group."""
         self._schemes = {target: group for group in self.groups.values() for target in group.targets}
         self.layers: dict[str, list[str]] = {}
@@ -219,10 +211,9 @@ def _parse(section: JsonObject, owner: str) -> tuple[QuantizationConfig, list[st
         config = QuantizationConfig.model_validate({"config_groups": {}, **section})
         transforms = TransformConfig.model_validate(section.get("transform_config") or {"config_groups": {}})
     except (ValueError, TypeError, KeyError, NotImplementedError, OverflowError) as e:
-        raise FlexQuantError(
-            f"{owner} has a quantization_config that is not understood ({said_by(e)}); quantise the model "
-            "again with a supported release of llmcompressor"
-        ) from e
+        problem = f"{owner} has a quantization_config that is not understood ({said_by(e)})"
+        advice = "quantise the model again with a supported release of llmcompressor"
+        raise FlexQuantError(f"{problem}; {advice}") from e
     applied = chain.from_iterable(scheme.apply for scheme in transforms.config_groups.values())
     return config, [pattern for args in applied for pattern in (*args.targets, *args.ignore)]
 
@@ -260,19 +251,14 @@ def shape_problem(args: QuantizationArgs, weight: TensorRef, part: Callable[[str
         return f"has blocks of {list(args.block_structure)}, expected numbers from 1"
     if args.strategy == "group" and columns % args.group_size:
         return f"has groups of {args.group_size} inputs, which do not divide its {columns}"
-    of_scale = _scale_shapes(args, rows, columns)
-    zero_point = part("weight_zero_point")
     if part("weight_scale") is None:
         return "has no weight_scale"
+    zero_point, of_scale = part("weight_zero_point"), _scale_shapes(args, rows, columns)
     of_zero_point = of_scale
     if zero_point is not None and zero_point.dtype == "I32":  # packed along the rows
         of_zero_point = [(math.ceil(rows * args.num_bits / WORD_BITS), of_scale[0][-1])]
-    allowed: dict[str, list[tuple[int, ...]]] = {
-        "weight_scale": of_scale,
-        "weight_zero_point": of_zero_point,
-        "bias": [(rows,)],
-    }
-    for name, shapes in allowed.items():
+    allowed = ("weight_scale", of_scale), ("weight_zero_point", of_zero_point), ("bias", [(rows,)])
+    for name, shapes in allowed:
         if (ref := part(name)) is not None and ref.shape not in shapes:
             listed = " or ".join(str(list(shape)) for shape in shapes)
             return f"has a {name} of shape {list(ref.shape)}, expected {listed}"

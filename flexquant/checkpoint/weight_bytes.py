@@ -152,23 +152,15 @@ def bytes_in_use(
         stored = sources.get(name, name)
         own = _without_copies(parts[stored], [merged.variants[stored]])
         of_source = layers.get(sources.get(name, ""))
-        loaded = {
-            key: ref
-            for key, ref in own.items()
-            if is_in(key, numbers)
-            and (of_source is None or not is_in(key, of_source) or _is_packed_linear(key, own))
-        }
+        loaded = {key: ref for key, ref in own.items() if is_in(key, numbers)}
+        if of_source is not None:
+            apart = {key for key in loaded if _is_packed_linear(key, own) or not is_in(key, of_source)}
+            loaded = {key: ref for key, ref in loaded.items() if key in apart}
         sizes = _by_layer(loaded)
         if (outer := merged.variants[stored].nested_in) is not None:
-            sizes += _by_layer(
-                {
-                    key: ref
-                    for key, ref in parts[outer].items()
-                    if layer_number(key) in numbers
-                    and layer_number(key) not in layers.get(outer, ())
-                    and _is_packed_linear(key, parts[outer])
-                }
-            )
+            packed = {key: ref for key, ref in parts[outer].items() if _is_packed_linear(key, parts[outer])}
+            missing = {*numbers} - {*layers.get(outer, ())}
+            sizes += _by_layer({key: ref for key, ref in packed.items() if layer_number(key) in missing})
         found[name] = by_range(sizes)
     shared = _without_copies(parts[SHARED], [merged.variants[sources.get(name, name)] for name in layers])
     return found | {SHARED: by_range(_by_layer(shared))}
@@ -216,18 +208,14 @@ def format_report(report: CheckpointReport) -> str:
         [SHARED, format_bytes(report.shared_bytes)],
         ["total", format_bytes(report.total_bytes), "", of_16_bit],
     ]
-    return "\n".join(
-        [
-            f"{report.base_architecture}, {report.num_layers} layers, {len(report.variants)} variant(s)",
-            "",
-            *table_lines(rows, numbers=(1, 2)),
-            "",
-            *describe_nested(report),
-            f"default policy: {report.policy_text}",
-            f"layers of different variants in one plan: {describe_mixing(report)}",
-            f"KV cache: {describe_kv(report.kv_compatibility)}",
-        ]
-    )
+    lines = [
+        f"{report.base_architecture}, {report.num_layers} layers, {len(report.variants)} variant(s)",
+        *("", *table_lines(rows, numbers=(1, 2)), "", *describe_nested(report)),
+        f"default policy: {report.policy_text}",
+        f"layers of different variants in one plan: {describe_mixing(report)}",
+        f"KV cache: {describe_kv(report.kv_compatibility)}",
+    ]
+    return "\n".join(lines)
 
 
 def describe_name(name: str, variant: VariantReport) -> str:
@@ -237,19 +225,16 @@ def describe_name(name: str, variant: VariantReport) -> str:
 
 def describe_nested(report: CheckpointReport) -> list[str]:
     """Return a sentence on each nested variant."""
-    lines = []
-    for name, variant in report.variants.items():
-        if (nested := variant.nested) is not None:
-            share, noise = (
-                "an unrecorded share" if x is None else f"{100 * x:.2g} %"
-                for x in (nested.changed, nested.added_noise)
-            )
-            lines.append(
-                f"{name}: {nested.own_bits:.2f} bits a weight in its linears, {nested.bits_with_source:.2f} "
-                f"with {nested.source}'s; {share} of its integers changed, which adds {noise} to INT8's own "
-                "rounding noise"
-            )
-    return lines
+    found = ((name, variant.nested) for name, variant in report.variants.items())
+    return [_describe_nested(name, nested) for name, nested in found if nested is not None]
+
+
+def _describe_nested(name: str, nested: NestedReport) -> str:
+    missed = nested.changed, nested.added_noise
+    share, noise = ("an unrecorded share" if x is None else f"{100 * x:.2g} %" for x in missed)
+    bits = f"{nested.own_bits:.2f} bits a weight in its linears, {nested.bits_with_source:.2f}"
+    added = f"{share} of its integers changed, which adds {noise} to INT8's own rounding noise"
+    return f"{name}: {bits} with {nested.source}'s; {added}"
 
 
 def describe_scheme(quantization_config: JsonObject) -> str:

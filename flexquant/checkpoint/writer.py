@@ -121,9 +121,8 @@ def writing_shards(folder: Path, shards: Sequence[Shard]) -> Iterator[Finish]:
             written = {key: ref for shard in shards for key, ref, _ in shard.tensors}
             digests = results_of(copies, written, progress)
             if len(shards) > 1:
-                weight_map = {key: shard.file for shard in shards for key, _, _ in shard.tensors}
-                size = {"total_size": total_bytes(written)}
-                index = {"metadata": size, "weight_map": dict(sorted(weight_map.items()))}
+                weight_map = dict(sorted((key, s.file) for s in shards for key, _, _ in s.tensors))
+                index = {"metadata": {"total_size": total_bytes(written)}, "weight_map": weight_map}
                 write_json(folder / INDEX_FILE, index)
             return dict(sorted(digests.items()))
 

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
     """Yield a finding for each kernel of a variant that is built without weights.
 
-    A group of linears with one name, shape and kernel has the inputs and outputs of one rank, and under
-    ``better`` the kernels that vLLM prefers, each with the reason why vLLM did not take it.
+    Linears with one name, shape (inputs and outputs of one rank) and kernel are one group. Under ``better``
+    it has the kernels that vLLM prefers, each with the reason why vLLM did not take it.
     """
     names = ("name", "inputs", "outputs", "kernel")
     shapes: dict[tuple[object, ...], JsonObject] = {}
@@ -74,13 +74,8 @@ def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
 
 def _better(kernel: LinearKernel) -> dict[str, str]:
     """Return the kernels that vLLM tries before this one on this device, and why it does not take them."""
-    here = current_platform._enum
-    registers: list[Sequence[type[LinearKernel]]] = [
-        _POSSIBLE_KERNELS.get(here, []),
-        _POSSIBLE_INT8_KERNELS.get(here, []),
-        _POSSIBLE_FP8_KERNELS.get(here, []),
-    ]
-    for candidates in registers:
+    for register in (_POSSIBLE_KERNELS, _POSSIBLE_INT8_KERNELS, _POSSIBLE_FP8_KERNELS):
+        candidates: Sequence[type[LinearKernel]] = register.get(current_platform._enum, [])
         if type(kernel) in candidates:
             before = candidates[: candidates.index(type(kernel))]
             reasons = {candidate.__name__: _why_not(candidate, kernel) for candidate in before}
@@ -108,10 +103,9 @@ def examine_memory(
 ) -> Iterator[Finding]:
     """Yield how much memory the weights take on one rank, and how much is left for the KV cache.
 
-    Weights count as stored in the checkpoint; an lm_head that a CPU's kernels pack counts twice, and each
-    scale has a zero point beside it in PyTorch's INT4 kernel. Another kernel's layout can be a little larger.
-    A variant that computes its weights in each pass takes memory to write them to.
-    Memory of activations and CUDA graphs is unknown before a start.
+    Weights count as stored; an lm_head that a CPU's kernels pack counts twice, and PyTorch's INT4 kernel has
+    a zero point beside each scale. A variant that computes weights in each pass takes memory to write them
+    to. Memory of activations and CUDA graphs is unknown before a start.
     """
     memory = memory_of_weights(variants)
     sizes, by_layers = memory.nbytes(), memory.nbytes_by_range()

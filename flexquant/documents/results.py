@@ -50,9 +50,8 @@ def align_cells(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> 
     A row may lack cells at its end.
     """
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
-    return [
-        [f"{cell:{'>' if i in numbers else '<'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows
-    ]
+    forms = [f"{'>' if i in numbers else '<'}{width}" for i, width in enumerate(widths)]
+    return [[format(cell, form) for cell, form in zip(row, forms, strict=False)] for row in rows]
 
 
 def table_lines(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> list[str]:

@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Read text for calibration or evaluation, and cut it into rows of token ids.
 
-The text comes from files, from a dataset, or from the corpus of many kinds that comes with FlexQuant. Its
-folder has a file for each kind, and one for each language but English. A line of equal signs stands between
-two documents. A document whose first line begins with "User:" is a conversation. Every fourth document of a
-file is held out: nothing calibrates on it, and quantising measures with it.
+The corpus that comes with FlexQuant has a file for each kind of text, and one for each language but English.
+A line of equal signs stands between two documents. A document whose first line begins with "User:" is a
+conversation. Every fourth document of a file is held out: nothing calibrates on it, and quantising measures
+with it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -52,10 +53,9 @@ Corpus = dict[str, list[TextOrMessages]]
 def read_documents(source: str | Path | None) -> Iterator[TextOrMessages]:
     """Yield the documents of a text file, a ``.jsonl`` file, a folder of such files or a dataset id.
 
-    A text file is one document; so is the ``messages`` or ``text`` of each JSONL line or dataset record. A
-    folder's ``.txt``, ``.md`` and ``.jsonl`` files are read in the order of their names. None gives the
-    language reference that CPython ships (``pydoc_data.topics``), so that a first try needs no download.
-    Raises FlexQuantError for a source that cannot be read.
+    A text file is one document; so is the ``messages`` or ``text`` of each JSONL line or dataset record. None
+    gives the language reference that CPython ships, so that a first try needs no download. Raises
+    FlexQuantError for a source that cannot be read.
     """
     if source is None:
         from pydoc_data.topics import topics
@@ -100,10 +100,8 @@ def draw_rows(
     if not tokens:
         raise FlexQuantError(f"{name} has no text; give text like your users' requests")
     if len(tokens) < needed:
-        raise FlexQuantError(
-            f"{name} has {len(tokens):,} tokens, but {samples} samples of {length} tokens need "
-            f"{needed:,}; give more text, or lower the samples or their length"
-        )
+        found = f"{name} has {len(tokens):,} tokens, but {samples} samples of {length} tokens need {needed:,}"
+        raise FlexQuantError(f"{found}; give more text, or lower the samples or their length")
     starts = range(0, len(tokens) - body + 1, body)
     chosen = random.Random(seed).sample(starts, samples)
     return [start + tokens[i : i + body] for i in chosen]
@@ -140,14 +138,12 @@ def _as_text(document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name:
     if isinstance(document, str):
         return document
     if not tokenizer.chat_template:
-        raise FlexQuantError(
-            f"{name} has 'messages', but the model's tokenizer has no chat template; give records with 'text'"
-        )
+        problem = f"{name} has 'messages', but the model's tokenizer has no chat template"
+        raise FlexQuantError(f"{problem}; give records with 'text'")
     try:
         with _stopped_after(TEMPLATE_SECONDS):
-            return str(
-                tokenizer.apply_chat_template(document, tokenize=False, add_generation_prompt=to_answer)
-            )
+            render = partial(tokenizer.apply_chat_template, tokenize=False)
+            return str(render(document, add_generation_prompt=to_answer))
     except Exception as e:  # a template is a program by the model's author, and can raise anything
         raise FlexQuantError(f"the model's chat template refuses messages of {name} ({said_by(e)})") from e
 
@@ -236,9 +232,8 @@ def read_corpus(*, held_out: bool) -> Corpus:
     corpus: Corpus = {}
     for kind in sorted(files):
         documents = files[kind].read_text(encoding="utf-8").strip("\n").split(SEPARATOR)
-        corpus[kind] = [
-            _parse(text) for number, text in enumerate(documents, 1) if (number % HELD_OUT == 0) == held_out
-        ]
+        numbered = enumerate(documents, 1)
+        corpus[kind] = [_parse(text) for i, text in numbered if (i % HELD_OUT == 0) == held_out]
     return corpus
 
 
@@ -247,8 +242,5 @@ def _parse(text: str) -> TextOrMessages:
     if not text.startswith("User: "):
         return text
     _, *parts = TURN.split(text)
-    roles, contents = parts[::2], parts[1::2]
-    return [
-        {"role": role.lower(), "content": content.strip()}
-        for role, content in zip(roles, contents, strict=True)
-    ]
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": role.lower(), "content": content.strip()} for role, content in turns]

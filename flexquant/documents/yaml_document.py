@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Read policies, recipes and devices: YAML files, by name or path, and the pydantic models that check them.
 
-A mapping of a document is a :class:`Section`, whose fields are the keys. A field gives with :func:`says` the
-advice for a wrong value. Messages name the file and line of a key, what is allowed and what to do. The same
-models make the JSON Schema for editors.
+A mapping of a document is a :class:`Section`, whose fields are the keys. Messages name the file and line of a
+key, what is allowed and what to do. The same models make the JSON Schema for editors.
 """
 
 from __future__ import annotations
@@ -105,9 +104,8 @@ def from_yaml(text: bytes, source: str, kind: str, keys: Sequence[str]) -> Docum
     except yaml.YAMLError as e:
         raise FlexQuantError(f"{source}: not valid YAML ({said_by(e)}); save it as UTF-8 text") from e
     except RecursionError as e:
-        raise FlexQuantError(
-            f"{source}: nested too deeply, or an alias that contains itself; write it flat"
-        ) from e
+        problem = "nested too deeply, or an alias that contains itself"
+        raise FlexQuantError(f"{source}: {problem}; write it flat") from e
 
 
 class _DatesAsText(yaml.SafeLoader):
@@ -149,9 +147,8 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
         nonlocal values
         values += 1
         if values > MAX_VALUES:
-            document.fail(
-                (), f"holds more than {MAX_VALUES} values, aliases written out; write a smaller one"
-            )
+            most = f"{MAX_VALUES} values, aliases written out"
+            document.fail((), f"holds more than {most}; write a smaller one")
         if len(path) > MAX_DEPTH:
             raise RecursionError
         lines.setdefault(path, node.start_mark.line + 1)
@@ -222,9 +219,8 @@ def builtin_names(package: str) -> list[str]:
 def read_named(name_or_path: str, package: str, kind: str) -> tuple[bytes, str]:
     """Return a YAML file's content, and the name that messages give it.
 
-    A built-in's name is a name. Other text is a path if it has a ``/``, ends in a suffix of YAML or names an
-    existing file. ``kind`` is the kind of file, e.g. policy. Raises FlexQuantError for an unknown name and a
-    file that cannot be read.
+    What is no built-in's name is a path if it has a ``/``, ends in a suffix of YAML or names an existing
+    file. Raises FlexQuantError for an unknown name and a file that cannot be read.
     """
     builtins = builtin_names(package)
     if name_or_path in builtins:
@@ -242,6 +238,12 @@ def read_named(name_or_path: str, package: str, kind: str) -> tuple[bytes, str]:
         raise FlexQuantError(f"{problem}, or one of the built-in ones {known}") from e
 
 
+def load_document(name_or_path: str, package: str, kind: str, keys: Sequence[str]) -> Document:
+    """Read a built-in YAML document by name, or a file by path; raise as read_named and from_yaml do."""
+    content, source = read_named(name_or_path, package, kind)
+    return from_yaml(content, source, kind, keys)
+
+
 class Problem(ValueError):
     """A validator's error; ``at`` is the path from the validated value to the wrong place."""
 
@@ -254,7 +256,7 @@ def says(advice: str, whole: bool = False) -> WrapValidator:
     """Refuse a wrong value with the message ``is VALUE; ADVICE``.
 
     A problem inside of a value gets its own message, unless the advice is for the ``whole`` value. Null is
-    always wrong, as a key with a default can be left out.
+    wrong.
     """
 
     def validate(value: object, handler: ValidatorFunctionWrapHandler) -> object:

@@ -48,10 +48,9 @@ class LayerCache:
             return
         few, many = sorted((self.heads, devices))
         if self.queries % devices or many % few:
-            raise FlexQuantError(
-                f"{source} has {self.queries} attention heads and {self.heads} KV heads, which {devices} "
-                "devices cannot share evenly; give a --tensor-parallel-size that divides them"
-            )
+            heads = f"{self.queries} attention heads and {self.heads} KV heads"
+            problem = f"{source} has {heads}, which {devices} devices cannot share evenly"
+            raise FlexQuantError(f"{problem}; give a --tensor-parallel-size that divides them")
 
 
 def read_caches(model: Any, config: PretrainedConfig) -> list[LayerCache]:
@@ -92,10 +91,9 @@ def read_caches(model: Any, config: PretrainedConfig) -> list[LayerCache]:
 
 def _states(layer: Any) -> Iterator[int]:
     """Yield the numbers of each state of a layer; transformers keeps a column more of a convolution."""
-    for kept in getattr(layer, "recurrent_states", {}).values():
-        yield 0 if kept is None else kept.numel()
-    for kept in getattr(layer, "conv_states", {}).values():
-        yield 0 if kept is None else kept[..., 1:].numel()
+    recurrent, convolved = (getattr(layer, f"{kind}_states", {}).values() for kind in ("recurrent", "conv"))
+    yield from (kept.numel() for kept in recurrent if kept is not None)
+    yield from (kept[..., 1:].numel() for kept in convolved if kept is not None)
 
 
 def active_experts(config: object, source: str | Path) -> int:
@@ -104,9 +102,7 @@ def active_experts(config: object, source: str | Path) -> int:
     stated = next((number for number in found if number is not None), None)
     each = stated if isinstance(stated, list) else [stated]
     if not each or any(type(number) is not int or number < 1 or number != each[0] for number in each):
-        raise FlexQuantError(
-            f"{source} has experts, and {' or '.join(ACTIVE_EXPERTS)} {stated!r} does not say how many of "
-            "them every token goes through, so passes cannot be predicted; measure them with 'flexquant tune'"
-        )
-    number: int = each[0]
-    return number
+        problem = "does not say how many of them every token goes through, so passes cannot be predicted"
+        found = f"{source} has experts, and {' or '.join(ACTIVE_EXPERTS)} {stated!r}"
+        raise FlexQuantError(f"{found} {problem}; measure them with 'flexquant tune'")
+    return int(each[0])

@@ -3,8 +3,7 @@
 """Work out from a ``config.json`` alone what a model would be in each scheme, before it is quantised.
 
 transformers builds the model without memory for its weights. Its linears in decoder layers, experts included,
-get the bytes of a scheme; the rest stays in 16 bits, as in FlexQuant's recipes. A quantisation that the
-config tells of is ignored.
+get the bytes of a scheme; the rest stays in 16 bits. A quantisation in the config is ignored.
 """
 
 from __future__ import annotations
@@ -51,6 +50,9 @@ REPLICATED = frozenset(
 """Last parts of the names of linears that every rank has whole."""
 QKV = frozenset(("qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv"))
 """Last parts of the names of linears of queries, keys and values; no rank has less than a KV head of them."""
+
+
+Built = tuple["PretrainedConfig", list[LayerCache], dict[str, tuple[int, ...]], set[str]]
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,10 @@ class Linear:
         if leaf in REPLICATED:
             return self
         by_inputs = leaf in ROW_PARALLEL
-        size = self.inputs if by_inputs else self.outputs
+        size, what = (self.inputs, "inputs") if by_inputs else (self.outputs, "outputs")
         if size % devices:
-            raise FlexQuantError(
-                f"the {size} {'inputs' if by_inputs else 'outputs'} of '{name}' cannot be shared evenly by "
-                f"{devices} devices; give a --tensor-parallel-size that divides them"
-            )
+            problem = f"the {size} {what} of '{name}' cannot be shared evenly by {devices} devices"
+            raise FlexQuantError(f"{problem}; give a --tensor-parallel-size that divides them")
         if not by_inputs:
             return self.with_outputs(size // devices)
         return replace(self, inputs=size // devices, weight_bytes=self.weight_bytes / devices)
@@ -114,8 +114,7 @@ class Linear:
     def derived(self, derivation: Derivation) -> Linear:
         """Return the linear of a variant that is derived from this one's, or this one if none is.
 
-        Experts stay as they are, and what is in 16 bits in a variant in INT4. One copy, and a variant from
-        16 bit, compute an INT8 weight in each pass.
+        Experts, and in INT4 variants what is in 16 bits, stay. One copy computes an INT8 weight in each pass.
         """
         source = "bf16" if derivation.source == "bf16" else "w4a16"
         if self.scheme != source or self.experts > 1:
@@ -163,45 +162,38 @@ class ModelShape:
         return self.shared_bytes + sum(self.own_bytes.values())
 
     def with_nested(self, name: str, source: str) -> ModelShape:
-        """Return the model with the W8A8 variant ``name`` nested in the INT4 weights of ``source``.
-
-        It takes memory for its largest INT8 weight, and the source's passes run on a kernel whose layout it
-        reads.
-        """
+        """Return the model with the W8A8 variant ``name`` nested in the INT4 weights of ``source``."""
         of_shape = {(x.outputs, x.inputs): x for x in self.linears[source]}
         linears = {
             x.nested_in(of_shape[x.outputs, x.inputs]) if x.scheme == "w8a8" else x: n
             for x, n in self.linears[name].items()
         }
-        own = sum(x.difference_bytes * n for x, n in linears.items())
-        largest = max(x.weight_bytes for x in linears if x.source_bytes)
-        stored = {replace(x, choice=LAYOUTS_OF_ONE_COPY): n for x, n in self.linears[source].items()}
-        return replace(
-            self,
-            linears={**self.linears, source: stored, name: linears},
-            own_bytes={**self.own_bytes, name: own + largest},
-        )
+        return self._with_one_copy(name, source, linears)
 
     def with_derived(self, name: str, derivation: Derivation) -> ModelShape:
         """Return the model with a variant ``name`` derived from one in INT4 or in 16 bits.
 
-        W4A8 has a second copy of the INT4 weights in another kernel's layout. One copy takes memory for its
-        largest INT8 weight, and its source's passes in INT4 run on a kernel whose layout it reads.
+        W4A8 has a second copy of the INT4 weights in another kernel's layout.
         """
-        stored = self.linears[derivation.source]
         linears: Counter[Linear] = Counter()
-        for linear, count in stored.items():
+        for linear, count in self.linears[derivation.source].items():
             linears[linear.derived(derivation)] += count
         if derivation.is_one_copy:
-            own = max(linear.weight_bytes for linear in linears if linear.source_bytes)
-            stored = {replace(x, choice=LAYOUTS_OF_ONE_COPY): n for x, n in stored.items()}
-        else:
-            own = sum(x.weight_bytes * n for x, n in linears.items() if x.scheme in (W4A8, W4A8_INT8))
-        return replace(
-            self,
-            linears={**self.linears, derivation.source: stored, name: linears},
-            own_bytes={**self.own_bytes, name: own},
-        )
+            return self._with_one_copy(name, derivation.source, linears)
+        own = sum(x.weight_bytes * n for x, n in linears.items() if x.scheme in (W4A8, W4A8_INT8))
+        own_bytes = {**self.own_bytes, name: own}
+        return replace(self, linears={**self.linears, name: linears}, own_bytes=own_bytes)
+
+    def _with_one_copy(self, name: str, source: str, linears: Mapping[Linear, int]) -> ModelShape:
+        """Return the model with a variant that computes its weights in each pass from those of ``source``.
+
+        It takes memory for its largest one, and the source's passes run on a kernel whose layout it reads.
+        """
+        own = sum(x.difference_bytes * n for x, n in linears.items())
+        own += max(x.weight_bytes for x in linears if x.source_bytes)
+        stored = {replace(x, choice=LAYOUTS_OF_ONE_COPY): n for x, n in self.linears[source].items()}
+        of_all = {**self.linears, source: stored, name: linears}
+        return replace(self, linears=of_all, own_bytes={**self.own_bytes, name: own})
 
 
 @dataclass(frozen=True)
@@ -228,7 +220,7 @@ class PlannedModel:
     def read(cls, model: str) -> PlannedModel:
         """Read the ``config.json`` of a folder or of a Hugging Face id, and nothing else.
 
-        Raises FlexQuantError for a folder without one, and for a model that transformers cannot build.
+        Raises FlexQuantError for a folder without one, and a model that cannot be built.
         """
         folder = find_model(model, (CONFIG_FILE,))
         check_folder(folder)
@@ -322,13 +314,10 @@ class PlannedModel:
         return next(fitting, GROUP_SIZES[-1])
 
 
-def _build(
-    config: JsonObject, source: str
-) -> tuple[PretrainedConfig, list[LayerCache], dict[str, tuple[int, ...]], set[str]]:
+def _build(config: JsonObject, source: str) -> Built:
     """Return a language model's config, caches, shapes of parameters, and those that a recipe quantises.
 
-    A linear's shape ends with its outputs and inputs, as most models hold it. Of a model that also reads
-    images, ``config`` is the part of the language model.
+    A linear's shape ends with outputs and inputs. ``config`` is the language model's part.
     """
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM

@@ -74,8 +74,8 @@ def scheme_on(device: Device, linear: Linear, scheme: str) -> str:
 def linear_seconds(linear: Linear, tokens: int, device: Device, in_pass: bool = False) -> float:
     """Return the time of one call with activations [tokens, inputs], or of all experts together.
 
-    The fastest of its kernels runs it. The model assumes that tokens choose their experts evenly and
-    independently. ``in_pass`` tells whether other calls come before and after this one.
+    The fastest of its kernels runs it; tokens choose their experts evenly and independently. ``in_pass``
+    tells whether other calls come before and after this one.
     """
     schemes = [scheme_on(device, linear, scheme) for scheme in linear.kernels]
     kernels = [device.kernel(scheme) for scheme in schemes if scheme != HUMMING or scheme in device.kernels]
@@ -177,9 +177,8 @@ def serve(
     """Serve ``count`` requests that arrive at once; ``seconds`` returns the time of a pass.
 
     As many requests as the KV cache holds to their end, one at least, are served together: first their
-    prompts, in passes with as many tokens as a pass may have, then all decode. The next ones come after them.
-    Left out: vLLM also decodes the first of them beside the prompts of the others, admits more than the KV
-    cache holds in the end, and pads passes; the server works between them.
+    prompts, in full passes, then all decode. The next ones come after them. vLLM's decoding beside prompts,
+    padding and work between passes are left out.
     """
     prompt, steps = batches.input_tokens, batches.output_tokens - 1
     together = min(limits.sequences, kv_cache_tokens // batches.request_tokens)
