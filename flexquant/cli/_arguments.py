@@ -126,48 +126,34 @@ def add_counts(parser: argparse.ArgumentParser, options: Mapping[str, tuple[int,
 
 def add_effort(add: Callable[..., object], measured: str) -> None:
     """Add the options of :class:`flexquant.evaluation.comparison.Effort`."""
-    add(
-        "--rounds",
-        type=parse_count,
-        metavar="N",
-        help=f"rounds of {measured} (default: by the machine); if given alone, no rounds are added",
-    )
+    text = f"rounds of {measured} (default: by the machine); if given alone, no rounds are added"
+    add("--rounds", type=parse_count, metavar="N", help=text)
     add("--max-rounds", type=parse_count, metavar="N", help="most rounds, added ones included")
-    add(
-        "--width",
-        type=parse_percent,
-        metavar="X%",
-        help="add rounds while the 95 %% interval of a ratio is wider than this (default: 3%%)",
-    )
+    text = "add rounds while the 95 %% interval of a ratio is wider than this (default: 3%%)"
+    add("--width", type=parse_percent, metavar="X%", help=text)
 
 
 def add_variants(add: Callable[..., object]) -> None:
     """Add the option of the variants that :func:`flexquant.tuning.candidates.find_variants` finds."""
-    add(
-        "--variants",
-        type=parse_names,
-        metavar="NAMES",
-        help="comma-separated variants to choose among, or policies of one variant such as w4a8 (default: "
-        "all variants of the checkpoint; if it has one alone, INT8 computed from it too)",
+    text = (
+        "comma-separated variants to choose among, or policies of one variant such as w4a8 (default: "
+        "all variants of the checkpoint; if it has one alone, INT8 computed from it too)"
     )
+    add("--variants", type=parse_names, metavar="NAMES", help=text)
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype",
-        choices=tuple(CASTS),
-        help="cast what is in 16 bit, and scales of packed weights, to this dtype; vLLM casts what else "
-        "is in 32 bit (default: as it is)",
+    text = (
+        "cast what is in 16 bit, and scales of packed weights, to this dtype; vLLM casts what else "
+        "is in 32 bit (default: as it is)"
     )
+    parser.add_argument("--dtype", choices=tuple(CASTS), help=text)
 
 
 def add_shard_size(parser: argparse.ArgumentParser) -> None:
+    text = "most bytes of tensors in one file (default: 5GB)"
     parser.add_argument(
-        "--max-shard-size",
-        type=parse_size,
-        default=DEFAULT_SHARD_SIZE,
-        metavar="SIZE",
-        help="most bytes of tensors in one file (default: 5GB)",
+        "--max-shard-size", type=parse_size, default=DEFAULT_SHARD_SIZE, metavar="SIZE", help=text
     )
 
 
@@ -187,13 +173,8 @@ def add_rows(parser: argparse.ArgumentParser, defaults: Settings, full: str) -> 
         "--tokens": (defaults.tokens, "tokens of a row that are forced and scored"),
     }
     add_counts(parser, options)
-    parser.add_argument(
-        "--seed",
-        type=parse_seed,
-        default=defaults.seed,
-        metavar="N",
-        help="seed of the rows (default: %(default)s)",
-    )
+    text = "seed of the rows (default: %(default)s)"
+    parser.add_argument("--seed", type=parse_seed, default=defaults.seed, metavar="N", help=text)
 
 
 def add_study(parser: argparse.ArgumentParser, files: str) -> None:

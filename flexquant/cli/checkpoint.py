@@ -55,43 +55,35 @@ def convert(args: argparse.Namespace) -> JsonObject:
 def configure_merge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("variants", nargs="+", metavar="NAME=DIR", help="a variant's name and its checkpoint")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
-    parser.add_argument(
-        "--policy",
-        metavar="NAME|FILE",
-        help="policy to store as the default, a built-in name or a YAML file (default: none; serving then "
-        "uses its built-in default)",
+    text = (
+        "policy to store as the default, a built-in name or a YAML file (default: none; serving then "
+        "uses its built-in default)"
     )
+    parser.add_argument("--policy", metavar="NAME|FILE", help=text)
     for what, part in (
         ("config", "config"),
         ("tokenizer", "tokenizer and chat template"),
         ("generation", "generation settings"),
         ("processor", "processor of images"),
     ):
-        parser.add_argument(
-            f"--{what}-from",
-            metavar="NAME",
-            help=f"variant whose {part} the merged model gets (default: they must not differ)",
-        )
+        text = f"variant whose {part} the merged model gets (default: they must not differ)"
+        parser.add_argument(f"--{what}-from", metavar="NAME", help=text)
     add_dtype(parser)
     for option, mode, text in (
         ("--nested", "near", "take the nearest integer where it does not reach"),
         ("--nested-exact", "exact", "refuse variants with an integer out of reach"),
     ):
-        parser.add_argument(
-            option,
-            dest="nested",
-            action="store_const",
-            const=mode,
-            help="store 4 bits for each INT8 weight of W8A8, its difference to INT4's, store whole the 1/128 "
-            f"that this misses by most, and {text}",
+        text = (
+            "store 4 bits for each INT8 weight of W8A8, its difference to INT4's, store whole the 1/128 "
+            f"that this misses by most, and {text}"
         )
+        parser.add_argument(option, dest="nested", action="store_const", const=mode, help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
-    parser.add_argument(
-        "--allow-incompatible-kv",
-        action="store_true",
-        help="merge even though the variants' KV caches are not interchangeable (for experiments); a server "
-        "takes policies of several variants with its option allow_incompatible_kv alone",
+    text = (
+        "merge even though the variants' KV caches are not interchangeable (for experiments); a server "
+        "takes policies of several variants with its option allow_incompatible_kv alone"
     )
+    parser.add_argument("--allow-incompatible-kv", action="store_true", help=text)
     add_shard_size(parser)
 
 
@@ -167,12 +159,8 @@ def inspect(args: argparse.Namespace) -> JsonObject:
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="OUT", help="merged checkpoint")
-    parser.add_argument(
-        "arguments",
-        nargs="*",
-        metavar="ARGUMENT",
-        help="after --: arguments of vllm serve for the engine, not for the API server",
-    )
+    text = "after --: arguments of vllm serve for the engine, not for the API server"
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help=text)
 
 
 def doctor(args: argparse.Namespace) -> JsonObject:
@@ -201,13 +189,8 @@ def doctor(args: argparse.Namespace) -> JsonObject:
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="merged checkpoint")
-    parser.add_argument(
-        "--against",
-        nargs="+",
-        default=[],
-        metavar="NAME=DIR",
-        help="compare bit by bit with these sources instead of the recorded hashes",
-    )
+    text = "compare bit by bit with these sources instead of the recorded hashes"
+    parser.add_argument("--against", nargs="+", default=[], metavar="NAME=DIR", help=text)
 
 
 def verify(args: argparse.Namespace) -> JsonObject:

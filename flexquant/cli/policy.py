@@ -44,25 +44,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("list", "list the built-in policies")
     add("schema", "print the JSON Schema of policies, for editors")
     show = add("show", "show which plan serving takes for each forward pass")
-    show.add_argument(
-        "policy",
-        nargs="?",
-        metavar="NAME|FILE",
-        help=f"built-in name or policy file (default: the model's stored policy, else {DEFAULT_POLICY})",
-    )
-    show.add_argument(
-        "--model",
-        type=Path,
-        metavar="OUT",
-        help="merged checkpoint, to check the policy's variants and layers against",
-    )
-    show.add_argument(
-        "--max-tokens",
-        type=parse_count,
-        default=sys.maxsize,
-        metavar="N",
-        help="most tokens in one pass, vLLM's --max-num-batched-tokens (default: no limit)",
-    )
+    text = f"built-in name or policy file (default: the model's stored policy, else {DEFAULT_POLICY})"
+    show.add_argument("policy", nargs="?", metavar="NAME|FILE", help=text)
+    text = "merged checkpoint, to check the policy's variants and layers against"
+    show.add_argument("--model", type=Path, metavar="OUT", help=text)
+    text = "most tokens in one pass, vLLM's --max-num-batched-tokens (default: no limit)"
+    show.add_argument("--max-tokens", type=parse_count, default=sys.maxsize, metavar="N", help=text)
     validate = add("validate", "check a policy file without a model")
     validate.add_argument("policy", metavar="FILE", help="policy file, or a built-in name")
     apply = add("apply", f"change a live server's policy (the environment's {ADMIN_KEY} is the server's key)")

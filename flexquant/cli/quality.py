@@ -33,13 +33,11 @@ def configure_eval(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
     add = parser.add_argument
     add_subject(parser)
-    add(
-        "--policies",
-        type=parse_names,
-        metavar="NAMES",
-        help="comma-separated variants, built-in policies, policy files, 'stored' for the checkpoint's own "
-        "(default: every variant, and the checkpoint's default policy)",
+    text = (
+        "comma-separated variants, built-in policies, policy files, 'stored' for the checkpoint's own "
+        "(default: every variant, and the checkpoint's default policy)"
     )
+    add("--policies", type=parse_names, metavar="NAMES", help=text)
     add(
         "--batch-sizes",
         type=parse_counts,
@@ -132,19 +130,12 @@ def sensitivity(args: argparse.Namespace) -> JsonObject:
 
 def configure_search(parser: argparse.ArgumentParser) -> None:
     add_study(parser, "searched.yaml, searched.md and searched.png, beside sensitivity.json")
-    parser.add_argument(
-        "--policy",
-        metavar="POLICY",
-        help="policy with measured times, from 'flexquant tune' (default: the one stored in the checkpoint)",
-    )
+    text = "policy with measured times, from 'flexquant tune' (default: the one stored in the checkpoint)"
+    parser.add_argument("--policy", metavar="POLICY", help=text)
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--max-kl", type=parse_number, metavar="X", help="most KL divergence, nats a token")
-    budget.add_argument(
-        "--max-slowdown",
-        type=parse_number,
-        metavar="X",
-        help="e.g. 0.1: 10 %% slower than the fastest variant",
-    )
+    text = "e.g. 0.1: 10 %% slower than the fastest variant"
+    budget.add_argument("--max-slowdown", type=parse_number, metavar="X", help=text)
     budget.add_argument("--layers", type=parse_count, metavar="N", help="number of layers to raise")
     sequences = (
         "sequences in the decode pass whose time counts; passes with --batch-size sequences are scored"

@@ -24,12 +24,8 @@ def configure_quantize(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
     add("--output", required=True, metavar="DIR", help="folder to write the variants into")
     _add_recipe(parser)
-    add(
-        "--variants",
-        type=parse_names,
-        metavar="NAMES",
-        help="comma-separated variants of the recipe to make (default: all)",
-    )
+    text = "comma-separated variants of the recipe to make (default: all)"
+    add("--variants", type=parse_names, metavar="NAMES", help=text)
     add("--overwrite", action="store_true", help="replace variants that exist")
     add("--resume", action="store_true", help="keep variants that an interrupted, equal run has finished")
 
@@ -40,12 +36,11 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, metavar="DIR", help="merged checkpoint to write")
     add("--variants-folder", metavar="DIR", help="where the variants stay (default: DIR-variants)")
     add("--policy", metavar="NAME|FILE", help="policy to store as the default (default: the recipe's)")
-    add(
-        "--nested",
-        action="store_true",
-        help="store W8A8 as what INT4 lacks for it, as 'flexquant merge --nested' does, and measure what "
-        "it lost so",
+    text = (
+        "store W8A8 as what INT4 lacks for it, as 'flexquant merge --nested' does, and measure what "
+        "it lost so"
     )
+    add("--nested", action="store_true", help=text)
     add("--overwrite", action="store_true", help="replace existing folders that other inputs made")
     _add_recipe(parser)
     add_shard_size(parser)
@@ -54,35 +49,26 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how a model is quantised."""
     add = parser.add_argument
-    add(
-        "--recipe",
-        default=DEFAULT_RECIPE,
-        metavar="NAME|FILE",
-        help=f"how each variant is made: {', '.join(builtin_recipes())}, or a YAML file (default: "
-        f"{DEFAULT_RECIPE})",
+    text = (
+        f"how each variant is made: {', '.join(builtin_recipes())}, or a YAML file (default: "
+        f"{DEFAULT_RECIPE})"
     )
-    add(
-        "--calibration",
-        metavar="FILE|DIR|DATASET|self",
-        help="text or .jsonl file, folder of them, dataset id, or 'self': text of which the model writes "
-        "half (default: the recipe's; built-in recipes: self)",
+    add("--recipe", default=DEFAULT_RECIPE, metavar="NAME|FILE", help=text)
+    text = (
+        "text or .jsonl file, folder of them, dataset id, or 'self': text of which the model writes "
+        "half (default: the recipe's; built-in recipes: self)"
     )
+    add("--calibration", metavar="FILE|DIR|DATASET|self", help=text)
     add("--samples", type=int, metavar="N", help="calibration samples (default: the recipe's)")
     add("--length", type=int, metavar="N", help="tokens in a sample (default: the recipe's)")
     add("--seed", type=parse_seed, metavar="N", help="seed of the samples (default: the recipe's)")
-    add(
-        "--max-loss",
-        type=parse_number,
-        default=100 * MAX_LOSS,
-        metavar="PERCENT",
-        help="growth of the perplexity (or 100 times the KL divergence), on any kind of text, above which a "
-        f"variant is said to lose too much (default: {100 * MAX_LOSS:g})",
+    text = (
+        "growth of the perplexity (or 100 times the KL divergence), on any kind of text, above which a "
+        f"variant is said to lose too much (default: {100 * MAX_LOSS:g})"
     )
-    add(
-        "--verbose",
-        action="store_true",
-        help="also show the progress bars, logs and warnings of llmcompressor",
-    )
+    add("--max-loss", type=parse_number, default=100 * MAX_LOSS, metavar="PERCENT", help=text)
+    text = "also show the progress bars, logs and warnings of llmcompressor"
+    add("--verbose", action="store_true", help=text)
 
 
 def quantize(args: argparse.Namespace) -> JsonObject:
