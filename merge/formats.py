@@ -85,10 +85,8 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
     config = read_config(folder)
     section, tensors = _read(folder, config.get(SECTIONS[0]), read_tensors(folder))
     if stray := [name for name in tensors if name.endswith(PACKED_PARTS)]:
-        raise FlexQuantError(
-            f"{folder} has {stray[0]}, a part of an AWQ or GPTQ linear, without the weights or the settings "
-            "of one; get the checkpoint again, or take the tensor out"
-        )
+        problem = f"{folder} has {stray[0]}, a part of an AWQ or GPTQ linear, without its weights or settings"
+        raise FlexQuantError(f"{problem}; get the checkpoint again, or take the tensor out")
     if dtype is not None:
         tensors, config = cast_tensors(tensors, dtype), with_dtype(config, dtype)
     place = str(folder / "config.json")

@@ -162,10 +162,9 @@ def _check_same_model(a: Source, b: Source) -> None:
         raise FlexQuantError(f"{problem}; {ONE_MODEL}: {advice}")
     schemes = [cache_scheme(source) for source in (a, b)]
     if schemes[0] != schemes[1]:
-        raise FlexQuantError(
-            f"'{a.name}' has kv_cache_scheme {schemes[0]!r} and '{b.name}' {schemes[1]!r}, but the variants "
-            "share one KV cache; quantise both with the same one, or take two checkpoints without it"
-        )
+        both = f"'{a.name}' has kv_cache_scheme {schemes[0]!r} and '{b.name}' {schemes[1]!r}"
+        advice = "quantise both with the same one, or take two checkpoints without it"
+        raise FlexQuantError(f"{both}, but the variants share one KV cache; {advice}")
 
 
 def _check_same_shapes(a: Source, b: Source, model: ModelClass | None, is_tied: bool, layers: int) -> None:

@@ -183,8 +183,7 @@ def policy_to_store(requested: str | None, variants: Collection[str]) -> JsonObj
     policy = choose_policy()
     missing = [name for name in policy.variants if name not in variants]
     if missing:
-        raise FlexQuantError(
-            f"the built-in default policy '{policy.name}' needs a variant '{missing[0]}', but these are "
-            f"{', '.join(variants)}; name a policy for them with --policy"
-        )
+        problem = f"the built-in default policy '{policy.name}' needs a variant '{missing[0]}'"
+        advice = "name a policy for them with --policy"
+        raise FlexQuantError(f"{problem}, but these are {', '.join(variants)}; {advice}")
     return None

@@ -121,12 +121,7 @@ def fit_block(
 
 
 def _at_width(
-    weight8: Tensor,
-    scale8: Tensor,
-    values: Tensor,
-    scale: Tensor,
-    column: Tensor,
-    width: float,
+    weight8: Tensor, scale8: Tensor, values: Tensor, scale: Tensor, column: Tensor, width: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return factors and scales of rows; squared distances and numbers of changed weights, float64 [rows]."""
     wide = (scale8.float() * width).to(scale8.dtype)

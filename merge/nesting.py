@@ -233,9 +233,8 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
             if int4 and not problem and (scale8 is None or scale8.shape != (int4.shape[0], 1)):
                 problem = "has scales of another form in W8A8;"
             if problem or int4 is None:
-                raise FlexQuantError(
-                    f"variant '{name}' cannot be nested in '{source}': '{module}' {problem} {TWO_COPIES}"
-                )
+                named = f"variant '{name}' cannot be nested in '{source}'"
+                raise FlexQuantError(f"{named}: '{module}' {problem} {TWO_COPIES}")
             pair = Pair(tensors[f"{module}.weight"], tensors[f"{module}.{SCALE}"], int4)
             by_layer.setdefault(fused_name(module), {})[module] = pair
         layers = [NestedLayer(weights, name, nested) for weights in by_layer.values()]
@@ -260,10 +259,9 @@ def _find_pair(schemes: Mapping[str, Mapping[str, Scheme]]) -> tuple[list[str], 
     eights = [name for name, found in schemes.items() if any(_is_w8a8(*found[m]) for m in found)]
     fours = [name for name, found in schemes.items() if any(_is_w4a16(*found[m]) for m in found)]
     if len(fours) > 1:
-        raise FlexQuantError(
-            f"{' and '.join(fours)} have INT4 weights and 16-bit activations, and INT8 weights are nested in "
-            f"those of one variant; which? Leave the others out, or {TWO_COPIES}"
-        )
+        problem = f"{' and '.join(fours)} have INT4 weights and 16-bit activations"
+        advice = f"which? Leave the others out, or {TWO_COPIES}"
+        raise FlexQuantError(f"{problem}, and INT8 weights are nested in those of one variant; {advice}")
     if not eights or not fours:
         raise FlexQuantError(
             f"nothing of {', '.join(schemes)} can be nested: that takes a variant in W8A8 (INT8 weights by "

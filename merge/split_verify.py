@@ -125,9 +125,7 @@ def verify_checkpoint(
         counts = {name: _check_source(checkpoint, open_source(name, f, dtype), progress) for name, f in pairs}
     else:
         counts = {"recorded hashes": check_recorded_tensors(checkpoint, progress)}
-    nested = [
-        name for name, variant in checkpoint.merged.variants.items() if variant.nested_in and name in counts
-    ]
+    nested = [name for name in checkpoint.merged.nested if name in counts]
     return {"verified": str(folder), "tensors_compared_with": counts, "nested": nested}
 
 

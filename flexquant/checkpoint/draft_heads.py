@@ -101,9 +101,8 @@ def check_draft_heads(config: JsonObject, tensors: Tensors, owner: str) -> None:
     for i in range(number):
         layer = heads.layer.format(i=i, n=num_layers + i)
         modules = heads.beside.replace("{}", layer).format(i=i).split()
-        expected: Shapes = {
-            f"{m}.weight": (hidden,) if "norm" in m else (hidden, 2 * hidden) for m in modules
-        }
+        wide = (hidden, 2 * hidden)
+        expected: Shapes = {f"{m}.weight": (hidden,) if "norm" in m else wide for m in modules}
         for part, of_body in like.items():  # one of these, the most similar
             named = [{layer + n: s for n, s in of.items() if n.startswith(part)} for of in of_body]
             misses = {len(names.items() - found.items()): names for names in named if names}
@@ -111,10 +110,10 @@ def check_draft_heads(config: JsonObject, tensors: Tensors, owner: str) -> None:
         for name, shape in expected.items():
             if (stored := found.get(name)) != shape:
                 what = "lacks" if stored is None else f"has {list(stored)} as the shape of"
+                problem = f"{owner} {what} '{name}', or a part of it, and vLLM loads {list(shape)} there"
                 raise FlexQuantError(
-                    f"{owner} {what} '{name}', or a part of it, and vLLM loads {list(shape)} there for the "
-                    "heads that predict further tokens (MTP); download or quantise the model again, or take "
-                    "a checkpoint without any of these heads"
+                    f"{problem} for the heads that predict further tokens (MTP); download or quantise the model "
+                    "again, or take a checkpoint without any of these heads"
                 )
 
 

@@ -254,9 +254,7 @@ def match_each(
         pool.shutdown(cancel_futures=True)
 
 
-def check_same_names(
-    expected: Set[str], found: Set[str], expected_in: str | Path, found_in: str | Path
-) -> None:
+def check_same_names(expected: Set[str], found: Set[str], expected_in: object, found_in: object) -> None:
     """Raise FlexQuantError unless both places have the same tensor names."""
     places = ((expected - found, expected_in, found_in), (found - expected, found_in, expected_in))
     for names, has, lacks in places:

@@ -52,10 +52,10 @@ def parse_size(text: str) -> int:
     return size
 
 
-def parse_count(text: str) -> int:
+def parse_count(text: str, least: int = 1) -> int:
     """Return a whole number of at least 1 (an argparse type)."""
-    if not COUNT.fullmatch(text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    if not COUNT.fullmatch(text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least {least}")
     return int(text)
 
 
@@ -93,9 +93,7 @@ def parse_number(text: str) -> float:
 
 def parse_seed(text: str) -> int:
     """Return the whole number of at least 0 (an argparse type)."""
-    if not COUNT.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 0")
-    return int(text)
+    return parse_count(text, least=0)
 
 
 def parse_share(text: str) -> float:
@@ -119,9 +117,8 @@ def add_json(parser: argparse.ArgumentParser, default: object = False) -> None:
 def add_counts(parser: argparse.ArgumentParser, options: Mapping[str, tuple[int, str]]) -> None:
     """Add options of whole numbers of at least 1: option -> its default and its help."""
     for option, (default, text) in options.items():
-        parser.add_argument(
-            option, type=parse_count, default=default, metavar="N", help=f"{text} (default: %(default)s)"
-        )
+        told = f"{text} (default: %(default)s)"
+        parser.add_argument(option, type=parse_count, default=default, metavar="N", help=told)
 
 
 def add_effort(add: Callable[..., object], measured: str) -> None:
@@ -151,10 +148,8 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shard_size(parser: argparse.ArgumentParser) -> None:
-    text = "most bytes of tensors in one file (default: 5GB)"
-    parser.add_argument(
-        "--max-shard-size", type=parse_size, default=DEFAULT_SHARD_SIZE, metavar="SIZE", help=text
-    )
+    text, size = "most bytes of tensors in one file (default: 5GB)", DEFAULT_SHARD_SIZE
+    parser.add_argument("--max-shard-size", type=parse_size, default=size, metavar="SIZE", help=text)
 
 
 def add_subject(parser: argparse.ArgumentParser) -> None:
@@ -189,10 +184,7 @@ def add_study(parser: argparse.ArgumentParser, files: str) -> None:
 
 
 def study_of(args: argparse.Namespace, settings: Settings | None = None) -> Study:
-    """Return the study that the options describe, in other ``settings`` if these are given.
-
-    Raises FlexQuantError for inputs that cannot be measured.
-    """
+    """Return the study of the options, or in other ``settings``; raise FlexQuantError for bad inputs."""
     from flexquant.evaluation.inputs import Subject
     from flexquant.layers.sensitivity import Study
     from flexquant.tuning.candidates import find_variants

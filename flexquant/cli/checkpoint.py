@@ -44,10 +44,9 @@ def convert(args: argparse.Namespace) -> JsonObject:
     """
     from flexquant.merge import convert_checkpoint
 
+    how = pick(args, "dtype", "overwrite")
     with progress_bar("converting") as progress:
-        result = convert_checkpoint(
-            args.folder, args.output, dtype=args.dtype, overwrite=args.overwrite, progress=progress
-        )
+        result = convert_checkpoint(args.folder, args.output, progress=progress, **how)
     print(f"{args.output}: {result['linears']} linears, converted from {result['from']}")
     return result
 
@@ -60,12 +59,13 @@ def configure_merge(parser: argparse.ArgumentParser) -> None:
         "uses its built-in default)"
     )
     parser.add_argument("--policy", metavar="NAME|FILE", help=text)
-    for what, part in (
-        ("config", "config"),
-        ("tokenizer", "tokenizer and chat template"),
-        ("generation", "generation settings"),
-        ("processor", "processor of images"),
-    ):
+    parts = {
+        "config": "config",
+        "tokenizer": "tokenizer and chat template",
+        "generation": "generation settings",
+        "processor": "processor of images",
+    }
+    for what, part in parts.items():
         text = f"variant whose {part} the merged model gets (default: they must not differ)"
         parser.add_argument(f"--{what}-from", metavar="NAME", help=text)
     add_dtype(parser)
@@ -100,16 +100,9 @@ def merge(args: argparse.Namespace) -> JsonObject:
     from flexquant.merge import merge_checkpoints
 
     folders = parse_folders(args.variants)
-    chosen = (
-        "config_from",
-        "tokenizer_from",
-        "generation_from",
-        "processor_from",
-        "dtype",
-        "policy",
-        "nested",
-    )
-    how = pick(args, *chosen, "overwrite", "allow_incompatible_kv", "max_shard_size")
+    chosen = (f"{part}_from" for part in ("config", "tokenizer", "generation", "processor"))
+    how = pick(args, *chosen, "dtype", "policy", "nested")
+    how |= pick(args, "overwrite", "allow_incompatible_kv", "max_shard_size")
     comparing = progress_bar("comparing the KV caches", unit=" layers")
     with comparing as kv_progress, progress_bar("merging") as progress:
         report = merge_checkpoints(folders, args.output, progress=progress, kv_progress=kv_progress, **how)
@@ -142,9 +135,8 @@ def inspect(args: argparse.Namespace) -> JsonObject:
     loaded: BytesByRange = {}
     try:
         policy = choose_policy(None, merged.policy)
-        routes = build_route_table(
-            policy, merged.variants, layers, sys.maxsize, merged.mixable_groups, merged.nested
-        )
+        mixing = merged.mixable_groups, merged.nested
+        routes = build_route_table(policy, merged.variants, layers, sys.maxsize, *mixing)
         loaded = routes.stored_bytes(checkpoint, routes.plans)
         said = describe_bytes(loaded)
     except FlexQuantError as e:
@@ -180,11 +172,8 @@ def doctor(args: argparse.Namespace) -> JsonObject:
     for finding in examine(args.folder, args.arguments):
         print(finding.line(), flush=True)
         findings.append(finding)
-    return {
-        "model": args.folder,
-        "findings": [asdict(finding) for finding in findings],
-        "failed": any(finding.level == "problem" for finding in findings),
-    }
+    failed = any(finding.level == "problem" for finding in findings)
+    return {"model": args.folder, "findings": [asdict(finding) for finding in findings], "failed": failed}
 
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:

@@ -74,10 +74,8 @@ def _list(args: argparse.Namespace) -> JsonObject:
     policies = {name: load_policy(name).description for name in builtin_policies()}
     marks = {DEFAULT_POLICY: " (default)"}
     print("\n".join(table_lines([[name, f"{text}{marks.get(name, '')}"] for name, text in policies.items()])))
-    return {
-        "policies": [{"name": name, "description": text} for name, text in policies.items()],
-        "default": DEFAULT_POLICY,
-    }
+    listed = [{"name": name, "description": text} for name, text in policies.items()]
+    return {"policies": listed, "default": DEFAULT_POLICY}
 
 
 def _validate(args: argparse.Namespace) -> JsonObject:
@@ -97,9 +95,8 @@ def _show(args: argparse.Namespace) -> JsonObject:
     else:
         config, num_layers = read_merged_config(args.model)
         policy = choose_policy(args.policy, config.policy)
-        table = build_route_table(
-            policy, config.variants, num_layers, args.max_tokens, mixable=config.mixable_groups
-        )
+        mixable = config.mixable_groups
+        table = build_route_table(policy, config.variants, num_layers, args.max_tokens, mixable)
         rows = {phase: [(*row[:2], row.plan.name) for row in table.intervals(phase)] for phase in PHASES}
         result = {"num_layers": num_layers, "plans": table.layers_by_plan()}
 
@@ -109,22 +106,19 @@ def _show(args: argparse.Namespace) -> JsonObject:
         origin = policy.measured.origin
         print(f"\nmeasured: {origin.get('model')}, {device_name(origin)}, {origin.get('date')}")
         print("\n".join(format_times(policy.measured, lambda phase, size: _plan(rows[phase], size))))
-    return {
-        "policy": policy.name,
-        "description": policy.description,
-        "routes": [
-            {
-                "phase": phase,
-                "min_tokens": first,
-                "max_tokens": None if last == sys.maxsize else last,
-                "plan": plan,
-            }
-            for phase in PHASES
-            for first, last, plan in rows[phase]
-        ],
-        "measured": None if policy.measured is None else policy.measured.to_data(),
-        **result,
-    }
+    routes = [
+        {
+            "phase": phase,
+            "min_tokens": first,
+            "max_tokens": None if last == sys.maxsize else last,
+            "plan": plan,
+        }
+        for phase in PHASES
+        for first, last, plan in rows[phase]
+    ]
+    measured = None if policy.measured is None else policy.measured.to_data()
+    shown = {"policy": policy.name, "description": policy.description, "routes": routes, "measured": measured}
+    return shown | result
 
 
 def _table(rows: Mapping[str, Rows]) -> list[str]:

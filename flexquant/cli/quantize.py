@@ -107,8 +107,7 @@ def build(args: argparse.Namespace) -> JsonObject:
 
     recipe = load_recipe(args.recipe)
     stages = STAGES_BEFORE_VARIANTS + len(recipe.variants) + STAGES_AFTER_QUANTISING
-    how = _how(args, stages)
-    how |= pick(args, "variants_folder", "policy", "nested", "max_shard_size")
+    how = _how(args, stages) | pick(args, "variants_folder", "policy", "nested", "max_shard_size")
     with contextlib.redirect_stdout(sys.stderr):  # llmcompressor prints
         built = build_checkpoint(args.model, args.output, recipe, **how)
     _print_variants(built.variants, args.max_loss, built.nested_losses)
@@ -128,9 +127,7 @@ def build(args: argparse.Namespace) -> JsonObject:
 
 
 def _dump(losses: Mapping[str, LossByKind]) -> JsonObject:
-    return {
-        name: {kind: loss.model_dump() for kind, loss in by_kind.items()} for name, by_kind in losses.items()
-    }
+    return {name: {kind: x.model_dump() for kind, x in kinds.items()} for name, kinds in losses.items()}
 
 
 def _how(args: argparse.Namespace, number_of_stages: int) -> JsonObject:
@@ -145,8 +142,7 @@ def _print_variants(
 ) -> None:
     """Print a line for each variant and each search that its recipe made, and what all variants lost.
 
-    A loss above ``max_loss`` percent is said to be too much. ``nested``: what variants lost that are stored
-    nested.
+    A loss above ``max_loss`` percent is said to be too much; ``nested`` is what nested variants lost.
     """
     for v in variants:
         took = "kept from an earlier run" if v.kept else f"{v.seconds:.0f} s"
@@ -154,9 +150,8 @@ def _print_variants(
         smoothed = f", {v.smoothed} groups of linears smoothed" if v.smoothed else ""
         print(f"{v.name}: {v.folder}, {format_bytes(v.num_bytes)}, {took}{group}{smoothed}")
         if v.mse_gain is not None:
-            print(
-                f"{v.name}: alpha searched per layer: quantisation MSE {v.mse_gain:.2g}x below one alpha 0.5"
-            )
+            gain = f"quantisation MSE {v.mse_gain:.2g}x below one alpha 0.5"
+            print(f"{v.name}: alpha searched per layer: {gain}")
     losses = {v.name: v.losses for v in variants if v.losses}
     losses |= {f"{name} nested": of_variant for name, of_variant in (nested or {}).items()}
     for line in loss_lines(losses, max_loss / 100):

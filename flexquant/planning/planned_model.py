@@ -264,10 +264,9 @@ class PlannedModel:
         """
         with_attention = [cache for cache in self.caches if cache.heads]
         if not with_attention or getattr(self.config, "kv_lora_rank", None):
-            raise FlexQuantError(
-                f"{self.source} has {'multi-head latent' if with_attention else 'no'} attention, and passes "
-                "of such a model cannot be predicted; measure them with 'flexquant tune'"
-            )
+            problem = f"{self.source} has {'multi-head latent' if with_attention else 'no'} attention"
+            advice = "measure them with 'flexquant tune'"
+            raise FlexQuantError(f"{problem}, and passes of such a model cannot be predicted; {advice}")
         for cache in with_attention:
             cache.check(devices, self.source)
         stored = (cache for cache in with_attention if not cache.is_shared)

@@ -94,10 +94,9 @@ class Pair:
         except FlexQuantError:
             raise
         except Exception as e:  # the code of a model in transformers can raise anything
-            raise FlexQuantError(
-                f"layer {layer} of {self.names} cannot be run by transformers ({type(e).__name__}: "
-                f"{said_by(e)}), so its cache cannot be compared; update transformers"
-            ) from e
+            said = f"{type(e).__name__}: {said_by(e)}"
+            problem = f"layer {layer} of {self.names} cannot be run by transformers ({said})"
+            raise FlexQuantError(f"{problem}, so its cache cannot be compared; update transformers") from e
 
 
 def rotation_difference(variant: Source, reference: Source) -> str:

@@ -203,10 +203,9 @@ class VariantWeights:
 
     def _check_shape(self, name: str, found: Sequence[int], expected: Sequence[int]) -> None:
         if tuple(found) != tuple(expected):
-            raise FlexQuantError(
-                f"tensor '{name}' of variant '{self.source.name}' has the shape {list(found)}, but its "
-                f"config.json makes it {list(expected)}; take both from one model"
-            )
+            problem = f"tensor '{name}' of variant '{self.source.name}' has the shape {list(found)}"
+            advice = "take both from one model"
+            raise FlexQuantError(f"{problem}, but its config.json makes it {list(expected)}; {advice}")
 
 
 def _in_chunks(rows: Sequence[range], most: int) -> Iterator[list[range]]:
