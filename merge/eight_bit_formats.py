@@ -27,7 +27,6 @@ from flexquant.merge.packed_formats import AUTO_ROUND, Read
 BLOCK_FP8 = "fp8"
 SCALE = ".weight_scale_inv"
 FP8_TYPES = ("fp", "fp8")
-"""Values of AutoRound's ``data_type`` for FP8."""
 AUTO_ROUND_BLOCKS: JsonObject = {
     "packing_format": "auto_round:fp8",
     "bits": 8,
@@ -72,11 +71,9 @@ def _auto_round_block(folder: Path, section: JsonObject) -> object:
         wrong.append("extra_config")
     if wrong:
         listed = ", ".join(f"{key} {section.get(key)!r}" for key in wrong)
-        raise FlexQuantError(
-            f"{folder} was exported by AutoRound in FP8 with {listed}; of its FP8 only blocks with dynamic "
-            "activations and one setting for all layers are read: export it with the scheme FP8_BLOCK as "
-            "auto_round:fp8, or as llm_compressor"
-        )
+        read = "of its FP8 only blocks with dynamic activations and one setting for all layers are read"
+        advice = "export it with the scheme FP8_BLOCK as auto_round:fp8, or as llm_compressor"
+        raise FlexQuantError(f"{folder} was exported by AutoRound in FP8 with {listed}; {read}: {advice}")
     return block
 
 
@@ -91,11 +88,10 @@ def from_fp8(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
     sizes = block if isinstance(block, list) else []
     is_block = len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
     if not is_block or section.get("activation_scheme", "dynamic") != "dynamic":
-        raise FlexQuantError(
-            f"{folder} is in FP8 with weight_block_size {block!r} and activation_scheme "
-            f"{section.get('activation_scheme')!r}; only blocks with dynamic activations are read: quantise "
-            "the model again, e.g. by 'flexquant quantize' with a recipe for FP8"
-        )
+        found = f"weight_block_size {block!r} and activation_scheme {section.get('activation_scheme')!r}"
+        advice = "quantise the model again, e.g. by 'flexquant quantize' with a recipe for FP8"
+        problem = f"{folder} is in FP8 with {found}; only blocks with dynamic activations are read"
+        raise FlexQuantError(f"{problem}: {advice}")
     for name, ref in tensors.items():
         if name.endswith(".weight") and ref.dtype == "F8_E4M3" and f"{name}_scale_inv" not in tensors:
             raise FlexQuantError(f"{name}_scale_inv is missing in {folder}; get the checkpoint again")
@@ -162,10 +158,11 @@ def _check_not_read(folder: Path, section: JsonObject) -> None:
     cache = export.get("kv_cache_group") if isinstance(export, dict) else None
     for key, value in ({key: section.get(key) for key in NOT_READ} | {"kv_cache_group": cache}).items():
         if value:
-            raise FlexQuantError(
-                f"{folder} was quantised by Quark with {key} {value!r}, which is not read; quantise the "
-                f"model with settings for all linears or by name ({BY_LAYER}), and without its cache"
+            advice = (
+                f"quantise the model with settings for all linears or by name ({BY_LAYER}), without its cache"
             )
+            problem = f"{folder} was quantised by Quark with {key} {value!r}, which is not read"
+            raise FlexQuantError(f"{problem}; {advice}")
 
 
 def _schemes(folder: Path, section: JsonObject, linears: Iterable[str]) -> dict[str, ConfigGroup]:

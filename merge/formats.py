@@ -59,7 +59,6 @@ class Source:
     name: str
     folder: Path
     config: JsonObject
-    """The whole ``config.json``."""
     quantization_config: JsonObject
     tensors: dict[str, TensorRef]
     """Original key -> reference into the checkpoint's own shards."""
@@ -111,10 +110,9 @@ def _read(folder: Path, section: JsonObject | None, tensors: dict[str, TensorRef
     elif method == QUARK:
         schemes, found = from_quark(folder, section, tensors)
     else:
-        raise FlexQuantError(
-            f"{folder} has quant_method {method!r}; compressed-tensors, {', '.join(PACKED_METHODS)}, "
-            f"{BLOCK_FP8} and {QUARK} are read: quantise the model again, e.g. by 'flexquant quantize'"
-        )
+        read = f"compressed-tensors, {', '.join(PACKED_METHODS)}, {BLOCK_FP8} and {QUARK} are read"
+        advice = "quantise the model again, e.g. by 'flexquant quantize'"
+        raise FlexQuantError(f"{folder} has quant_method {method!r}; {read}: {advice}")
     # The settings name what is not quantised by parts of names, which may fit others.
     matrices = {key for key, ref in tensors.items() if key.endswith(".weight") and len(ref.shape) == 2}
     kept = {key.removesuffix(".weight") for key in matrices if not key.endswith(EMBEDDING_WEIGHTS)}
@@ -126,10 +124,8 @@ def _section(schemes: Mapping[str, ConfigGroup], ignored: Sequence[str]) -> Json
     linears: dict[str, list[str]] = {}
     for name in sorted(schemes):
         linears.setdefault(json.dumps(schemes[name]), []).append(name)
-    groups = [
-        ConfigGroup(targets=names if len(linears) > 1 else ["Linear"], **schemes[names[0]])
-        for names in linears.values()
-    ]
+    every = ["Linear"] if len(linears) == 1 else None
+    groups = [ConfigGroup(targets=every or names, **schemes[names[0]]) for names in linears.values()]
     return {
         "quant_method": COMPRESSED_TENSORS,
         "format": groups[0]["format"] if groups else "dense",

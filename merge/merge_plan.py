@@ -116,11 +116,9 @@ def plan_merge(sources: Sequence[Source], choices: Mapping[str, str | None] = NO
     if len(sources) > 1:
         for name, module in _find_towers(sources).items():
             if name not in shared:
-                raise FlexQuantError(
-                    f"'{name}' is not equal in all variants, but images are read once for all of them; leave "
-                    f"'{module}' out of quantising in each (add 're:.*{module.rpartition('.')[2]}.*' to the "
-                    "recipe's 'ignore')"
-                )
+                problem = f"'{name}' is not equal in all variants, but images are read once for all of them"
+                ignored = f"add 're:.*{module.rpartition('.')[2]}.*' to the recipe's 'ignore'"
+                raise FlexQuantError(f"{problem}; leave '{module}' out of quantising in each ({ignored})")
     groups = {"shared": {SHARED_PREFIX + name: first.tensors[name] for name in sorted(shared)}}
     for source in sources:
         own = sorted(source.tensors.keys() - shared)

@@ -76,7 +76,6 @@ class Factors:
     scales: dict[str, torch.Tensor]
     """Module -> scales of the INT8 weights [outputs, 1], in their dtype."""
     missed: dict[str, Misses]
-    """By module."""
 
 
 class Pair(NamedTuple):
@@ -108,11 +107,9 @@ class NestedLayer:
                 raise self._refused(f"{counts}, and none may change with --nested-exact: take --nested")
             if missed.added_noise > MAX_ADDED_NOISE:
                 share = f"{100 * missed.changed / missed.weights:.3g} % of the integers of '{module}' change"
-                raise self._refused(
-                    f"{share}, and its misses add {missed.added_noise:.2f} times INT8's own rounding noise, "
-                    f"allowed is {MAX_ADDED_NOISE:g}: quantise both from one model, INT4 in groups of 32 "
-                    "with zero points"
-                )
+                noise = f"its misses add {missed.added_noise:.2f} times INT8's own rounding noise"
+                advice = "quantise both from one model, INT4 in groups of 32 with zero points"
+                raise self._refused(f"{share}, and {noise}, allowed is {MAX_ADDED_NOISE:g}: {advice}")
         return found
 
     def _refused(self, problem: str) -> FlexQuantError:
@@ -263,11 +260,12 @@ def _find_pair(schemes: Mapping[str, Mapping[str, Scheme]]) -> tuple[list[str], 
         advice = f"which? Leave the others out, or {TWO_COPIES}"
         raise FlexQuantError(f"{problem}, and INT8 weights are nested in those of one variant; {advice}")
     if not eights or not fours:
-        raise FlexQuantError(
-            f"nothing of {', '.join(schemes)} can be nested: that takes a variant in W8A8 (INT8 weights by "
-            "channel, dynamic INT8 activations by token) and one with INT4 weights and 16-bit activations; "
-            "add what is missing, or merge without --nested"
+        eight = "a variant in W8A8 (INT8 weights by channel, dynamic INT8 activations by token)"
+        problem = (
+            f"nothing of {', '.join(schemes)} can be nested: that takes {eight} and one with INT4 weights"
         )
+        advice = "add what is missing, or merge without --nested"
+        raise FlexQuantError(f"{problem} and 16-bit activations; {advice}")
     return eights, fours[0]
 
 

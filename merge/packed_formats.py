@@ -176,10 +176,8 @@ def _read_awq(folder: Path, section: JsonObject) -> PackedFormat:
 def _read_gptq(folder: Path, section: JsonObject) -> PackedFormat:
     form = section.get("checkpoint_format") or WITH_OFFSET
     if form not in (WITH_OFFSET, WITHOUT_OFFSET):
-        raise FlexQuantError(
-            f"{folder} has the checkpoint_format {form!r}; only '{WITH_OFFSET}' and '{WITHOUT_OFFSET}' are "
-            "read: take the checkpoint that it was packed from"
-        )
+        read = f"only '{WITH_OFFSET}' and '{WITHOUT_OFFSET}' are read: take the one that it was packed from"
+        raise FlexQuantError(f"{folder} has the checkpoint_format {form!r}; {read}")
     offset = 1 if form == WITH_OFFSET else 0
     found = complete_settings(section, folder)
     bits, size = _bits_and_size(folder, found, GPTQ)
@@ -207,18 +205,14 @@ def from_packed_format(folder: Path, section: JsonObject, tensors: Tensors) -> R
     base = read_settings(folder, section)
     names = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
     if not names:
-        raise FlexQuantError(
-            f"{folder} has no linear in the format of {base.method} (no tensor is named "
-            "'*.qweight'); take a checkpoint that is not packed for one kernel, such as marlin's"
-        )
+        problem = f"{folder} has no linear in the format of {base.method} (no tensor is named '*.qweight')"
+        advice = "take a checkpoint that is not packed for one kernel, such as marlin's"
+        raise FlexQuantError(f"{problem}; {advice}")
     linears = dict.fromkeys(names, base)
     if section["quant_method"] == GPTQ:
         linears |= _read_dynamic(folder, section, names)
-    found = {
-        name: ref
-        for name, ref in tensors.items()
-        if not (name.endswith(PACKED_PARTS) and name.rpartition(".")[0] in linears)
-    }
+    parts = {name for name in tensors if name.endswith(PACKED_PARTS) and name.rpartition(".")[0] in linears}
+    found = {name: ref for name, ref in tensors.items() if name not in parts}
     for name, form in linears.items():
         for part in ("weight", "weight_packed"):
             if f"{name}.{part}" in tensors:
@@ -248,19 +242,18 @@ def _linear(module: str, form: PackedFormat, tensors: Tensors) -> dict[str, Tens
         if ref is None and name in needed:
             raise FlexQuantError(f"{module}.{name} is missing; get the checkpoint again")
         if ref is not None and (ref.dtype not in dtypes or ref.shape != shape):
+            wanted = f"{' or '.join(dtypes)} {list(shape)}"
+            advice = "correct bits and group_size in the quantization_config, or get the checkpoint again"
             raise FlexQuantError(
-                f"{module}.{name} is {ref.dtype} {list(ref.shape)} instead of {' or '.join(dtypes)} "
-                f"{list(shape)}; correct bits and group_size in the quantization_config, or get the "
-                "checkpoint again"
+                f"{module}.{name} is {ref.dtype} {list(ref.shape)} instead of {wanted}; {advice}"
             )
     scales, qzeros, g_idx = part["scales"], part["qzeros"], part["g_idx"]
     assert scales is not None
     in_order = torch.arange(inputs) // (form.group_size if form.group_size > 0 else inputs)
     if form.reordered if g_idx is None else not torch.equal(load_tensor(g_idx).long(), in_order):
-        raise FlexQuantError(
-            f"{module} was quantised with its inputs in another order (desc_act), which the kernels for "
-            "compressed-tensors do not undo; take a checkpoint without desc_act"
-        )
+        problem = f"{module} was quantised with its inputs in another order (desc_act)"
+        undone = "which the kernels for compressed-tensors do not undo"
+        raise FlexQuantError(f"{problem}, {undone}; take a checkpoint without desc_act")
     if form.symmetric and qzeros is not None and not form.is_symmetric(load_tensor(qzeros)):
         problem = f"{module} has zero points beside {form.middle}, though its quantization_config says 'sym'"
         raise FlexQuantError(f"{problem}; get the checkpoint again")

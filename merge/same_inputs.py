@@ -36,7 +36,6 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token")
 """Special tokens by the names under which vLLM asks for them. It pads nothing."""
 SHOWN = 120
-"""Characters of a differing value that a message shows."""
 VOCABULARY = ("tokenizer.json", "*vocab*", "*.model", "*.tiktoken", *MISTRAL_TOKENIZER)
 """Files of which a checkpoint with a tokenizer has one, unless the tokenizer has code of its own."""
 HARD_TEXTS = (

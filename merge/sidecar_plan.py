@@ -156,11 +156,9 @@ def _choose(
             problems = {source.name: said for source in (first, other) if (said := problem(source))}
             able = [f"{option} {source.name}" for source in (first, other) if source.name not in problems]
             advice = f"choose with {' or '.join(able)}" if able else "give one of them another"
-            raise FlexQuantError(
-                f"the {part}s of '{first.name}' and '{other.name}' differ: "
-                f"{'; '.join(problems.values()) or found}. One model has one; if these are variants of one "
-                f"model, {advice}"
-            )
+            why = "; ".join(problems.values()) or found
+            differ = f"the {part}s of '{first.name}' and '{other.name}' differ: {why}"
+            raise FlexQuantError(f"{differ}. One model has one; if these are variants of one model, {advice}")
     return first
 
 

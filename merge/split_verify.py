@@ -61,10 +61,8 @@ def split_checkpoint(
         write_json(stage / "config.json", config)
         for name, digest in finish(progress).items():
             if name in keys and recorded.get(keys[name], digest) != digest:
-                raise FlexQuantError(
-                    f"tensor '{keys[name]}' in {folder} differs from its recorded SHA-256 in "
-                    f"{PROVENANCE_FILE}; fetch or merge the checkpoint again"
-                )
+                problem = f"tensor '{keys[name]}' in {folder} differs from its SHA-256 in {PROVENANCE_FILE}"
+                raise FlexQuantError(f"{problem}; fetch or merge the checkpoint again")
     return {"output": str(output), "variant": variant, "tensors": len(tensors), "bytes": total_bytes(tensors)}
 
 
@@ -140,10 +138,9 @@ def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progre
     if source.quantization_config != checkpoint.merged.variants[source.name].quantization_config:
         differences.append(("quantization_config", "...", "..."))
     if differences:
-        raise FlexQuantError(
-            f"the config of variant '{source.name}' in {checkpoint.folder} differs from {source.folder} in "
-            f"'{differences[0][0]}'; merge it again"
-        )
+        there = f"the config of variant '{source.name}' in {checkpoint.folder}"
+        differing = differences[0][0]
+        raise FlexQuantError(f"{there} differs from {source.folder} in '{differing}'; merge it again")
 
     def same(name: str, ref: TensorRef) -> bool:
         found, weight = source.tensors[name], name.removesuffix("_scale")

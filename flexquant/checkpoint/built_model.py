@@ -146,10 +146,9 @@ def _check_range(numbers: JsonObject, place: str) -> None:
 
 
 def _refused(config: JsonObject, place: str, error: Exception) -> FlexQuantError:
-    return FlexQuantError(
-        f"{place} does not describe a {config['model_type']} model that transformers has ({said_by(error)}); "
-        "correct it, or fetch it again"
-    )
+    kind, said = config["model_type"], said_by(error)
+    problem = f"{place} does not describe a {kind} model that transformers has ({said})"
+    return FlexQuantError(f"{problem}; correct it, or fetch it again")
 
 
 class ModelClass:
@@ -192,13 +191,19 @@ class ModelClass:
         import torch
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
+        from transformers.utils import logging
 
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         conversions, on = self._conversions, {"": "meta"}
         loading = LoadStateDictConfig(device_map=on, weight_mapping=conversions, ignore_mismatched_sizes=True)
-        with _quiet():
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
             # None: tp_plan, which transformers 5.15 requires and later ones lack, or disk_offload_index.
             found, _ = convert_and_load_state_dict_in_model(self._model, tensors, loading, None)
+        finally:
+            if shown:
+                logging.enable_progress_bar()
         self._model._adjust_missing_and_unexpected_keys(found)
         ties = self._model.all_tied_weights_keys
         mismatched = {name: stored for name, stored, _ in found.mismatched_keys}
@@ -239,20 +244,6 @@ def _find(written: str, place: str) -> ModelClass | None:
     except Exception as e:  # arithmetic with the config's numbers can raise anything
         raise _refused(config, place, e) from e
     return ModelClass(model)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out transformers' progress bar."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:

@@ -82,11 +82,10 @@ def check_draft_heads(config: JsonObject, tensors: Tensors, owner: str) -> None:
     for name in tensors:
         is_behind = (layer_number(name) or 0) >= num_layers + number * (heads is BEHIND)
         if is_behind or (heads is None and DRAFTS.search(name)):
-            raise FlexQuantError(
-                f"{owner} has '{name}', and vLLM reads {num_layers} decoder layers, counted from 0, and "
-                f"{number} heads that predict further tokens (MTP) of this {architecture}; correct "
-                "config.json, or take a checkpoint without this tensor"
-            )
+            read = f"{num_layers} decoder layers, counted from 0, and {number} heads"
+            problem = f"vLLM reads {read} that predict further tokens (MTP) of this {architecture}"
+            advice = "correct config.json, or take a checkpoint without this tensor"
+            raise FlexQuantError(f"{owner} has '{name}', and {problem}; {advice}")
     parameters = dict(_one_by_one(logical_shapes(tensors)))
     found = {name: shape for name, shape in parameters.items() if drafts(name, architecture, num_layers)}
     if heads is None or not found:
@@ -111,10 +110,11 @@ def check_draft_heads(config: JsonObject, tensors: Tensors, owner: str) -> None:
             if (stored := found.get(name)) != shape:
                 what = "lacks" if stored is None else f"has {list(stored)} as the shape of"
                 problem = f"{owner} {what} '{name}', or a part of it, and vLLM loads {list(shape)} there"
-                raise FlexQuantError(
-                    f"{problem} for the heads that predict further tokens (MTP); download or quantise the model "
-                    "again, or take a checkpoint without any of these heads"
+                use = "for the heads that predict further tokens (MTP)"
+                advice = (
+                    "download or quantise the model again, or take a checkpoint without any of these heads"
                 )
+                raise FlexQuantError(f"{problem} {use}; {advice}")
 
 
 def _one_by_one(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -30,10 +30,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARDS = "*.safetensors"
 NUMBERED = re.compile(r"-of-(\d+)\.safetensors$")
-"""Matches the number of shards in the name of one of them."""
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NAME_SHOWN = 80
-"""Characters of an invalid file name that a message shows."""
 
 A_FOLDER = "a folder, or a Hugging Face id such as org/name"
 UNBOUNDED = "time_step_limit"
@@ -43,7 +41,6 @@ RECIPE = "recipe.yaml"
 CARD = "README.md"
 
 MISTRAL_TOKENIZER = ("tekken.json", "*.model.v*")
-"""Files that mistral-common reads."""
 CHAT_TEMPLATES = ("chat_template*", "additional_chat_templates/*")
 TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),

@@ -67,7 +67,6 @@ class Provenance(BaseModel):
     config_from: str | None = None
     """The source whose config was chosen; None: all had the same."""
     files: dict[str, str] = {}
-    """Name of a file -> its SHA-256 in hexadecimal."""
     tensors: dict[str, str] = {}
     """Merged key -> SHA-256 of the tensor in hexadecimal."""
     changed_integers: dict[str, int] = {}
@@ -119,7 +118,6 @@ class MergedCheckpoint:
 
     folder: Path
     config: JsonObject
-    """The whole ``config.json``."""
     merged: MergedConfig
     tensors: dict[str, TensorRef]
     """Merged key, prefix included -> reference to the tensor."""
@@ -148,13 +146,9 @@ class MergedCheckpoint:
 
     def variant_keys(self, name: str) -> dict[str, str]:
         """Return a variant's stored tensors, shared ones included: original key -> merged key."""
-        own = self.merged.variants[name].prefix
-        return {
-            key.removeprefix(prefix): key
-            for prefix in (SHARED_PREFIX, own)
-            for key in self.tensors
-            if key.startswith(prefix)
-        }
+        prefixes = SHARED_PREFIX, self.merged.variants[name].prefix
+        found = [(prefix, key) for prefix in prefixes for key in self.tensors if key.startswith(prefix)]
+        return {key.removeprefix(prefix): key for prefix, key in found}
 
     def variant_tensors(self, name: str) -> dict[str, TensorRef]:
         """Return a variant's tensors as it is served, shared ones included, by original key.

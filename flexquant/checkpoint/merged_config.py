@@ -46,7 +46,6 @@ VISION_ARCHITECTURES = (
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
 )
-"""Served base architectures that read images as well as text."""
 QUANT_METHOD = "flexquant"
 SCHEMA_VERSION = 1
 NESTED_SCHEMA_VERSION = 2
@@ -81,7 +80,6 @@ class StoredVariant:
     """A quantised copy of the model: the prefix of its tensors, and how they are quantised."""
 
     prefix: StrictStr
-    """Prefix of the variant's tensor keys, dot included."""
     quantization_config: JsonObject
     """The source checkpoint's ``quantization_config`` (compressed-tensors); without groups in 16 bit."""
     own_head: StrictBool
@@ -186,11 +184,9 @@ class MergedConfig:
             raise FlexQuantError(f"{found}, expected '{QUANT_METHOD}'; create one with 'flexquant merge'")
         version = section.get("schema_version")
         if type(version) is not int or version not in (SCHEMA_VERSION, NESTED_SCHEMA_VERSION):
-            raise FlexQuantError(
-                f"the merged checkpoint has schema_version {version!r}, but this FlexQuant reads versions "
-                f"{SCHEMA_VERSION} and {NESTED_SCHEMA_VERSION}; upgrade flexquant, or merge again with this "
-                "version"
-            )
+            read = f"this FlexQuant reads versions {SCHEMA_VERSION} and {NESTED_SCHEMA_VERSION}"
+            problem = f"the merged checkpoint has schema_version {version!r}, but {read}"
+            raise FlexQuantError(f"{problem}; upgrade flexquant, or merge again with this version")
         try:
             known = {"kv_compatibility": NOT_COMPARED, **section, "mixable": None}
             read: MergedConfig = TypeAdapter(MergedConfig).validate_python(known)

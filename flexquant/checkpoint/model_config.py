@@ -11,7 +11,6 @@ from typing import Any, Literal, TypedDict
 from flexquant.errors import FlexQuantError
 
 JsonObject = dict[str, Any]
-"""A JSON object as Python reads it."""
 
 
 class QuantizedNumbers(TypedDict, total=False):

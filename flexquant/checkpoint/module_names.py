@@ -14,16 +14,12 @@ LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?(?:layers|blocks|h)\.)(?P<index>[0-9]{
 EXPERTS = re.compile(r"^.*\.experts(?=\.)")
 """Matches the module of a layer's routed experts in the name of a module or tensor inside it."""
 LATENT_UP = re.compile(r"^.*\.self_attn\.kv_b_proj(?=\.)")
-"""Matches the linear that expands the latent cache in the name of a module or tensor inside it.
-
-vLLM's attention layer, which all variants share, holds this linear.
-"""
+"""Matches the linear that expands the latent cache, in a name inside it; vLLM's attention layer holds it."""
 OTHER_TOWERS = re.compile(r"vision|visual|audio|image|mtp", re.IGNORECASE)
 """Matches in the name of a stack of layers that is not the language model's decoder."""
 TOP = re.compile(r"^(?:model\.)?[^.]+(?=\.)")
 """Matches the outermost module below the model in a tensor's name."""
 ATTENTION = re.compile(r"\.((self_)?(attn|attention)|mixer\.k_proj)\.")
-"""Matches in the name of a tensor of an attention layer."""
 DRAFTS = re.compile(r"(^|[._])mtp|nextn")
 """Matches in the name of a head that predicts further tokens (MTP), unless it is a layer behind the last."""
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out)(\.|$)")
@@ -31,7 +27,6 @@ HEAD = re.compile(r"(^|\.)(lm_head|embed_out)(\.|$)")
 OF_TOKENS = ("embed_tokens", "embeddings", "embed_in", "word_embeddings", "wte")
 """Last parts of the names that embeddings of tokens have."""
 EMBEDDINGS = (*OF_TOKENS, "wpe")
-"""Last parts of the names that embeddings of tokens and positions have."""
 FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST, LARGEST = -128, 127
-"""Ends of the INT8 weights."""
 LOWEST, HIGHEST = -8, 7
 """Ends of the differences; one is stored as a nibble, minus LOWEST."""
 INPUTS_OF_AN_EXCEPTION = 128

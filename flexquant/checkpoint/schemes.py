@@ -145,10 +145,8 @@ class LinearSchemes:
         for module in modules:
             self.layers.setdefault(layer_of(module), []).append(module)
         names = dict.fromkeys([*modules, *self.layers, *CLASSES, *CLASSES.values(), LINEAR, ROUTED])
-        self._targets, self._ignored, _ = (
-            Patterns(patterns, names, owner)
-            for patterns in (self._schemes, self._config.ignore or (), of_transforms)
-        )
+        patterns = self._schemes, self._config.ignore or (), of_transforms
+        self._targets, self._ignored, _ = (Patterns(of, names, owner) for of in patterns)
         for parts in self.layers.values():
             parts.sort(key=lambda part: ORDER.get(part.rpartition(".")[2], 0))
 

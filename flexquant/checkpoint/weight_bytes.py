@@ -63,9 +63,7 @@ class CheckpointReport:
     bytes_16bit: int
     """Bytes of the model at 16 bits a parameter."""
     layered_plans: bool
-    """Whether one plan can mix layers of all variants."""
     mixable: list[list[str]]
-    """Groups of variants whose layers one plan can mix."""
     policy: JsonObject | None
     """Default policy document; None: the built-in default."""
     kv_compatibility: JsonObject
@@ -195,19 +193,14 @@ def describe_bytes(nbytes: BytesByRange) -> str:
 def format_report(report: CheckpointReport) -> str:
     """Return the report as text for a terminal."""
     parameters = max(v.parameters for v in report.variants.values())
-    of_16_bit = (
-        f"{100 * report.total_bytes / max(1, report.bytes_16bit):.0f} % of the model in 16 bits "
-        f"({format_bytes(report.bytes_16bit)}, {parameters:,} parameters)"
-    )
-    rows = [
-        ["", "bytes", "bits/param", "scheme"],
-        *(
-            [describe_name(name, v), format_bytes(v.own_bytes), f"{v.bits_per_parameter:.2f}", v.scheme]
-            for name, v in report.variants.items()
-        ),
-        [SHARED, format_bytes(report.shared_bytes)],
-        ["total", format_bytes(report.total_bytes), "", of_16_bit],
-    ]
+    share = f"{100 * report.total_bytes / max(1, report.bytes_16bit):.0f} % of the model in 16 bits"
+    of_16_bit = f"{share} ({format_bytes(report.bytes_16bit)}, {parameters:,} parameters)"
+    rows = [["", "bytes", "bits/param", "scheme"]]
+    for name, v in report.variants.items():
+        bits = f"{v.bits_per_parameter:.2f}"
+        rows.append([describe_name(name, v), format_bytes(v.own_bytes), bits, v.scheme])
+    rows.append([SHARED, format_bytes(report.shared_bytes)])
+    rows.append(["total", format_bytes(report.total_bytes), "", of_16_bit])
     lines = [
         f"{report.base_architecture}, {report.num_layers} layers, {len(report.variants)} variant(s)",
         *("", *table_lines(rows, numbers=(1, 2)), "", *describe_nested(report)),
@@ -240,11 +233,8 @@ def _describe_nested(name: str, nested: NestedReport) -> str:
 def describe_scheme(quantization_config: JsonObject) -> str:
     """Return e.g. ``int4 weights (group 128), 16-bit activations``, one part for each distinct group."""
     groups = quantization_config.get("config_groups") or {"of 16 bit": {}}
-    parts = [
-        f"{_describe(g.get('weights'), 'weights')}, {_describe(g.get('input_activations'), 'activations')}"
-        for g in groups.values()
-        if isinstance(g, dict)
-    ]
+    kinds = [(g.get("weights"), g.get("input_activations")) for g in groups.values() if isinstance(g, dict)]
+    parts = [f"{_describe(w, 'weights')}, {_describe(a, 'activations')}" for w, a in kinds]
     if rotates_in_passes(quantization_config):
         parts.append("rotated in each pass")
     return "; ".join(dict.fromkeys(parts))

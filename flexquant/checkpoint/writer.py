@@ -69,10 +69,8 @@ def plan_shards(groups: Sequence[Tensors], max_shard_size: int) -> list[Shard]:
     parts = [part for part in parts if part]
     if len(parts) == 1:
         return [_lay_out(SINGLE_FILE, parts[0])]
-    return [
-        _lay_out(f"model-{number:05d}-of-{len(parts):05d}.safetensors", part)
-        for number, part in enumerate(parts, start=1)
-    ]
+    names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    return list(map(_lay_out, names, parts))
 
 
 Finish = Callable[[Progress | None], dict[str, str]]

@@ -21,6 +21,7 @@ from flexquant.cli._arguments import (
     parse_counts,
     parse_names,
     parse_number,
+    pick,
     save_plot,
     study_of,
     tell,
@@ -38,13 +39,11 @@ def configure_eval(parser: argparse.ArgumentParser) -> None:
         "(default: every variant, and the checkpoint's default policy)"
     )
     add("--policies", type=parse_names, metavar="NAMES", help=text)
-    add(
-        "--batch-sizes",
-        type=parse_counts,
-        default=",".join(map(str, defaults.batch_sizes)),
-        metavar="LIST",
-        help="sequences in a decode pass, comma-separated (default: %(default)s)",
+    sizes, text = (
+        ",".join(map(str, defaults.batch_sizes)),
+        "sequences in a decode pass (default: %(default)s)",
     )
+    add("--batch-sizes", type=parse_counts, default=sizes, metavar="LIST", help=text)
     add_rows(parser, defaults, "every")
     add_counts(parser, {"--answer-tokens": (defaults.answer_tokens, "most tokens of an answer")})
     questions = parser.add_mutually_exclusive_group()
@@ -81,15 +80,8 @@ def eval_policies(args: argparse.Namespace) -> JsonObject:
     if args.questions:
         questions = read_questions(args.questions)
     with writable_folder(args.output, "--output") if args.output else nullcontext():
-        document = evaluate(
-            args.folder,
-            args.text,
-            reference=args.reference,
-            policies=args.policies,
-            questions=questions,
-            settings=settings,
-            progress=tell,
-        )
+        how = {"settings": settings, "progress": tell, **pick(args, "reference", "policies")}
+        document = evaluate(args.folder, args.text, questions=questions, **how)
     print(format_quality_table(document))
     if args.output:
         write_results(document, args.output)

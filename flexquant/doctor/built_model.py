@@ -120,10 +120,9 @@ def examine_memory(
     per_token += states // longest
     asked, (free, _) = asked_for_cache(vllm_config, weights), free_and_total_bytes()
     tokens = max(0, asked) // per_token
-    text = (
-        f"{format_bytes(asked)} for the KV cache are {tokens} tokens ({per_token} bytes each), "
-        f"{tokens / longest:.1f} requests of {longest}; {format_bytes(free)} are free for it and the weights"
-    )
+    room = f"{tokens} tokens ({per_token} bytes each), {tokens / longest:.1f} requests of {longest}"
+    there = f"{format_bytes(free)} are free for it and the weights"
+    text = f"{format_bytes(asked)} for the KV cache are {room}; {there}"
     details = {"kv_cache_bytes": asked, "bytes_per_token": per_token, "tokens": tokens, "free_bytes": free}
     if tokens >= longest and weights + asked <= free:
         yield Finding("ok", "memory", text, details)

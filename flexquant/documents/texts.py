@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TextOrMessages = str | list[dict[str, str]]
-"""Plain text, or the messages of one conversation."""
 
 # Read this many times the tokens that are needed, and draw rows from them: a corpus can be large.
 POOL = 8
@@ -43,7 +42,6 @@ HELD_OUT = 4
 """Number of documents in a row of which the last one is held out."""
 LANGUAGES = "languages/"
 TEMPLATE_SECONDS = 10
-"""How long a chat template may render one document."""
 TURN = re.compile(r"^(User|Assistant): ", re.MULTILINE)
 
 Corpus = dict[str, list[TextOrMessages]]

@@ -274,11 +274,8 @@ def says(advice: str, whole: bool = False) -> WrapValidator:
 
 POSITIVE = "give a whole number of at least 1"
 Positive = Annotated[int, Field(strict=True, ge=1), says(POSITIVE)]
-"""A whole number of at least 1."""
 OptionalPositive = Annotated[Positive | SkipJsonSchema[None], says(POSITIVE)]
-"""The same, for a field whose default is None."""
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True), says("give a number of at least 0")]
-"""A number of at least 0."""
 Text = Annotated[str, Field(strict=True), says("give text, in quotes if need be")]
 KEYS_AS_GIVEN = {"additionalProperties": False}
 """JSON Schema of a mapping whose keys must all match the pattern of its keys."""

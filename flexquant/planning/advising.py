@@ -20,10 +20,7 @@ from flexquant.policy.rules import Policy, find_policies, load_policy, parse_pol
 from flexquant.policy.schema import SCHEMA, Phase
 
 MARGIN = 0.08
-"""Share of a request's time that a prediction cannot tell from none.
-
-What two copies save was predicted within so much of what they saved in the committed runs.
-"""
+"""Share of a request's time that a prediction cannot tell from none, as in the committed runs."""
 SCHEMES = ("bf16", "fp8", "w8a8", "w4a16")
 FROM_16_BIT, ONE_COPY, INT4_TWICE = "from 16 bit", "one copy", "INT4 twice"
 NESTED, TWO_COPIES = "nested", "two copies"
@@ -33,7 +30,6 @@ REASONS = {
     INT4_TWICE: "W4A8 and answers in W4A16, of whose INT4 weights memory holds a copy for each.",
     ONE_COPY: "INT8 and answers read INT4 weights, which are in memory once.",
 }
-"""Way -> how prompts compute with it, and what answers read."""
 WIDTH = 110
 
 
@@ -43,7 +39,6 @@ class Way:
 
     name: str
     schemes: tuple[str, ...]
-    """The schemes that the checkpoint holds."""
     policy: Policy
     is_flexquant: bool
     """Whether it takes FlexQuant; stock vLLM serves the others."""

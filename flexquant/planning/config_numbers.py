@@ -34,7 +34,6 @@ class LayerCache:
     width: int = 0
     """Numbers of a key and a value."""
     queries: int = 0
-    """Heads of queries."""
     is_shared: bool = False
     """Whether its keys and values are those of an earlier layer."""
 

@@ -32,7 +32,6 @@ GROUP_SIZES = (128, 64, 32)
 """Group sizes of INT4 weights; the first that divides all linears' inputs is taken, as in the recipes."""
 INT4 = ("w4a16", W4A8, W4A8_INT8)
 INT4_KERNELS = ("w4a16", MARLIN, HUMMING)
-"""Kernels of W4A16, the fastest of which is chosen."""
 LAYOUTS_OF_ONE_COPY = (MARLIN, HUMMING)
 """Kernels of W4A16 whose layout one copy reads."""
 MARLIN_TILES = ((64, 128), (128, 64))
@@ -151,7 +150,6 @@ class ModelShape:
     linears: Mapping[str, Mapping[Linear, int]]
     """Variant -> linear of the decoder layers -> calls in a pass."""
     head: Linear
-    """lm_head."""
     own_bytes: Mapping[str, float]
     """Variant -> bytes of the tensors that no other variant has."""
     shared_bytes: float
@@ -201,11 +199,9 @@ class PlannedModel:
     """A model whose linears are not quantised yet."""
 
     source: str
-    """The model's name in messages."""
     config: PretrainedConfig
     """The language model's, with transformers' defaults for what ``config.json`` leaves out."""
     caches: Sequence[LayerCache]
-    """What each decoder layer keeps of a request."""
     linears: Mapping[str, Linear]
     """Name, as vLLM fuses it -> linear of a decoder layer, in 16 bits."""
     kept: frozenset[str]
@@ -339,11 +335,8 @@ def _build(config: JsonObject, source: str) -> Built:
     if not has_head and not getattr(text, "tie_word_embeddings", True):
         shapes["lm_head.weight"] = (text.vocab_size, text.hidden_size)
     turned = tuple(f"{n}." for n, module in model.named_modules() if getattr(module, "is_transposed", False))
-    linears = {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and decoder_layer(name)
-    }
+    named = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    linears = {f"{name}.weight" for name in named if decoder_layer(name)}
     experts = {name for name, shape in shapes.items() if ".experts." in name and len(shape) == 3}
     shapes |= {n: (shapes[n][0], *shapes[n][:0:-1]) for n in experts if n.startswith(turned)}
     return text, caches, shapes, linears | experts

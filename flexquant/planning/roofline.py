@@ -55,11 +55,9 @@ def pass_seconds(model: ModelShape, variant: str, batch: Batch, device: Device) 
     seconds = linear_seconds(model.head, batch.sequences, device, in_pass=True)
     for linear, count in model.linears[variant].items():
         between = 2 * batch.tokens * linear.active_experts * (linear.inputs + linear.outputs)
-        seconds += count * (
-            linear_seconds(linear, batch.tokens, device, in_pass=True)
-            + preparation_seconds(linear, batch.tokens, device)
-            + between / device.between_bytes_per_s
-        )
+        call = linear_seconds(linear, batch.tokens, device, in_pass=True)
+        call += preparation_seconds(linear, batch.tokens, device)
+        seconds += count * (call + between / device.between_bytes_per_s)
     moved = batch.cached * model.kv_bytes_per_token + 2 * batch.sequences * model.state_bytes
     seconds += moved / device.kernel("bf16").bytes_per_s
     seconds += batch.pairs * model.attention_flops / device.attention_flops_per_s
@@ -188,10 +186,9 @@ def serve(
     while len(last_tokens) < count:
         number = min(together, count - len(last_tokens))
         full, rest = divmod(number * prompt, limits.tokens)
-        passes = [
-            seconds("prefill", Batch(n, ceil(n / prompt), pairs=n * (prompt + 1) / 2))
-            for n in [limits.tokens] * full + [rest] * (rest > 0)
-        ]
+        sizes = [limits.tokens] * full + [rest] * (rest > 0)
+        batches_of = (Batch(n, ceil(n / prompt), pairs=n * (prompt + 1) / 2) for n in sizes)
+        passes = [seconds("prefill", batch) for batch in batches_of]
         ends = list(accumulate(passes, initial=now))
         first_tokens += [ends[ceil(n * prompt / limits.tokens)] for n in range(1, number + 1)]
         # The time of a pass is linear in the tokens that it reads, so the mean pass reads their mean.

@@ -116,11 +116,8 @@ class Sums:
     """Sums over each row, or each column, of two matrices a and b; float64 [n], n rows or columns."""
 
     aa: torch.Tensor
-    """Sums of a * a."""
     ab: torch.Tensor
-    """Sums of a * b."""
     bb: torch.Tensor
-    """Sums of b * b."""
     bb_noise: torch.Tensor
     """Sums of b * b * v, where v is the variance that rounding gives a - b: the variance of <b, a - b>.
 

@@ -259,11 +259,8 @@ def build_skeleton(source: Source) -> Skeleton:
         return Skeleton(source.config)
     except Exception as e:  # the code of a model in transformers can raise anything
         reason = f"{type(e).__name__}: {said_by(e)}"
-    names = {
-        WEIGHT.sub("", name[found.end() :])
-        for name in source.tensors
-        if (found := decoder_layer(name)) is not None and found["index"] == "0" and WEIGHT.search(name)
-    }
+    weights = [(name, decoder_layer(name)) for name in source.tensors if WEIGHT.search(name)]
+    names = {WEIGHT.sub("", name[at.end() :]) for name, at in weights if at and at["index"] == "0"}
     for kind in ALIKE:
         try:
             skeleton = Skeleton({**source.config, **WITH_BIASES, "model_type": kind}, stands_in=True)
@@ -271,8 +268,6 @@ def build_skeleton(source: Source) -> Skeleton:
             continue
         if skeleton.matrices[0].keys() <= names:
             return skeleton
-    raise FlexQuantError(
-        f"transformers cannot build the {source.architecture} of variant '{source.name}' ({reason}), and its "
-        f"layers are not those of {', '.join(ALIKE)} either, so its KV cache cannot be compared; update "
-        "transformers"
-    )
+    problem = f"transformers cannot build the {source.architecture} of variant '{source.name}' ({reason})"
+    other = f"and its layers are not those of {', '.join(ALIKE)} either, so its KV cache cannot be compared"
+    raise FlexQuantError(f"{problem}, {other}; update transformers")

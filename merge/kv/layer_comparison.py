@@ -67,10 +67,7 @@ Columns = tuple[torch.Tensor, torch.Tensor]
 LATENT_UP = "kv_b_proj"
 """Projection that expands the latent KV cache; vLLM's attention layer, which all variants share, holds it."""
 RESCALED = 0.1
-"""Deviation from 1 of the median factor of inputs or rows above which a matrix counts as rescaled.
-
-GPTQ moves single rows by more.
-"""
+"""Deviation of the median factor from 1 above which a matrix is rescaled; GPTQ moves single rows by more."""
 OF_ANOTHER = 2.0
 """Multiple of the allowed error above which a matrix is another model's; GPTQ once reached half of it."""
 LEAST_COLUMN = 0.1
@@ -158,19 +155,17 @@ class LayerComparison:
             self._refuse(f"'{name}' is not equal in both, and {problem} is not known")
         for name in unequal(a.parameters, b.parameters) if self._skeleton.stands_in else ():
             stored = (b.parameters.get(name) or a.parameters[name]).name
-            self._refuse(
-                f"'{stored}' is not equal in both, and what the model does with it is not known, since the "
-                "installed transformers cannot build it; update transformers, or quantise without moving "
-                "scales into the norms"
+            unknown = (
+                "what the model does with it is not known, since the installed transformers cannot build it"
             )
+            advice = "update transformers, or quantise without moving scales into the norms"
+            self._refuse(f"'{stored}' is not equal in both, and {unknown}; {advice}")
         both = list(zip(self._weights, self._tensors, strict=True))
         for matrix in (name for name in a.matrices if name.endswith(LATENT_UP)):
             if any(unequal(*(weights.stored(own.matrices[matrix]) for weights, own in both))):
-                self._refuse(
-                    f"layer {self._layer} {matrix}, which expands the cached latent for all variants at "
-                    f"once, is not the same in both; keep it in 16 bits in all ('re:.*{LATENT_UP}$' among "
-                    "what the recipe ignores)"
-                )
+                use = "expands the cached latent for all variants at once"
+                advice = f"keep it in 16 bits in all ('re:.*{LATENT_UP}$' among what the recipe ignores)"
+                self._refuse(f"layer {self._layer} {matrix}, which {use}, is not the same in both; {advice}")
 
     def _compare_beside_matrices(self, steps: Mapping[str, float]) -> None:
         """Compare parameters whose differences a pass does not show, or not after so few tokens."""
@@ -245,11 +240,7 @@ class LayerComparison:
             self._note(name, modules, judge_matrices(sums, heads, row_numbers=row_numbers(rows)), cached=True)
         others = _ranges(~cached)
         turn = self._layer + list(matrices).index(name)
-        sample = [
-            range(part.start + block.start, part.start + block.stop)
-            for part in others
-            for block in sample_rows(len(part), turn)
-        ]
+        sample = [part[block.start : block.stop] for part in others for block in sample_rows(len(part), turn)]
         if not sample:
             return None
         sums, gains = self._sums(modules, sample, columns), None
@@ -300,10 +291,8 @@ class LayerComparison:
             return
         overall = "" if agreement.worst == agreement.error else f"; {agreement.error}"
         by = f"more than quantisation noise ({agreement.worst}{overall})"
-        difference, both = (
-            f"layer {self._layer} {name} differs by {by}",
-            zip(self._weights, modules, strict=True),
-        )
+        difference = f"layer {self._layer} {name} differs by {by}"
+        both = zip(self._weights, modules, strict=True)
         quantised = any(of.reader.is_quantised(module) for of, module in both)
         if cached and not self._cached_rows_differ:
             self.cache_difference, self._cached_rows_differ = difference, True

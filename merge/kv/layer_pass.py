@@ -192,15 +192,12 @@ def changed(seen: LayerPass, reference: LayerPass, effect: Parameters | None = N
     ``effect`` is the effect of rounding on each result and input, by name.
     """
     effect = effect or {}
-    places = [
-        name
-        for name, result in seen.results.items()
-        if excess(result, reference.results[name], effect.get(name, 0.0)) > 1
-    ]
+    effects = {name: effect.get(name, 0.0) for name in (*seen.results, *seen.inputs)}
+    places = [x for x, y in seen.results.items() if excess(y, reference.results[x], effects[x]) > 1]
     for name, x in seen.inputs.items():
         expected = reference.inputs[name]
         factors = (1.0, column_factors(x, expected))
-        if min(excess(x, factor * expected, effect.get(name, 0.0)) for factor in factors) > 1:
+        if min(excess(x, factor * expected, effects[name]) for factor in factors) > 1:
             places.append(f"what {name} is given")
         if any(excess(a, b) > 1 for a, b in zip(seen.beside[name], reference.beside[name], strict=True)):
             places.append(f"the choice of {name}")
@@ -213,12 +210,8 @@ def rounding_effect(
     """Return the root-mean-square change of each number of a pass when its parameters are rounded."""
     squares: dict[str, torch.Tensor] = {}
     for i in range(ROUNDED_PASSES):
-        seen = run(
-            {
-                name: p * (1 + steps[name] * random(f"{name} {i}", tuple(p.shape)).sign())
-                for name, p in parameters.items()
-            }
-        )
+        signs = {name: random(f"{name} {i}", tuple(p.shape)).sign() for name, p in parameters.items()}
+        seen = run({name: p * (1 + steps[name] * signs[name]) for name, p in parameters.items()})
         for before, after in ((reference.inputs, seen.inputs), (reference.results, seen.results)):
             for name, tensor in after.items():
                 change = (tensor - before[name]).square() / ROUNDED_PASSES

@@ -37,9 +37,7 @@ CONVOLVED, RECURRENT = "the convolution's state", "the recurrent state"
 WITH_HEADS = (KEYS, RECURRENT)
 """What has a part for every head, with the size of the head last."""
 TOKENS = 12
-"""Tokens that a layer runs on."""
 TOKENS_WITH_STATES = 48
-"""Tokens that a layer of a model with states runs on."""
 
 MatrixForward = Callable[[str, nn.Module, OwnForward, tuple[Any, ...]], Answer]
 """Called with a matrix's name in its layer, module, own forward and arguments; returns its output."""

@@ -30,7 +30,6 @@ INDEXER = ".self_attn.indexer."
 """Part of the name of a tensor of sparse attention, which has a cache of its own."""
 WEIGHTS = ("weight", "weight_packed")
 EXPERT = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<matrix>.+)$")
-"""Name of an expert's matrix in its layer."""
 Experts = dict[str, dict[str, str]]
 """Number of an expert -> name of its matrix -> module in the checkpoint."""
 
@@ -69,11 +68,9 @@ class VariantWeights:
         for number, tensors in enumerate(self.layers):
             for matrix in skeleton.matrices[number]:
                 if matrix not in tensors.matrices and not is_experts(matrix):
-                    raise FlexQuantError(
-                        f"layer {number} of variant '{source.name}' has no weight for '{matrix}', which a "
-                        f"{source.architecture} has as transformers builds it, so what it caches cannot be "
-                        "compared"
-                    )
+                    problem = f"layer {number} of variant '{source.name}' has no weight for '{matrix}'"
+                    reason = f"which a {source.architecture} has as transformers builds it"
+                    raise FlexQuantError(f"{problem}, {reason}, so what it caches cannot be compared")
 
     def load_parameters(self, layer: int) -> dict[str, torch.Tensor]:
         """Return every parameter of transformers' layer but the Linears' weights, float32.
@@ -168,11 +165,10 @@ class VariantWeights:
         local = name[start:]
         states = any(map(is_state, self.skeleton.writes(layer)))
         if INDEXER in name or (STATE.search(name) and not states):
-            raise FlexQuantError(
-                f"layer {layer} of variant '{self.source.name}' has a state or a cache of its own in "
-                f"'{module}', which transformers does not keep in the cache of its model, so it cannot be "
-                "compared and the model cannot be merged"
-            )
+            problem = f"layer {layer} of variant '{self.source.name}' has a state or a cache of its own in"
+            reason = "which transformers does not keep in the cache of its model"
+            undone = "so it cannot be compared and the model cannot be merged"
+            raise FlexQuantError(f"{problem} '{module}', {reason}, {undone}")
         weight = self.skeleton.rename(layer, f"{local.removesuffix(f'.{own}')}.weight")
         matrix = weight.removesuffix(".weight")
         parameter = self.skeleton.rename(layer, local)
@@ -227,11 +223,11 @@ def _decoder_stack(source: Source) -> str:
     stacks = decoder_stacks(source.tensors)
     if len(stacks) != 1:
         found = f"found {', '.join(sorted(stacks))}" if stacks else "found none"
-        raise FlexQuantError(
-            f"variant '{source.name}' should have one stack of decoder layers with tensors named "
-            f"'<stack>layers.<number>.self_attn.*', but {found}; this architecture's KV cache cannot be "
-            "compared"
+        tensors = "tensors named '<stack>layers.<number>.self_attn.*'"
+        problem = (
+            f"variant '{source.name}' should have one stack of decoder layers with {tensors}, but {found}"
         )
+        raise FlexQuantError(f"{problem}; this architecture's KV cache cannot be compared")
     return stacks.pop()
 
 
