@@ -217,7 +217,7 @@ class Device(Section):
             scheme = "w4a16"
         if scheme not in self.kernels:
             problem = f"device {self.name} has no kernel for {scheme}, only for {', '.join(self.kernels)}"
-            advice = "choose another device or a checkpoint in these schemes, or add its rate and kernel to the file"
+            advice = "choose another device or a checkpoint in these schemes, or add its kernel to the file"
             raise FlexQuantError(f"{problem}; {advice}")
         return self.kernels[scheme]
 
