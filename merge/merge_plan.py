@@ -48,10 +48,7 @@ class MergePlan:
 
     @property
     def draft_heads(self) -> str | None:
-        """The source whose heads that predict further tokens (MTP) a server drafts with: the first with most.
-
-        None without any.
-        """
+        """The source with most heads that draft (MTP), the first of several; None without any."""
 
         def count(source: Source) -> int:
             names = logical_shapes(source.tensors)
@@ -166,10 +163,7 @@ def _check_same_model(a: Source, b: Source) -> None:
 
 
 def _check_same_shapes(a: Source, b: Source, model: ModelClass | None, is_tied: bool, layers: int) -> None:
-    """Raise FlexQuantError unless both have the same parameters.
-
-    Either may lack what ``model``, their class, drops, heads that draft, and a tied lm_head.
-    """
+    """Raise FlexQuantError unless both have the same parameters, but for what ``model`` drops or ties."""
     a_shapes, b_shapes = logical_shapes(a.tensors), logical_shapes(b.tensors)
     for name in sorted(a_shapes.keys() | b_shapes.keys()):
         if name not in a_shapes or name not in b_shapes:

@@ -34,10 +34,7 @@ Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
 def fit_column(read: Blocks, inputs: int) -> Tensor:
-    """Return the column, float32 [inputs], that with the best rows predicts the INT8 weights best.
-
-    All factors are finite and positive, the largest is 1.
-    """
+    """Return the positive column, float32 [inputs], at most 1, that with the best rows predicts INT8 best."""
     column = torch.ones(inputs, dtype=torch.float64)
     for _ in range(ITERATIONS):
         above, below = torch.zeros_like(column), torch.zeros_like(column)

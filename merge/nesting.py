@@ -95,10 +95,7 @@ class NestedLayer:
         self._fitted: Factors | None = None
 
     def factors(self) -> Factors:
-        """Return the layer's factors, which the first call fits; several threads may call.
-
-        Raises FlexQuantError if weights are missed by more than they may.
-        """
+        """Return the layer's factors, fitted once; raise FlexQuantError if weights are missed too far."""
         with self._lock:
             found = self._fitted = self._fitted or self._fit()
         for module, missed in found.missed.items():

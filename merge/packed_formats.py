@@ -118,10 +118,7 @@ class PackedFormat:
 
 
 def read_settings(folder: Path, section: JsonObject) -> PackedFormat:
-    """Return what a ``quantization_config`` says of all linears, but for those that GPTQModel names.
-
-    Raises FlexQuantError for what compressed-tensors cannot hold.
-    """
+    """Return what settings say of all linears; raise FlexQuantError for what cannot be held."""
     readers = {AWQ: _read_awq, GPTQ: _read_gptq}
     return readers.get(section["quant_method"], _read_auto_round)(folder, section)
 

@@ -102,10 +102,7 @@ def model_differences(a: JsonObject, b: JsonObject) -> list[Difference]:
 
 
 def with_config_of(name: str, sources: Sequence[Source]) -> list[Source]:
-    """Return the sources, all with the config of the one by this name, but for the quantisation.
-
-    Raises FlexQuantError if there is none, and for an architecture or number of layers that is not the same.
-    """
+    """Return the sources with the config of one; raise FlexQuantError if it is none, or of another shape."""
     chosen = named(sources, name, "--config-from")
     found = [(one.architecture, count_layers(one.config)) for one in (chosen, *sources)]
     shape, *others = [f"a {architecture} of {layers} layers" for architecture, layers in found]
@@ -118,10 +115,7 @@ def with_config_of(name: str, sources: Sequence[Source]) -> list[Source]:
 
 
 def cache_scheme(source: Source) -> JsonObject | None:
-    """Return what serving reads of how a checkpoint quantises the KV cache; None for one that does not.
-
-    Raises FlexQuantError for a scheme that compressed-tensors refuses.
-    """
+    """Return what serving reads of a source's KV cache scheme; raise FlexQuantError if it is refused."""
     from compressed_tensors.quantization import QuantizationArgs
 
     scheme = source.quantization_config.get("kv_cache_scheme")

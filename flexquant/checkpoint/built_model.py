@@ -247,10 +247,7 @@ def _find(written: str, place: str) -> ModelClass | None:
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or Hugging Face id.
-
-    Raises FlexQuantError if it cannot be read or needs code of its own, which is not run.
-    """
+    """Return the tokenizer of a folder or id; raise FlexQuantError if it is broken or has its own code."""
     from transformers import AutoTokenizer
 
     problem = f"the tokenizer of {model} cannot be read"

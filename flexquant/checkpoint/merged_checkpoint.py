@@ -87,10 +87,7 @@ def read_provenance(folder: Path) -> Provenance:
 
 
 def weights_identity(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of a model's tensors, which are all read, and of what in its config matters to them.
-
-    Without safetensors files, the tensors are none.
-    """
+    """Return the SHA-256 of a model's tensors, which are all read, and of what its config means for them."""
     config = read_config(folder)
     section = config.get("quantization_config") or {}
     config["quantization_config"] = {key: section[key] for key in section if key not in NOT_COMPUTED}
@@ -125,10 +122,7 @@ class MergedCheckpoint:
 
     @classmethod
     def open(cls, folder: str | Path, *, published: bool = False) -> MergedCheckpoint:
-        """Read headers and configs; raise FlexQuantError for an unsound or foreign checkpoint.
-
-        ``published`` takes one in INT4 or 16 bit too, as one with a single variant.
-        """
+        """Open a merged checkpoint, or a ``published`` one; raise FlexQuantError for any other."""
         folder = find_model(folder)
         config, merged = read_model_config(folder)
         if not published and any(not variant.prefix for variant in merged.variants.values()):
@@ -151,10 +145,7 @@ class MergedCheckpoint:
         return {key.removeprefix(prefix): key for prefix, key in found}
 
     def variant_tensors(self, name: str) -> dict[str, TensorRef]:
-        """Return a variant's tensors as it is served, shared ones included, by original key.
-
-        Raises FlexQuantError for nested weights whose parts do not fit.
-        """
+        """Return a variant's tensors as served, by original key; raise FlexQuantError for unfit parts."""
         stored = self._stored(name)
         if not (nested := self.nested_weights(name)):
             return stored
@@ -163,10 +154,7 @@ class MergedCheckpoint:
         return with_weights(stored, nested)
 
     def nested_weights(self, name: str) -> dict[str, NestedWeight]:
-        """Return the INT8 weights that a variant computes from another's, by original key; mostly none.
-
-        Raises FlexQuantError for parts that do not fit.
-        """
+        """Return the INT8 weights that are computed, by original key; raise as `variant_tensors` does."""
         source = self.merged.variants[name].nested_in
         if source is None:
             return {}
@@ -208,11 +196,7 @@ def check_recorded_files(checkpoint: MergedCheckpoint) -> None:
 
 
 def check_recorded_tensors(checkpoint: MergedCheckpoint, progress: Progress | None = None) -> int:
-    """Compare every tensor with its recorded hash, and return the number of tensors.
-
-    Raises FlexQuantError, which names tensors and their shards, if a tensor differs, is missing or was not
-    recorded, and for a checkpoint without recorded hashes.
-    """
+    """Return the number of tensors; raise FlexQuantError unless these are those recorded, by their hashes."""
     recorded = checkpoint.provenance.tensors
     if not recorded:
         problem = f"{checkpoint.folder} has no tensor hashes in {PROVENANCE_FILE}"
@@ -223,10 +207,7 @@ def check_recorded_tensors(checkpoint: MergedCheckpoint, progress: Progress | No
 
 
 def compare_recorded(checkpoint: MergedCheckpoint, tensors: Tensors, progress: Progress | None) -> int:
-    """Return the number of ``tensors``, by merged key; raise FlexQuantError for one with another hash.
-
-    One without a recorded hash passes.
-    """
+    """Return the number of ``tensors``, by merged key; raise FlexQuantError if a recorded hash is another."""
     recorded = checkpoint.provenance.tensors
 
     def same(key: str, ref: TensorRef) -> bool:
@@ -264,10 +245,7 @@ def compare_tensors(
     measure: str,
     progress: Progress | None,
 ) -> int:
-    """Return the number of ``tensors``; raise FlexQuantError, naming them, for any not ``same``.
-
-    ``measure`` is what these differ from.
-    """
+    """Return the number of ``tensors``; raise FlexQuantError, naming them, if some are not ``same``."""
     matches = match_each(tensors, same, progress)
     differing = [f"{name} in {tensors[name].file.name}" for name, is_same in matches.items() if not is_same]
     if differing:

@@ -136,18 +136,12 @@ class MergedConfig:
         return len(self.mixable_groups) == 1
 
     def may_share_cache(self, variants: Collection[str]) -> bool:
-        """Whether the merge found that these variants may read one another's KV cache.
-
-        It stops at the first that may not; those that can be mixed may.
-        """
+        """Whether these variants may read one another's KV cache; those that can be mixed may."""
         are_mixable = not self.layered_plans and any({*variants} <= {*group} for group in self.mixable_groups)
         return len(variants) == 1 or self.kv_compatibility["compatible"] or are_mixable
 
     def check_key(self, key: str, place: str = "the merged checkpoint") -> None:
-        """Raise FlexQuantError for a tensor of no variant, and for one variant's of a shared module.
-
-        An unread copy of the embedding, named as lm_head, may be of one variant.
-        """
+        """Raise FlexQuantError for a tensor of no variant, and one variant's of a shared module."""
         problem = "" if key.startswith(SHARED_PREFIX) else "belongs to none of its variants"
         for variant in self.variants.values():
             if key.startswith(variant.prefix):
@@ -240,10 +234,7 @@ class MergedConfig:
 
 
 def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
-    """Return the ``config.json`` of a merged or published checkpoint, and its section about the variants.
-
-    Raises FlexQuantError for other folders.
-    """
+    """Return a served checkpoint's ``config.json``, and its section; raise FlexQuantError for others."""
     try:
         config = read_config(folder)
     except FlexQuantError as e:

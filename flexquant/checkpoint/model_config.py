@@ -102,10 +102,7 @@ def wrong_setting(place: str | Path, key: str, value: object, expected: str) -> 
 
 
 def complete_settings(section: JsonObject, place: str | Path, method: str = GPTQ) -> JsonObject:
-    """Return a section with each setting of a linear by ``method``, under one name and of one type.
-
-    Raises FlexQuantError, which begins with ``place``, for a value of another type.
-    """
+    """Return a section with each setting by ``method`` once; raise FlexQuantError for one of another type."""
     found = {key: value for key, value in section.items() if value is not None}
     for key, (alias, default) in NUMBERS.items():
         number = found.setdefault(key, found.get(alias, default))

@@ -54,10 +54,7 @@ class Int4Weight:
 
     @classmethod
     def of(cls, tensors: Tensors, module: str) -> Int4Weight | None:
-        """Return a module's weight, by original keys; None if it has no sound INT4 weight.
-
-        Raises FlexQuantError for a stored shape that does not fit.
-        """
+        """Return a module's weight, None if it has no sound one; raise FlexQuantError for an unfit shape."""
         names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
         packed, scale, zero_point, stored = (tensors.get(f"{module}.{name}") for name in names)
         if packed is None or scale is None or packed.dtype != "I32" or len(packed.shape) != 2:
@@ -113,10 +110,7 @@ class NestedWeight:
         return predict(*self.int4.read(rows), row, column)
 
     def read(self, rows: Sequence[range] | None) -> Tensor:
-        """Return rows of the INT8 weight, or all, int8 [rows, inputs].
-
-        Raises FlexQuantError for integers beyond INT8's and for exceptions out of order or range.
-        """
+        """Return rows of the INT8 weight, int8 [rows, inputs]; raise FlexQuantError for damaged parts."""
         import torch
 
         found = []

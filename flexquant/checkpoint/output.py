@@ -60,10 +60,7 @@ def remove_leftovers(output: Path) -> None:
 
 
 def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> None:
-    """Remove the leftovers of killed processes beside ``output``, and check that it may be written.
-
-    Raises FlexQuantError if it exists and may not be replaced (an empty folder may), or overlaps an input.
-    """
+    """Remove leftovers; raise FlexQuantError if ``output`` may not be replaced, or overlaps an input."""
     remove_leftovers(output)
     target = _resolved(output)
     for folder in inputs:
@@ -233,10 +230,7 @@ def _explained(output: Path) -> Iterator[None]:
 
 
 def _put_in_place(stage: Path, target: Path, *, replaces: bool) -> None:
-    """Rename ``stage`` to ``target``, whose folder is deleted if the stage ``replaces`` it.
-
-    Raises FlexQuantError, with ``target`` as it was, for what is there and not to be replaced.
-    """
+    """Rename ``stage`` to ``target``, which it ``replaces``; raise FlexQuantError for what may not go."""
     old = _beside(target, OLD)
     if replaces:
         os.rename(target, old)

@@ -91,10 +91,7 @@ class ComputedTensor(TensorRef):
 
 
 def read_header(path: Path) -> dict[str, TensorRef]:
-    """Return the tensors of a safetensors file by name.
-
-    Raises FlexQuantError, naming the file, for anything that the format does not allow.
-    """
+    """Return the tensors of a safetensors file by name; raise FlexQuantError for what the format forbids."""
     try:
         with open(path, "rb") as f:
             file_bytes = os.fstat(f.fileno()).st_size
@@ -129,10 +126,7 @@ def read_header(path: Path) -> dict[str, TensorRef]:
 
 
 def read_chunks(ref: TensorRef) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in chunks of CHUNK_BYTES (the last can be shorter), which reuse one buffer.
-
-    Raises FlexQuantError if the file can no longer be read or has become shorter.
-    """
+    """Yield a tensor's bytes in chunks that reuse a buffer; raise FlexQuantError if the file is too short."""
     if isinstance(ref, ComputedTensor):
         yield from _computed_chunks(ref)
         return
@@ -209,10 +203,7 @@ def load_tensor(ref: TensorRef, rows: Sequence[range] | None = None) -> torch.Te
 
 
 def _computed_chunks(ref: ComputedTensor) -> Iterator[memoryview]:
-    """Yield the bytes of a computed tensor, of which the rows that a chunk touches are computed at a time.
-
-    Chunks within the same rows share them.
-    """
+    """Yield the bytes of a computed tensor; only the rows that a chunk touches are computed at a time."""
     import torch
 
     if not ref.shape:

@@ -129,10 +129,7 @@ class LinearSchemes:
     """
 
     def __init__(self, section: JsonObject, owner: str, tensors: Iterable[str]) -> None:
-        """Read ``section``, a ``quantization_config``, for a checkpoint with tensors of these names.
-
-        Raises FlexQuantError, which begins with ``owner``, if compressed-tensors refuses it.
-        """
+        """Read the ``section`` of a checkpoint with ``tensors``; raise FlexQuantError if it is refused."""
         self._owner = owner
         self._config, of_transforms = _parse(section, owner)
         groups = {k: group for k, group in self._config.config_groups.items() if not isinstance(group, list)}

@@ -199,10 +199,7 @@ def study_of(args: argparse.Namespace, settings: Settings | None = None) -> Stud
 
 @contextmanager
 def progress_bar(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of (done, total) that shows a bar on stderr, from its first call to the block's end.
-
-    ``unit`` is what is counted; without it the numbers are bytes.
-    """
+    """Yield a function of (done, total) in ``unit``, or in bytes, that shows a bar on stderr in the block."""
     from tqdm import tqdm
 
     bar: tqdm | None = None

@@ -14,10 +14,7 @@ from tqdm import tqdm
 
 
 class Stages:
-    """Prints the stages of one command, ``[2/5] w8a8: ...``, on what is stderr when it is constructed.
-
-    On a terminal a further line shows the running stage's progress.
-    """
+    """Prints a command's stages, ``[2/5] w8a8: ...``, on stderr, and on a terminal the progress of one."""
 
     def __init__(self, total: int) -> None:
         self._stream: TextIO = sys.stderr
@@ -31,10 +28,7 @@ class Stages:
 
     @contextmanager
     def stage(self, title: str, *, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-        """Begin the next stage; yield a function of (done, total), counted in ``unit`` or as a percentage.
-
-        The stage ends with the block; if the block raises, its seconds are not told.
-        """
+        """Begin the next stage; yield a function of (done, total), counted in ``unit`` or as a percentage."""
         self._begun += 1
         line = f"[{self._begun}/{self._total}] {title} ..."
         self.note(line)

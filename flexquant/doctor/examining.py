@@ -40,10 +40,7 @@ if TYPE_CHECKING:
 
 
 def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
-    """Yield findings about serving the merged checkpoint ``folder`` with these arguments of vllm serve.
-
-    They end with the first problem that keeps vLLM from starting.
-    """
+    """Yield findings about serving ``folder`` with these arguments, up to the first problem at the start."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     here = {"machine": describe_machine(), "versions": describe_versions()}
     said = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
@@ -226,10 +223,7 @@ class LoadedBytes:
         return 8 * sum(inside) / self.weights
 
     def most_beside(self, tokens: int) -> int:
-        """Return the most bytes of weights, at most all, beside which the KV cache has ``tokens`` tokens.
-
-        Raises FlexQuantError if it has no room for so many even without weights.
-        """
+        """Return the most bytes of weights beside ``tokens`` of cache; raise FlexQuantError if none fit."""
         if self.cache_tokens(0) < tokens:
             there = f"a KV cache of {self.cache_tokens(0):,} tokens without any weights"
             problem = f"there is memory for {there}, and {tokens:,} are asked for"
@@ -248,10 +242,7 @@ class LoadedBytes:
 
 
 def count_bytes(folder: Path, policy: JsonObject, devices: int) -> LoadedBytes:
-    """Count for a merged checkpoint and a policy that takes all layers of the variants in question.
-
-    Raises FlexQuantError if the policy cannot be served here.
-    """
+    """Count for a policy that takes all layers of its variants; raise FlexQuantError if it is not served."""
     level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory() as work, environment(VLLM_LOGGING_LEVEL=level):
         file = Path(work, "policy.json")

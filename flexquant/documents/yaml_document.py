@@ -121,10 +121,7 @@ class _DatesAsText(yaml.SafeLoader):
 
 
 def to_yaml(data: Mapping[str, object], comments: Sequence[str] | None = None) -> str:
-    """Return a document as YAML that :func:`from_yaml` reads back, with keys in the given order.
-
-    With ``comments``, lines that come first, lists and mappings without nested ones are on one line.
-    """
+    """Return YAML that :func:`from_yaml` reads back; with ``comments`` first, flat lists are on one line."""
     style = False if comments is None else None
     return "".join(f"# {line}".rstrip() + "\n" for line in comments or ()) + yaml.dump(
         data, Dumper=_PlainDumper, sort_keys=False, width=110, allow_unicode=True, default_flow_style=style

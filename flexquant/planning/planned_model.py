@@ -94,10 +94,7 @@ class Linear:
         return replace(self, outputs=outputs, weight_bytes=self.weight_bytes * outputs / self.outputs)
 
     def share(self, name: str, devices: int) -> Linear:
-        """Return one device's part, as vLLM splits the linear ``name`` under tensor parallelism.
-
-        Raises FlexQuantError for a size that the devices cannot share evenly.
-        """
+        """Return one device's part, as vLLM splits the linear; raise FlexQuantError for an uneven size."""
         leaf = name.rpartition(".")[2]
         if leaf in REPLICATED:
             return self
@@ -169,10 +166,7 @@ class ModelShape:
         return self._with_one_copy(name, source, linears)
 
     def with_derived(self, name: str, derivation: Derivation) -> ModelShape:
-        """Return the model with a variant ``name`` derived from one in INT4 or in 16 bits.
-
-        W4A8 has a second copy of the INT4 weights in another kernel's layout.
-        """
+        """Return the model with a derived variant; W4A8 has a second copy of the INT4 weights."""
         linears: Counter[Linear] = Counter()
         for linear, count in self.linears[derivation.source].items():
             linears[linear.derived(derivation)] += count

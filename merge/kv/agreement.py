@@ -48,10 +48,7 @@ TINY = 1e-30
 
 
 def sample_rows(count: int, turn: int, least: int = LEAST_ROWS) -> list[range]:
-    """Return blocks of rows to compare among ``count`` rows; ``turn`` chooses which blocks.
-
-    They hold ``least`` rows and a sixteenth of all, give or take a block, or all rows.
-    """
+    """Return blocks of ``least`` rows and a sixteenth of all, or all; ``turn`` chooses which blocks."""
     every = max(1, min(LEAST_SHARE, count // least))
     starts = range(turn % every * BLOCK_ROWS, count, every * BLOCK_ROWS)
     return [range(start, min(start + BLOCK_ROWS, count)) for start in starts]

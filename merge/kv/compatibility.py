@@ -236,9 +236,9 @@ def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None 
 
 @contextmanager
 def workers() -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool of as many threads as PyTorch uses; inside each, PyTorch computes on one thread.
+    """Yield as many threads as PyTorch uses; in each, PyTorch computes on one.
 
-    On leaving, tasks that have not begun are cancelled, and PyTorch's number of threads is restored.
+    Waiting tasks are cancelled.
     """
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))

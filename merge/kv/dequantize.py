@@ -50,10 +50,7 @@ class WeightReader:
         return out_features, in_features
 
     def weight_args(self, module: str) -> QuantizationArgs:
-        """Return how a Linear's weight is quantised.
-
-        Raises FlexQuantError for 16 bit, another scheme, and parameters of other shapes than it asks for.
-        """
+        """Return how a Linear's weight is quantised; raise FlexQuantError for 16 bit and unfit shapes."""
         scheme, stored = self.schemes.of(module), self.stored(module)
         if scheme is None or scheme.weights is None:
             raise self.error(module, f"is stored as {stored.dtype}, but no config group quantises it")
@@ -119,10 +116,7 @@ class StoredLinear:
             self._zero_point = load_zero_points(stored, self._args.num_bits, self.shape[0]).float()
 
     def read(self, rows: Sequence[range] | None = None) -> ScaledRows:
-        """Return the rows in these ranges, or all; the thread's next read overwrites them.
-
-        Raises FlexQuantError, naming the module, for NaN or infinite weights among them.
-        """
+        """Return rows, or all, until the thread's next read; raise FlexQuantError for NaN or infinity."""
         stored = self._read(rows)
         return stored if self._rotation is None else turned_back(stored, self._rotation)
 

@@ -92,10 +92,7 @@ class VariantWeights:
         return loaded
 
     def rounding_steps(self, layer: int) -> dict[str, float]:
-        """Return the largest relative rounding error of each parameter's dtypes, by name.
-
-        These are the one that it is stored in, and the one that it is cast to.
-        """
+        """Return the largest relative rounding error of each parameter's dtypes, by name."""
         refs, names = self.layers[layer].parameters, self.skeleton.parameters[layer]
         known = {name for name in names if name in refs and refs[name].dtype in FLOAT_DTYPES}
         bits = {name: mantissa_bits(refs[name]) if name in known else 7 for name in names}
