@@ -59,7 +59,6 @@ Nested = Literal["near", "exact"]
 MAX_ADDED_NOISE = 8.0
 """Largest squared error of a linear's misses, over that of rounding to INT8; rotated variants have 10,000."""
 MAX_INPUTS = 1 << 16
-"""Inputs that an exception's index tells apart."""
 SCALE = "weight_scale"
 """Last part of the name of the INT8 weights' scales."""
 TWO_COPIES = "merge without --nested, which stores the weights of both"
@@ -188,7 +187,6 @@ class NestedVariant:
     """A variant that is stored as differences to another."""
 
     source: str
-    """Name of the variant with the INT4 weights."""
     layers: Sequence[NestedLayer]
 
     def missed(self) -> Misses:

@@ -95,14 +95,13 @@ def tokenizer_difference(a: Source, b: Source) -> str | None:
     with_template = bool(first.chat_template and second.chat_template)
     behaviours = (_behaviour(one, texts, with_template) for one in (first, second))
     try:
-        for (what, x), (_, y) in zip(*behaviours, strict=True):
-            if x != y:
-                return f"{what}, {first_difference(x, y)}"
+        pairs = zip(*behaviours, strict=True)
+        found = (f"{what}, {first_difference(x, y)}" for (what, x), (_, y) in pairs if x != y)
+        return next(found, None)
     except BaseException as e:  # the tokenizers library ends a pattern that takes too long by a panic
         if type(e).__name__ != "PanicException":
             raise
         return f"{differing[0]} differs, and more cannot be said, as a text cannot be read ({e})"
-    return None
 
 
 def tokenizer_problem(source: Source) -> str:
@@ -186,10 +185,8 @@ def processor_difference(a: Source, b: Source) -> str | None:
     if all(has_same_file(name, a, b) for name in names):
         return None
     first, second = _resolved(a), _resolved(b)
-    for part in sorted(first.keys() & second.keys()):
-        if first[part] != second[part]:
-            return f"{part}, {first_difference(first[part], second[part])}"
-    return None
+    unlike = (part for part in sorted(first.keys() & second.keys()) if first[part] != second[part])
+    return next((f"{part}, {first_difference(first[part], second[part])}" for part in unlike), None)
 
 
 def processor_parts(source: Source) -> dict[str, JsonObject]:

@@ -185,11 +185,11 @@ def choice(a: Source, b: Source, option: str) -> str:
 
 def named(sources: Sequence[Source], name: str, option: str) -> Source:
     """Return the source by this name; raise FlexQuantError if ``option`` names none."""
-    for source in sources:
-        if source.name == name:
-            return source
-    names = ", ".join(source.name for source in sources)
-    raise FlexQuantError(f"{option} names '{name}', but the variants are {names}; name one of them")
+    by_name = {source.name: source for source in sources}
+    if name not in by_name:
+        names = ", ".join(by_name)
+        raise FlexQuantError(f"{option} names '{name}', but the variants are {names}; name one of them")
+    return by_name[name]
 
 
 def _remote_code(config: JsonObject) -> JsonObject:

@@ -173,9 +173,7 @@ class ModelClass:
 
         prefix = self._model.base_model_prefix
         renamed, _ = rename_source_key(tensor, self._renamings, [], prefix, self.shapes)
-        if renamed not in self.shapes and tensor in self.shapes:
-            return tensor
-        return renamed
+        return tensor if renamed not in self.shapes and tensor in self.shapes else renamed
 
     def drops(self, tensor: str) -> bool:
         """Whether the class leaves a checkpoint's tensor out on purpose, such as a head that drafts."""

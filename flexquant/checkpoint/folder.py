@@ -2,8 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Find the folder of a model, and read it without trusting it: JSON files, tensors, the files beside them.
 
-Every file has to lie inside the folder after links are followed. In the Hugging Face cache alone, snapshot
-folders hold links to ``../../blobs/`` of their repository's folder, which can itself be a link.
+Every file has to lie inside the folder after links are followed, or in ``../../blobs/`` of the Hub's cache.
 """
 
 from __future__ import annotations

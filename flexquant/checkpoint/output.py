@@ -258,6 +258,5 @@ def _describe(path: Path) -> str:
     if path.is_symlink() or not path.is_dir():
         return "a link" if path.is_symlink() else "a file"
     names = sorted(os.listdir(path))
-    if not names:
-        return "an empty folder"
-    return f"a folder with {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    some = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    return f"a folder with {some}" if names else "an empty folder"

@@ -236,8 +236,7 @@ def _fill(buffer: memoryview, f: FileIO, ref: TensorRef) -> None:
     """Fill the buffer from the file; raise FlexQuantError if the file ends before."""
     filled = 0
     while filled < len(buffer):
-        got = f.readinto(buffer[filled:])
-        if not got:
+        if not (got := f.readinto(buffer[filled:])):
             raise _corrupt(ref.file, f"it ended inside tensor '{ref.name}' while it was read")
         filled += got
 

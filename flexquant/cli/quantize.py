@@ -5,15 +5,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import TextIO
+
+from tqdm import tqdm
 
 from flexquant.checkpoint.measured_loss import MAX_LOSS, PROMPT_TOKENS, LossByKind, loss_lines
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import format_bytes, format_report
 from flexquant.cli._arguments import add_shard_size, parse_names, parse_number, parse_seed, pick
-from flexquant.cli._stages import Stages
 from flexquant.quantization.quantizing import STAGES_BEFORE_VARIANTS, quantize_variants
 from flexquant.quantization.recipe import DEFAULT_RECIPE, builtin_recipes, load_recipe
 from flexquant.quantization.report import QuantizedVariant
@@ -88,7 +91,7 @@ def quantize(args: argparse.Namespace) -> JsonObject:
     recipe = load_recipe(args.recipe)
     wanted = recipe.variants if args.variants is None else set(args.variants)
     how = {**_how(args, STAGES_BEFORE_VARIANTS + len(wanted)), **pick(args, "variants", "resume")}
-    with contextlib.redirect_stdout(sys.stderr):  # llmcompressor prints
+    with redirect_stdout(sys.stderr):  # llmcompressor prints
         variants = quantize_variants(args.model, args.output, recipe, **how)
     _print_variants(variants, args.max_loss)
     return {"output": args.output, "variants": {v.name: v.model_dump() for v in variants}}
@@ -108,7 +111,7 @@ def build(args: argparse.Namespace) -> JsonObject:
     recipe = load_recipe(args.recipe)
     stages = STAGES_BEFORE_VARIANTS + len(recipe.variants) + STAGES_AFTER_QUANTISING
     how = _how(args, stages) | pick(args, "variants_folder", "policy", "nested", "max_shard_size")
-    with contextlib.redirect_stdout(sys.stderr):  # llmcompressor prints
+    with redirect_stdout(sys.stderr):  # llmcompressor prints
         built = build_checkpoint(args.model, args.output, recipe, **how)
     _print_variants(built.variants, args.max_loss, built.nested_losses)
     on = f"answers to prompts of {PROMPT_TOKENS} tokens, as served,"
@@ -156,3 +159,36 @@ def _print_variants(
     losses |= {f"{name} nested": of_variant for name, of_variant in (nested or {}).items()}
     for line in loss_lines(losses, max_loss / 100):
         print(line)
+
+
+class Stages:
+    """Prints a command's stages, ``[2/5] w8a8: ...``, on stderr, and on a terminal the progress of one."""
+
+    def __init__(self, total: int) -> None:
+        self._stream: TextIO = sys.stderr
+        self._total = total
+        self._begun = 0
+
+    def note(self, message: str) -> None:
+        """Print a line of its own."""
+        tqdm.write(message, file=self._stream)
+        self._stream.flush()
+
+    @contextmanager
+    def stage(self, title: str, *, unit: str = "") -> Iterator[Callable[[int, int], None]]:
+        """Begin the next stage; yield a function of (done, total), counted in ``unit`` or as a percentage."""
+        self._begun += 1
+        line = f"[{self._begun}/{self._total}] {title} ..."
+        self.note(line)
+        started = time.monotonic()
+        form = f"{{n_fmt}} of {{total_fmt}}{unit}" if unit else "{percentage:.0f}%"
+        form = f"{{desc}} {form}, {{elapsed}}"
+        with tqdm(desc=line, bar_format=form, file=self._stream, disable=None, leave=False) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            yield show
+        seconds = time.monotonic() - started
+        self.note(f"{line} {seconds:.{0 if seconds >= 10 else 1}f} s")

@@ -76,8 +76,7 @@ def read_caches(model: Any, config: PretrainedConfig) -> list[LayerCache]:
     for layer, of_layer in zip(kept, configs, strict=False):
         cache = LayerCache(sum(_states(layer)))
         if (keys := getattr(layer, "keys", None)) is not None:
-            width = keys.shape[-1] + layer.values.shape[-1]
-            heads = keys.shape[1]
+            width, heads = keys.shape[-1] + layer.values.shape[-1], keys.shape[1]
             heads = min(heads, getattr(of_layer, "num_kv_heads", heads))  # Falcon keeps some several times
             cache = LayerCache(cache.states, heads, width, of_layer.num_attention_heads)
         found.append(cache)

@@ -289,10 +289,8 @@ class PlannedModel:
         weights = linear.outputs * linear.inputs
         if name in self.kept or scheme == "bf16":
             return replace(linear, weight_bytes=2 * weights)
-        if scheme in INT4:
-            nbytes = weights / 2 + 2 * weights / self.group_size
-        else:
-            nbytes = weights + 2 * linear.outputs
+        of_int4 = weights / 2 + 2 * weights / self.group_size
+        nbytes = of_int4 if scheme in INT4 else weights + 2 * linear.outputs
         return replace(linear, scheme=scheme, weight_bytes=nbytes)
 
     @property

@@ -7,18 +7,15 @@ A linear with N outputs and K inputs takes for M tokens
     time = call + ((bytes / bandwidth) ^ p + (operations / rate) ^ p) ^ (1 / p)
 
 *bytes* are the stored weight with its scales, the activations and the 16-bit outputs. *operations* are
-2 M N K, except for kernels with tiles: these cover M x N with whole tiles, and the tiles run in whole waves
-over the processors ("tile and wave quantization", NVIDIA's Matrix Multiplication Background User's Guide), so
-33 tokens in tiles of 64 rows cost as much as 64. The kernels of W4A16 are taken to spread their work evenly.
-*p* is a device file's ``overlap``. With 1 the parts are added; kernels measured on an H200 overlap them (2).
-Rates and bandwidths are the data sheets'. W8A8 is taken as FP8 on all GPUs that have FP8.
+2 M N K, except for kernels with tiles: these cover M x N with whole tiles, in whole waves over the processors
+("tile and wave quantization", NVIDIA's Matrix Multiplication Background User's Guide). *p* is a device file's
+``overlap``: with 1 the parts are added; kernels measured on an H200 overlap them (2). Rates and bandwidths
+are the data sheets'. W8A8 is taken as FP8 on all GPUs that have FP8.
 
-On Hopper the kernels' fractions of them are fitted to this repository's runs on an H200 and an H100: by model
-and number of tokens, the ratios of W4A16, W4A8 and one copy to W8A8 are within 15 % of those measured on the
-H200. Elsewhere W8A8 is assumed to reach 0.6 of the rate and 0.9 of the bandwidth, and W4A16's ``call_us`` and
-``efficiency`` are calibrated on published gains and losses of Marlin (N = K = 8192). Crossovers are predicted
-there, within the published brackets, also if W8A8 reaches 0.55 to 0.75 of the rate and W4A16's efficiency
-changes in proportion.
+On Hopper the kernels' fractions of them are fitted to this repository's runs on an H200 and an H100: the
+ratios of W4A16, W4A8 and one copy to W8A8 are within 15 % of those measured. Elsewhere W8A8 is assumed to
+reach 0.6 of the rate and 0.9 of the bandwidth, and W4A16 is calibrated on published gains and losses of
+Marlin (N = K = 8192), whose crossovers it predicts within the published brackets.
 """
 
 from __future__ import annotations
@@ -180,9 +177,7 @@ def serve(
     """
     prompt, steps = batches.input_tokens, batches.output_tokens - 1
     together = min(limits.sequences, kv_cache_tokens // batches.request_tokens)
-    first_tokens: list[float] = []
-    last_tokens: list[float] = []
-    now = 0.0
+    first_tokens, last_tokens, now = list[float](), list[float](), 0.0
     while len(last_tokens) < count:
         number = min(together, count - len(last_tokens))
         full, rest = divmod(number * prompt, limits.tokens)

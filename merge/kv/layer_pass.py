@@ -36,7 +36,6 @@ ARITHMETIC = 1e-5
 
 Parameters = Mapping[str, torch.Tensor]
 RunLayer = Callable[[Parameters], "LayerPass"]
-"""Runs the layer with other parameters; its matrices answer as in the reference's pass."""
 
 
 @dataclass
@@ -48,7 +47,6 @@ class LayerPass:
     beside: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     """Further arguments of the experts: which experts each token goes to, and their weights."""
     answers: dict[str, Answer] = field(default_factory=dict)
-    """Output that each matrix was given in place of its product."""
     results: dict[str, torch.Tensor] = field(default_factory=dict)
     """Cached K and V, states, and the layer's output, float32."""
 

@@ -41,7 +41,6 @@ class LayerTensors:
     matrices: dict[str, str] = field(default_factory=dict)
     """Matrices: name of the module in transformers' layer -> module in the checkpoint."""
     parameters: dict[str, TensorRef] = field(default_factory=dict)
-    """Other parameters of the layer, by name in transformers' layer."""
     experts: dict[str, Experts] = field(default_factory=dict)
     """Experts, by the name of their module in transformers' layer."""
     fused: dict[str, dict[str, TensorRef]] = field(default_factory=dict)
