@@ -22,7 +22,6 @@ from flexquant.checkpoint.merged_config import read_model_config
 from flexquant.checkpoint.safetensors_io import same_bytes
 from flexquant.cli.checkpoint import inspect
 from flexquant.doctor.examining import examine
-from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
@@ -31,6 +30,7 @@ from tests.checkpoints import StateDict, make_pair, quantise_int8
 from tests.mtp import KINDS, is_of_head, make_mtp_pair
 from tests.publishers import edits
 from tests.read_keys import OUTCOMES, served
+from tests.refusals import refused
 
 Sources = dict[str, Path]
 BOTH = ("w8a8", "w4a16")
@@ -110,7 +110,7 @@ def test_a_server_and_the_doctor_refuse_layers_that_the_config_does_not_count(tm
     sources, merged = make_pair(tmp_path), tmp_path / "merged"
     merge_checkpoints(sources, merged)
     edits.config(num_hidden_layers=1)(merged)
-    with pytest.raises(FlexQuantError, match=NO_PLACE % (1, 0)):
+    with refused(NO_PLACE % (1, 0)):
         inspect(argparse.Namespace(folder=str(merged)))
     *_, last = examine(str(merged), [])
     assert last.level == "problem" and re.search(NO_PLACE % (1, 0), last.text)
@@ -118,9 +118,7 @@ def test_a_server_and_the_doctor_refuse_layers_that_the_config_does_not_count(tm
     routes = build_route_table(load_policy("phase"), sources, num_layers=1, max_tokens=64)
     loader = VariantLoader({name: torch.nn.Module() for name in sources}, config, routes)
     assert loader.wants("w8a8.model.layers.0.mlp.up_proj.weight")
-    with pytest.raises(
-        FlexQuantError, match="'model.layers.1.mlp.up_proj.weight', and its config.json says 1 d"
-    ):
+    with refused("'model.layers.1.mlp.up_proj.weight', and its config.json says 1 d"):
         loader.wants("w8a8.model.layers.1.mlp.up_proj.weight")
 
 
@@ -218,7 +216,7 @@ def assert_refused(
 ) -> None:
     for folder in edited.values():
         edit(folder)
-    with pytest.raises(FlexQuantError, match=message):
+    with refused(message):
         merge_checkpoints(sources or edited, tmp_path / "none")
     assert not [*tmp_path.glob("*none*")], "nothing is written"
 

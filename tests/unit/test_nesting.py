@@ -21,7 +21,6 @@ from flexquant.checkpoint.nested import Int4Weight, nested_weights, predict, unp
 from flexquant.checkpoint.safetensors_io import load_tensor, read_header, total_bytes
 from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.cli import main
-from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, nesting, split_checkpoint, verify_checkpoint
 from flexquant.merge.nested_fit import (
     WIDTHS,
@@ -38,6 +37,7 @@ from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
 from tests.checkpoints import StateDict, quantise_int8
 from tests.foreign import assert_equal, config_of, tensors_of, write_foreign
+from tests.refusals import refused
 from tests.states import make_variants
 from tests.unit.nested import make_w4a16
 
@@ -299,9 +299,7 @@ def test_the_noise_that_misses_add_has_a_bound(tmp_path, monkeypatch):
     monkeypatch.setattr(nesting, "MAX_ADDED_NOISE", missed.added_noise)
     layer_that_misses(tmp_path, [count], "near").factors()
     said = r"'w8a8' cannot be nested: 3 % of the integers of 'x' change, and its misses add 1\.44 times "
-    with pytest.raises(
-        FlexQuantError, match=f"{said}INT8's own rounding noise, allowed is 1.2: quantise both"
-    ):
+    with refused(f"{said}INT8's own rounding noise, allowed is 1.2: quantise both"):
         layer_that_misses(tmp_path, [count + 1], "near").factors()
 
 
@@ -313,9 +311,7 @@ def test_exceptions_alone_are_exact(tmp_path):
     found = nested_weights(stored, read_header(tmp_path / "x.safetensors"))["x.weight"]
     assert torch.equal(found.read(None), load_tensor(weight8))
     assert is_nearest(found, stored["x.weight_scale"], weight8, scale8)
-    with pytest.raises(
-        FlexQuantError, match="3 of 1800 integers of 'x' are out of reach, and none may change"
-    ):
+    with refused("3 of 1800 integers of 'x' are out of reach, and none may change"):
         layer_that_misses(tmp_path, [0, 1, 3], "exact").factors()
 
 
@@ -357,9 +353,7 @@ def within_reach(folder: Path, nested_pair: dict[str, Path]) -> dict[str, Path]:
 
 
 def test_exact_keeps_every_integer_or_refuses(tmp_path, nested_pair):
-    with pytest.raises(
-        FlexQuantError, match=r"\d+ of \d+ integers .* none may change with --nested-exact: take"
-    ):
+    with refused(r"\d+ of \d+ integers .* none may change with --nested-exact: take"):
         merge_checkpoints(nested_pair, tmp_path / "merged", nested="exact")
     assert not list(tmp_path.iterdir())
     sources = within_reach(tmp_path, nested_pair)

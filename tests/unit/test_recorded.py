@@ -15,13 +15,13 @@ import torch
 
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, MergedCheckpoint
 from flexquant.checkpoint.merged_config import MergedConfig
-from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
 from flexquant.serving.worker.weights import VariantLoader
 from tests.checkpoints import make_pair
 from tests.foreign import config_of
+from tests.refusals import refused
 from tests.unit.test_format import PAGE
 
 GONE = object()
@@ -83,7 +83,7 @@ def test_a_value_that_is_wrong_is_refused(
 ) -> None:
     section = config_of(merged)[SECTION]
     for value in values:
-        with pytest.raises(FlexQuantError, match=f"^the merged checkpoint.*{problem}.*merge"):
+        with refused(f"^the merged checkpoint.*{problem}.*merge"):
             MergedConfig.from_json(edited(section, path, value))
 
 
@@ -91,7 +91,7 @@ def test_a_value_that_is_wrong_is_refused(
 def test_a_variant_has_a_name_that_a_merge_gives(merged: Path, name: str) -> None:
     section = config_of(merged)[SECTION]
     variants = {name: section["variants"]["w8a8"], "w4a16": section["variants"]["w4a16"]}
-    with pytest.raises(FlexQuantError, match=f"^'{name}' is not a variant name: use lower-case letters"):
+    with refused(f"^'{name}' is not a variant name: use lower-case letters"):
         MergedConfig.from_json(section | {"variants": variants, "mixable": [[*variants]]})
 
 
@@ -143,7 +143,7 @@ def test_what_the_tensors_contradict_is_refused(
     folder = shutil.copytree(merged, tmp_path / "merged")
     content = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps(edited(content, path, value)))
-    with pytest.raises(FlexQuantError, match=problem):
+    with refused(problem):
         MergedCheckpoint.open(folder).variant_tensors("w8a8")
 
 
@@ -152,7 +152,7 @@ def test_a_worker_loads_no_tensor_of_one_variant_into_a_shared_module(merged: Pa
     read = MergedConfig.from_json(section)
     routes = build_route_table(load_policy("phase"), read.variants, num_layers=2, max_tokens=64)
     loader = VariantLoader({name: torch.nn.Module() for name in read.variants}, read, routes)
-    with pytest.raises(FlexQuantError, match="which is of one variant, though shared_modules has its module"):
+    with refused("which is of one variant, though shared_modules has its module"):
         loader.load([("w4a16.model.layers.0.mlp.up_proj.weight_scale", torch.ones(1))])
 
 
