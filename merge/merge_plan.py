@@ -77,7 +77,6 @@ class MergePlan:
 
     @property
     def tensors(self) -> dict[str, TensorRef]:
-        """Tensors of all groups, keyed by merged key."""
         return {key: ref for group in self.groups.values() for key, ref in group.items()}
 
 
@@ -199,7 +198,6 @@ def _find_towers(sources: Sequence[Source]) -> dict[str, str]:
 
 
 def _read_names(sources: Sequence[Source]) -> set[str]:
-    """Return the names of the tensors that the sources' class reads."""
     names, model = {name for source in sources for name in source.tensors}, _class_of(sources[0])
     return names if model is None else {name for name in names if not model.drops(name)}
 

@@ -140,7 +140,6 @@ def _provenance(
 def _merged_config(
     plan: MergePlan, inner: Mapping[str, NestedVariant], kv: KVReport, policy: JsonObject | None
 ) -> MergedConfig:
-    """Return what the checkpoint says of itself, with the document of a ``policy``."""
     return MergedConfig(
         base_architecture=plan.sources[0].architecture,
         variants={

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexquant.checkpoint.draft_heads import drafts
 from flexquant.checkpoint.loadable import describe_linear
@@ -68,11 +69,11 @@ TWO_COPIES = "merge without --nested, which stores the weights of both"
 class Factors:
     """The factors of a layer, and what is missed with them."""
 
-    rows: dict[str, torch.Tensor]
+    rows: dict[str, Tensor]
     """Module -> float32 [outputs, 1]."""
-    column: torch.Tensor
+    column: Tensor
     """float32 [inputs]."""
-    scales: dict[str, torch.Tensor]
+    scales: dict[str, Tensor]
     """Module -> scales of the INT8 weights [outputs, 1], in their dtype."""
     missed: dict[str, Misses]
 
@@ -118,7 +119,7 @@ class NestedLayer:
     def _stored(self, module: str) -> list[TensorRef]:
         weight8, scale8, int4 = self._weights[module]
 
-        def encoded(part: str, rows: Sequence[range] | None) -> torch.Tensor:
+        def encoded(part: str, rows: Sequence[range] | None) -> Tensor:
             factors, found = self.factors(), []
             for block in blocks(int4.shape, rows):
                 row, wide = (x[module][block.start : block.stop] for x in (factors.rows, factors.scales))
@@ -127,17 +128,17 @@ class NestedLayer:
                 found.append(encode(wanted, predicted)[0][part])
             return torch.cat(found)
 
-        def of_layer(find: Callable[[Factors], torch.Tensor], rows: Sequence[range] | None) -> torch.Tensor:
+        def of_layer(find: Callable[[Factors], Tensor], rows: Sequence[range] | None) -> Tensor:
             return of_rows(find(self.factors()), rows)
 
-        whole: dict[str, Callable[[Factors], torch.Tensor]] = {
+        whole: dict[str, Callable[[Factors], Tensor]] = {
             ROW: lambda factors: factors.rows[module],
             COLUMN: lambda factors: factors.column,
             SCALE: lambda factors: factors.scales[module],
         }
         kinds = {**nested_parts(*int4.shape), SCALE: (scale8.dtype, scale8.shape)}
 
-        def read(part: str) -> Callable[[Sequence[range] | None], torch.Tensor]:
+        def read(part: str) -> Callable[[Sequence[range] | None], Tensor]:
             return partial(of_layer, whole[part]) if part in whole else partial(encoded, part)
 
         return [
@@ -146,7 +147,7 @@ class NestedLayer:
         ]
 
     def _fit(self) -> Factors:
-        def read() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        def read() -> Iterator[tuple[Tensor, Tensor]]:
             for weight8, _, int4 in self._weights.values():
                 for part in blocks(int4.shape):
                     values, scale = int4.read(part)

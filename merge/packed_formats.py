@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.entrypoints.convert import AutoAWQConverter
+from torch import Tensor
 from torch.nn.functional import pad
 
 from flexquant.checkpoint.model_config import (
@@ -75,7 +76,7 @@ class PackedFormat:
     def middle(self) -> int:
         return 1 << (self.bits - 1)
 
-    def values(self, packed: torch.Tensor) -> torch.Tensor:
+    def values(self, packed: Tensor) -> Tensor:
         """Return the unsigned values in int32 words [rows, words], int32 [rows, values]."""
         shifts = torch.arange(0, 32, self.bits, dtype=torch.int32)
         values = (packed.unsqueeze(-1) >> shifts & (1 << self.bits) - 1).flatten(-2)
@@ -83,7 +84,7 @@ class PackedFormat:
             values, _ = AutoAWQConverter.reverse_awq_order(values, None, self.bits)
         return values
 
-    def pack_weight(self, stored: torch.Tensor) -> torch.Tensor:
+    def pack_weight(self, stored: Tensor) -> Tensor:
         """Return ``weight_packed``, int32 [out, in * bits / 32]."""
         if self.method == GPTQ:
             return stored.T.contiguous()
@@ -99,13 +100,13 @@ class PackedFormat:
                 pairs[:, output, start:stop] = halves[place % 2][place // 2]
         return pairs.flatten(0, 1).view(torch.int32)
 
-    def pack_zero_points(self, stored: torch.Tensor) -> torch.Tensor:
+    def pack_zero_points(self, stored: Tensor) -> Tensor:
         """Return ``weight_zero_point``, int32 [out * bits / 32, in / g]."""
         zero_points = (self.values(stored) + self.offsets[0]) % (1 << self.bits)
         signed = (zero_points - self.middle).to(torch.int8)
         return pack_to_int32(signed.T.contiguous(), self.bits, packed_dim=0).contiguous()
 
-    def is_symmetric(self, stored: torch.Tensor) -> bool:
+    def is_symmetric(self, stored: Tensor) -> bool:
         """Whether all zero points are in the middle."""
         values, end = self.values(stored), 1 << self.bits
         return any(bool(((values + offset) % end == self.middle).all()) for offset in self.offsets)
@@ -182,7 +183,6 @@ def _read_gptq(folder: Path, section: JsonObject) -> PackedFormat:
 
 
 def _bits_and_size(folder: Path, settings: JsonObject, method: str) -> tuple[int, int]:
-    """Return the bits of a weight and the inputs of a group."""
     bits, size = settings["bits"], settings["group_size"]
     allowed = (4,) if method == AWQ else (4, 8)
     if bits not in allowed:
@@ -271,23 +271,19 @@ _last = threading.local()
 
 
 def _transformed(
-    name: str,
-    stored: TensorRef,
-    dtype: str,
-    shape: tuple[int, ...],
-    convert: Callable[[torch.Tensor], torch.Tensor],
+    name: str, stored: TensorRef, dtype: str, shape: tuple[int, ...], convert: Callable[[Tensor], Tensor]
 ) -> TensorRef:
     key = object()
 
-    def compute(rows: Sequence[range] | None) -> torch.Tensor:
+    def compute(rows: Sequence[range] | None) -> Tensor:
         if getattr(_last, "key", None) is not key:
             _last.key, _last.tensor = key, convert(load_tensor(stored))
-        tensor: torch.Tensor = _last.tensor
+        tensor: Tensor = _last.tensor
         return of_rows(tensor, rows)
 
     return ComputedTensor(name, dtype, shape, stored.file, 0, compute)
 
 
-def of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:
+def of_rows(whole: Tensor, rows: Sequence[range] | None) -> Tensor:
     """Return these rows of a tensor, or all, as a :class:`ComputedTensor` does."""
     return whole if rows is None else torch.cat([whole[part.start : part.stop] for part in rows])

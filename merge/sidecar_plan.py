@@ -179,7 +179,6 @@ def _choose_generation(sources: Sequence[Source], name: str | None) -> Source:
 
 
 def choice(a: Source, b: Source, option: str) -> str:
-    """Return the advice to choose one of two sources."""
     return f"choose with {option} {a.name} or {option} {b.name}"
 
 

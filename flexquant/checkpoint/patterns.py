@@ -90,5 +90,4 @@ class Patterns:
         return sorted(found + [name] * (name in self._order), key=self._order.__getitem__)
 
     def first(self, name: str) -> str | None:
-        """Return the first pattern that fits a name."""
         return next(iter(self.fitting(name)), None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
@@ -133,8 +133,9 @@ class LinearSchemes:
         self._owner = owner
         self._config, of_transforms = _parse(section, owner)
         groups = {k: group for k, group in self._config.config_groups.items() if not isinstance(group, list)}
-        self.groups = {k: group for k, group in groups.items() if not _is_of_attention(group.targets)}
-        """The settings of linears by the name of their group."""
+        alone = {k: group.targets[0] for k, group in groups.items() if len(group.targets) == 1}
+        self.groups = {k: of for k, of in groups.items() if not alone.get(k, "").endswith("Attention")}
+        """The settings of linears by the name of their group; vLLM passes over those of attention alone."""
         self._schemes = {target: group for group in self.groups.values() for target in group.targets}
         self.layers: dict[str, list[str]] = {}
         """Name of a layer in vLLM -> the modules that it is made of."""
@@ -148,7 +149,6 @@ class LinearSchemes:
             parts.sort(key=lambda part: ORDER.get(part.rpartition(".")[2], 0))
 
     def format_of(self, scheme: QuantizationScheme) -> str:
-        """Return the storage format of a scheme's weights."""
         return str(getattr(scheme.format, "value", scheme.format) or self._config.format)
 
     def of(self, module: str) -> QuantizationScheme | None:
@@ -188,11 +188,6 @@ def unlike(owner: str, one: str, other: str) -> FlexQuantError:
     """Return the error for two linears of one layer that are quantised in different ways."""
     problem = f"{owner} has {one} and {other} quantised in different ways, and vLLM makes one layer of both"
     return FlexQuantError(f"{problem}; quantise both alike, or neither")
-
-
-def _is_of_attention(targets: Sequence[str]) -> bool:
-    """Whether a group quantises attention alone, which vLLM passes over: a cache has its own settings."""
-    return len(targets) == 1 and targets[0].endswith("Attention")
 
 
 def _parse(section: JsonObject, owner: str) -> tuple[QuantizationConfig, list[str]]:

@@ -132,7 +132,6 @@ def _table(rows: Mapping[str, Rows]) -> list[str]:
 
 
 def _plan(rows: Rows, size: int) -> str:
-    """Return the name of the plan for a pass of ``size`` tokens."""
     return next((plan for first, last, plan in rows if first <= size <= last), "-")
 
 

@@ -50,7 +50,6 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how a model is quantised."""
     add = parser.add_argument
     text = (
         f"how each variant is made: {', '.join(builtin_recipes())}, or a YAML file (default: "
@@ -170,7 +169,6 @@ class Stages:
         self._begun = 0
 
     def note(self, message: str) -> None:
-        """Print a line of its own."""
         tqdm.write(message, file=self._stream)
         self._stream.flush()
 

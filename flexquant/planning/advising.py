@@ -175,7 +175,6 @@ def fastest_way(outcomes: Sequence[Outcome], *, is_flexquant: bool) -> Outcome:
 
 
 def find_way(outcomes: Sequence[Outcome], name: str) -> Outcome:
-    """Return what the way of that name comes to."""
     return next(outcome for outcome in outcomes if outcome.way.name == name)
 
 

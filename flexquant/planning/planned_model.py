@@ -129,7 +129,6 @@ class Linear:
 
 
 def plain_linear(outputs: int, inputs: int) -> Linear:
-    """Return a linear in 16 bits."""
     return Linear(outputs, inputs, 2 * outputs * inputs, "bf16")
 
 

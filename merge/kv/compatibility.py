@@ -150,7 +150,6 @@ class KVReport:
 
     @property
     def layered_plans(self) -> bool:
-        """Whether layers of all variants can be mixed."""
         return self.compatible and len(self.mixable) == 1
 
     def refuse(self, sources: Sequence[Source], message: str) -> KVReport:

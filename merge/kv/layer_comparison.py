@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from flexquant.checkpoint.module_names import ranges
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor, same_bytes
@@ -61,8 +62,8 @@ Weights = tuple[VariantWeights, VariantWeights]
 Modules = tuple[str, str]
 """A matrix's module in the variant and in the reference."""
 Rows = Sequence[range]
-Rotation = torch.Tensor | None
-Columns = tuple[torch.Tensor, torch.Tensor]
+Rotation = Tensor | None
+Columns = tuple[Tensor, Tensor]
 """Factors of a matrix's columns in the variant and in the reference, [in] each."""
 LATENT_UP = "kv_b_proj"
 """Projection that expands the latent KV cache; vLLM's attention layer, which all variants share, holds it."""
@@ -77,7 +78,7 @@ RowsCached = dict[object, Cached]
 """Names and shapes of a layer's matrices -> what such a layer's cache is computed with."""
 
 
-def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: torch.Tensor | None) -> bool:
+def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: Tensor | None) -> bool:
     """Whether two tensors [experts, out, in] or [experts, in, out] are equal but for ``factors`` [in].
 
     Without factors, or if all are 1, the bytes have to be equal.
@@ -123,7 +124,7 @@ class LayerComparison:
         self._cached_rows_differ = False
         self._turned = set[str]()
         """The variant's modules that read the residual stream, which is rotated."""
-        self._given = dict[str, torch.Tensor]()
+        self._given = dict[str, Tensor]()
         """Inputs of the variant's matrices, rotated into the reference's basis."""
 
     def run(self) -> LayerComparison:
@@ -179,7 +180,7 @@ class LayerComparison:
             if use and excess(a[name], b[name], steps[name] * b[name].abs() / ROUNDING) > 1:
                 self._refuse(f"layer {self._layer} {name}, which {use}, differs")
 
-    def _compare_matrix(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
+    def _compare_matrix(self, name: str, x: Tensor) -> Tensor | None:
         """Compare a matrix whose input is ``x`` [tokens, in]; return row factors [out] that cancel later."""
         expected = self._seen.inputs[name]
         name = name.partition(CALL)[0]
@@ -199,7 +200,7 @@ class LayerComparison:
         self._compare_experts(name, columns)
         return None
 
-    def _compare_fused(self, name: str, factors: torch.Tensor) -> None:
+    def _compare_fused(self, name: str, factors: Tensor) -> None:
         """Compare 16-bit tensors that hold all experts; ``factors`` [in] are those of the experts' input."""
         a, b = (of.fused.get(name, {}) for of in self._tensors)
         for own, ref in b.items():
@@ -225,7 +226,7 @@ class LayerComparison:
                     agreement = self._judge(modules, sample_rows(rows, turn, LEAST_ROWS), columns)
                 self._note(f"{name}.{number}.{part}", modules, agreement, cached=False)
 
-    def _compare_rows(self, name: str, columns: Columns) -> torch.Tensor | None:
+    def _compare_rows(self, name: str, columns: Columns) -> Tensor | None:
         """Compare the rows that reach the cache and a sample of the others; return as ``_compare_matrix``."""
         matrices = self._skeleton.matrices[self._layer]
         out = shape_of(matrices[name])[0]
@@ -252,9 +253,7 @@ class LayerComparison:
         self._note(name, modules, agreement, cached=False)
         return gains
 
-    def _cancelling_gains(
-        self, name: str, modules: Modules, rows: Rows, columns: Columns
-    ) -> torch.Tensor | None:
+    def _cancelling_gains(self, name: str, modules: Modules, rows: Rows, columns: Columns) -> Tensor | None:
         """Return row factors [out] that change nothing later in the layer but columns; None if they do."""
         matrix = self._skeleton.matrices[self._layer][name]
         if self._rotation is not None or not is_linear(matrix):
@@ -268,14 +267,14 @@ class LayerComparison:
         return None if changed(seen, self._seen) else gains
 
     def _judge(
-        self, modules: Modules, rows: Rows, columns: Columns, row_factors: torch.Tensor | None = None
+        self, modules: Modules, rows: Rows, columns: Columns, row_factors: Tensor | None = None
     ) -> MatrixDistance:
         """Return how rows that do not reach the cache agree; see `_sums`."""
         sums = self._sums(modules, rows, columns, row_factors)
         return judge_matrices(sums, None, OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, row_numbers(rows))
 
     def _sums(
-        self, modules: Modules, rows: Rows, columns: Columns, row_factors: torch.Tensor | None = None
+        self, modules: Modules, rows: Rows, columns: Columns, row_factors: Tensor | None = None
     ) -> MatrixSums:
         """Sum over rows of the variant's matrix, turned back or with ``row_factors``, and the reference's."""
         of_variant = self._weights[0].matrix(modules[0], rows, row_factors)
@@ -311,8 +310,7 @@ def _is_of_another_model(agreement: MatrixDistance) -> bool:
     return error.measured > ERROR_CAP or error.ratio > OF_ANOTHER or agreement.columns.ratio > 1
 
 
-def _ranges(rows: torch.Tensor) -> list[range]:
-    """Return the ranges of consecutive rows that a mask, bool [rows], selects."""
+def _ranges(rows: Tensor) -> list[range]:
     return ranges(torch.nonzero(rows).flatten().tolist())
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flexquant.merge.kv.matrices import Answer, OwnForward, answer_at_random, is_linear, random
 from flexquant.merge.kv.skeleton import Skeleton, is_state
@@ -23,9 +23,9 @@ OUTPUT = "the layer's output"
 CALL = ", call "
 """Separates a matrix's name from the number of a later call in the same pass."""
 
-Cached: TypeAlias = tuple[dict[str, torch.Tensor], set[str]]
+Cached: TypeAlias = tuple[dict[str, Tensor], set[str]]
 """Which rows of each matrix reach the cache, bool [out] by name, and parameters that a state is made with."""
-Gains = Callable[[str, torch.Tensor], torch.Tensor | None]
+Gains = Callable[[str, Tensor], Tensor | None]
 """Called with a matrix's name and input [tokens, in]; can return factors of its output features, [out]."""
 ROUNDED_PASSES = 16
 """Number of passes with randomly rounded parameters that estimate the effect of rounding."""
@@ -34,7 +34,7 @@ ROUNDING = 6.0
 ARITHMETIC = 1e-5
 """Effect of float32 arithmetic in another order, as a share of a number's size plus the mean size."""
 
-Parameters = Mapping[str, torch.Tensor]
+Parameters = Mapping[str, Tensor]
 RunLayer = Callable[[Parameters], "LayerPass"]
 
 
@@ -42,12 +42,12 @@ RunLayer = Callable[[Parameters], "LayerPass"]
 class LayerPass:
     """Tensors recorded in a pass."""
 
-    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
     """Input of each matrix, float32 [tokens, in], by name, in the order of the calls."""
-    beside: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    beside: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     """Further arguments of the experts: which experts each token goes to, and their weights."""
     answers: dict[str, Answer] = field(default_factory=dict)
-    results: dict[str, torch.Tensor] = field(default_factory=dict)
+    results: dict[str, Tensor] = field(default_factory=dict)
     """Cached K and V, states, and the layer's output, float32."""
 
 
@@ -58,7 +58,7 @@ def run_pass(
     reference: LayerPass | None = None,
     *,
     gains: Gains | None = None,
-    rotation: torch.Tensor | None = None,
+    rotation: Tensor | None = None,
     until_cached: bool = False,
     with_gradients: bool = False,
 ) -> LayerPass:
@@ -72,7 +72,7 @@ def run_pass(
         point = name if name not in seen.inputs else f"{name}{CALL}{len(seen.inputs)}"
         given = args[0]
         seen.inputs[point] = x = given.flatten(0, -2).clone()  # layers compute in place
-        seen.beside[point] = tuple(other for other in args[1:] if isinstance(other, torch.Tensor))
+        seen.beside[point] = tuple(other for other in args[1:] if isinstance(other, Tensor))
         answered: Answer
         if reference is not None:
             answered = reference.answers[point]
@@ -81,15 +81,15 @@ def run_pass(
         else:
             answered = _mapped(leaf, answer_at_random(name, module, forward, args))
         seen.answers[point] = answered
-        answered = _mapped(torch.Tensor.clone, answered)
+        answered = _mapped(Tensor.clone, answered)
         factors = None if gains is None else gains(point, x)
         bias = module.bias if is_linear(module) else None
-        if isinstance(answered, torch.Tensor):
+        if isinstance(answered, Tensor):
             answered = answered if factors is None else answered * factors
             answered = answered if bias is None else answered + bias
         return answered
 
-    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(with_gradients and tensor.is_floating_point())
 
     hidden = skeleton.hidden(layer) if rotation is None else skeleton.hidden(layer) @ rotation
@@ -117,15 +117,15 @@ def find_cached(run: Callable[..., LayerPass], parameters: Parameters) -> Cached
     return rows, of_states
 
 
-def _rows_cached(seen: LayerPass) -> dict[str, torch.Tensor]:
+def _rows_cached(seen: LayerPass) -> dict[str, Tensor]:
     """Return which rows of each matrix change what a pass cached, bool [out] by name.
 
     No gradient flows through a matrix. So if its answer reaches the cache, its input counts as cached too.
     """
     targets = [tensor for name, tensor in seen.results.items() if name != OUTPUT]
-    cached: dict[str, torch.Tensor] = {}
+    cached: dict[str, Tensor] = {}
     for name, y in reversed(seen.answers.items()):
-        if not isinstance(y, torch.Tensor) or not y.requires_grad:
+        if not isinstance(y, Tensor) or not y.requires_grad:
             continue
         (gradient,) = _gradients(targets, [y])
         if gradient is not None and bool((rows := gradient.flatten(0, -2).ne(0).any(0)).any()):
@@ -142,7 +142,7 @@ def _parameters_of_states(seen: LayerPass, parameters: Parameters) -> set[str]:
     return {name for name, found in zip(parameters, gradients, strict=True) if found is not None}
 
 
-def _gradients(targets: list[torch.Tensor], of: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+def _gradients(targets: list[Tensor], of: list[Tensor]) -> Sequence[Tensor | None]:
     """Return the gradient of a random sum of the targets by each tensor; None where it changes none."""
     reached = [t for t in targets if t.requires_grad]
     if not reached or not of:
@@ -151,8 +151,7 @@ def _gradients(targets: list[torch.Tensor], of: list[torch.Tensor]) -> Sequence[
     return torch.autograd.grad(total, of, retain_graph=True, allow_unused=True)
 
 
-def _mapped(change: Callable[[torch.Tensor], torch.Tensor], answer: Answer) -> Answer:
-    """Return an answer whose tensors are changed."""
+def _mapped(change: Callable[[Tensor], Tensor], answer: Answer) -> Answer:
     return tuple(_mapped(change, one) for one in answer) if isinstance(answer, tuple) else change(answer)
 
 
@@ -204,9 +203,9 @@ def changed(seen: LayerPass, reference: LayerPass, effect: Parameters | None = N
 
 def rounding_effect(
     run: RunLayer, parameters: Parameters, steps: Mapping[str, float], reference: LayerPass
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Return the root-mean-square change of each number of a pass when its parameters are rounded."""
-    squares: dict[str, torch.Tensor] = {}
+    squares: dict[str, Tensor] = {}
     for i in range(ROUNDED_PASSES):
         signs = {name: random(f"{name} {i}", tuple(p.shape)).sign() for name, p in parameters.items()}
         seen = run({name: p * (1 + steps[name] * signs[name]) for name, p in parameters.items()})
@@ -217,13 +216,13 @@ def rounding_effect(
     return {name: square.sqrt() for name, square in squares.items()}
 
 
-def column_factors(x: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def column_factors(x: Tensor, reference: Tensor) -> Tensor:
     """Return the least-squares factor f of each column in x = f * reference, [in]; 1 for columns of zeros."""
     size = reference.square().sum(0)
     return torch.where(size > 0, (x * reference).sum(0) / size, 1.0)
 
 
-def excess(x: torch.Tensor, expected: torch.Tensor, effect: torch.Tensor | float = 0.0) -> float:
+def excess(x: Tensor, expected: Tensor, effect: Tensor | float = 0.0) -> float:
     """Return the largest ratio of a difference to what rounding and arithmetic explain of it."""
     x, expected = x.float(), expected.float()
     arithmetic = ARITHMETIC * (expected.abs() + expected.abs().mean())

@@ -17,7 +17,7 @@ from threading import get_ident, local
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
@@ -54,35 +54,30 @@ class Written(DynamicCache):
         """Make an empty cache; ``most`` is the number of tensors after which the pass ends."""
         super().__init__(config=config)
         self.most = most
-        self.tensors: list[tuple[str, torch.Tensor]] = []
+        self.tensors: list[tuple[str, Tensor]] = []
         """Names and tensors, in the order of writing; K and V are [1, heads, tokens, head size]."""
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: object,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         self._keep((KEYS, key_states), (VALUES, value_states))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
-    ) -> torch.Tensor:
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> Tensor:
         self._keep((CONVOLVED + (f" {state_idx}" if state_idx else ""), conv_states))
-        found: torch.Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        found: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
         return found
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
-    ) -> torch.Tensor:
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> Tensor:
         self._keep((RECURRENT + (f" {state_idx}" if state_idx else ""), recurrent_states))
-        found: torch.Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        found: Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
         return found
 
-    def _keep(self, *written: tuple[str, torch.Tensor]) -> None:
+    def _keep(self, *written: tuple[str, Tensor]) -> None:
         self.tensors += written
         if self.most is not None and len(self.tensors) >= self.most:
             raise Enough
@@ -155,11 +150,11 @@ class Skeleton:
     def run(
         self,
         layer: int,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, Tensor],
         answer: MatrixForward,
-        hidden: torch.Tensor,
+        hidden: Tensor,
         until_cached: bool = False,
-    ) -> tuple[list[tuple[str, torch.Tensor]], torch.Tensor | None]:
+    ) -> tuple[list[tuple[str, Tensor]], Tensor | None]:
         """Run a layer on hidden states [1, tokens, hidden]; return what it cached, by name, and its output.
 
         ``until_cached`` ends the pass once the cache is written; the output is then None.
@@ -186,15 +181,15 @@ class Skeleton:
             return cache.tensors, None
         finally:
             self._thread.answer = outer
-        return cache.tensors, out if isinstance(out, torch.Tensor) else out[0]
+        return cache.tensors, out if isinstance(out, Tensor) else out[0]
 
-    def run_last(self, parameters: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    def run_last(self, parameters: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         """Return what the only module behind the layers makes of hidden states, [..., hidden]."""
         (name,) = self.after_layers
-        last: torch.Tensor = functional_call(self._model.get_submodule(name), dict(parameters), (hidden,))
+        last: Tensor = functional_call(self._model.get_submodule(name), dict(parameters), (hidden,))
         return last
 
-    def hidden(self, layer: int) -> torch.Tensor:
+    def hidden(self, layer: int) -> Tensor:
         """Return hidden states for a layer: standard normal, the same at every call."""
         return random(f"layer {layer}", (1, self._tokens, self._config.hidden_size))
 

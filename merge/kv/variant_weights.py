@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import EMBEDDINGS, HEAD, above, decoder_layer, decoder_stacks
@@ -71,7 +72,7 @@ class VariantWeights:
                     reason = f"which a {source.architecture} has as transformers builds it"
                     raise FlexQuantError(f"{problem}, {reason}, so what it caches cannot be compared")
 
-    def load_parameters(self, layer: int) -> dict[str, torch.Tensor]:
+    def load_parameters(self, layer: int) -> dict[str, Tensor]:
         """Return every parameter of transformers' layer but the Linears' weights, float32.
 
         One that the variant lacks becomes ones: transformers can make one of several tensors. Raises
@@ -101,7 +102,7 @@ class VariantWeights:
         self,
         module: str,
         rows: Sequence[range] | None = None,
-        row_factors: torch.Tensor | None = None,
+        row_factors: Tensor | None = None,
         chunk_weights: int = CHUNK_WEIGHTS,
     ) -> ScaledMatrix:
         """Return these rows of a module's matrix, or all, times the rows' ``row_factors`` [out]."""
@@ -149,7 +150,7 @@ class VariantWeights:
         outer = {n: ref for n, ref in self.source.tensors.items() if not n.startswith(self._stack)}
         return {n: ref for n, ref in outer.items() if n.rpartition(".")[0] in names}
 
-    def load_last(self) -> dict[str, torch.Tensor]:
+    def load_last(self) -> dict[str, Tensor]:
         """Return the parameters of what runs behind the last layer by their own names, float32."""
         last = self.outside(self.skeleton.after_layers)
         return {name.rpartition(".")[2]: self._load_finite(ref) for name, ref in last.items()}
@@ -186,7 +187,7 @@ class VariantWeights:
         else:
             tensors.unread[name] = ref
 
-    def _load_finite(self, ref: TensorRef) -> torch.Tensor:
+    def _load_finite(self, ref: TensorRef) -> Tensor:
         tensor = load_tensor(ref).float()
         if not is_finite(tensor):
             problem = f"tensor '{ref.name}' of variant '{self.source.name}' holds NaN or infinite numbers"
