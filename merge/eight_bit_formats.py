@@ -155,9 +155,7 @@ def _check_not_read(folder: Path, section: JsonObject) -> None:
     cache = export.get("kv_cache_group") if isinstance(export, dict) else None
     for key, value in ({key: section.get(key) for key in NOT_READ} | {"kv_cache_group": cache}).items():
         if value:
-            advice = (
-                f"quantise the model with settings for all linears or by name ({BY_LAYER}), without its cache"
-            )
+            advice = f"quantise with settings for all linears or by name ({BY_LAYER}), and without its cache"
             problem = f"{folder} was quantised by Quark with {key} {value!r}, which is not read"
             raise FlexQuantError(f"{problem}; {advice}")
 

@@ -24,15 +24,7 @@ from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, is_sparse
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.checkpoint.model_config import SECTIONS, ConfigGroup, JsonObject
 from flexquant.checkpoint.module_names import EMBEDDINGS, LAYER
-from flexquant.checkpoint.safetensors_io import (
-    CASTS,
-    DTYPES,
-    ComputedTensor,
-    TensorRef,
-    Tensors,
-    load_tensor,
-    read_chunks,
-)
+from flexquant.checkpoint.safetensors_io import CASTS, ComputedTensor, TensorRef, Tensors, load_tensor
 from flexquant.checkpoint.schemes import PACKED_SUFFIX, QUANTISATION_PARAMETER
 from flexquant.errors import FlexQuantError
 from flexquant.merge.eight_bit_formats import BLOCK_FP8, QUARK, from_fp8, from_quark, is_fp8
@@ -156,7 +148,7 @@ def _read_when_served(tensors: dict[str, TensorRef], config: JsonObject, place: 
     for name in biases:
         own = model.name_of(name)
         of_model = own in model.shapes or f"{own.removesuffix('bias')}weight" not in model.shapes
-        if not of_model and not any(bytes(chunk).strip(b"\0") for chunk in read_chunks(kept[name])):
+        if not of_model and not bool(load_tensor(kept[name]).any()):
             del kept[name]
     return kept
 
@@ -176,7 +168,7 @@ def cast_tensors(tensors: Tensors, dtype: str) -> dict[str, TensorRef]:
         if is_scale and f"{name.rpartition('.')[0]}.weight{PACKED_SUFFIX}" not in tensors:
             continue
         if ref.dtype in (*CASTS.values(), *(["F32"] if is_scale else [])) and ref.dtype != CASTS[dtype]:
-            found[name] = _cast(ref, CASTS[dtype])
+            found[name] = _cast(ref, dtype)
     return found
 
 
@@ -198,12 +190,11 @@ def with_dtype(config: JsonObject, dtype: str) -> JsonObject:
 
 def _cast(ref: TensorRef, dtype: str) -> TensorRef:
     def compute(rows: Sequence[range] | None) -> torch.Tensor:
-        name = str(DTYPES[dtype][1])
         read = load_tensor(ref, rows)
-        cast: torch.Tensor = read.to(getattr(torch, name))
+        cast: torch.Tensor = read.to(getattr(torch, dtype))
         if not bool((cast.isfinite() == read.isfinite()).all()):
-            problem = f"tensor '{ref.name}' in {ref.file} holds numbers that {name} cannot hold"
+            problem = f"tensor '{ref.name}' in {ref.file} holds numbers that {dtype} cannot hold"
             raise FlexQuantError(f"{problem}; cast the other variants instead")
         return cast
 
-    return ComputedTensor(ref.name, dtype, ref.shape, ref.file, 0, compute, stored_dtype=ref.dtype)
+    return ComputedTensor(ref.name, CASTS[dtype], ref.shape, ref.file, 0, compute, stored_dtype=ref.dtype)

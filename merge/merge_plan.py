@@ -13,16 +13,7 @@ from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_checkpoint import match_each
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES
 from flexquant.checkpoint.model_config import count_layers
-from flexquant.checkpoint.module_names import (
-    EXPERTS,
-    HEAD,
-    LATENT_UP,
-    LAYER,
-    OF_TOKENS,
-    above,
-    decoder_stacks,
-    tower,
-)
+from flexquant.checkpoint.module_names import HEAD, LAYER, OF_TOKENS, above, decoder_stacks, holder, tower
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.checkpoint.schemes import logical_shapes
 from flexquant.errors import FlexQuantError
@@ -60,7 +51,7 @@ class MergePlan:
 
     @property
     def shared_modules(self) -> tuple[str, ...]:
-        """Modules that `_holder` allows whose tensors are all shared, e.g. ``model.layers.0.mlp.experts``.
+        """Modules that `holder` allows whose tensors are all shared, e.g. ``model.layers.0.mlp.experts``.
 
         A tower of a vision model counts as a whole.
         """
@@ -68,7 +59,7 @@ class MergePlan:
         towers = _find_towers(self.sources)
         kind = self.sources[0].architecture
         names = {name for name in _read_names(self.sources) if not drafts(name, kind, self.num_layers)}
-        holders = {name: towers.get(name) or _holder(name) for name in names}
+        holders = {name: towers.get(name) or holder(name) for name in names}
         partly = {holder for name, holder in holders.items() if name not in shared}
         modules = {holder for holder in holders.values() if holder is not None} - partly
         if not self.own_heads:
@@ -200,13 +191,3 @@ def _find_towers(sources: Sequence[Source]) -> dict[str, str]:
 def _read_names(sources: Sequence[Source]) -> set[str]:
     names, model = {name for source in sources for name in source.tensors}, _class_of(sources[0])
     return names if model is None else {name for name in names if not model.drops(name)}
-
-
-def _holder(tensor_name: str) -> str | None:
-    """Return the module of a tensor if one instance can serve all variants, else None.
-
-    In a decoder layer, only experts and the projection that expands the latent KV cache can.
-    """
-    if inside := EXPERTS.match(tensor_name) or LATENT_UP.match(tensor_name):
-        return inside[0]
-    return None if LAYER.search(tensor_name) else tensor_name.rpartition(".")[0]

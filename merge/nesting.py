@@ -257,11 +257,9 @@ def _find_pair(schemes: Mapping[str, Mapping[str, Scheme]]) -> tuple[list[str], 
         raise FlexQuantError(f"{problem}, and INT8 weights are nested in those of one variant; {advice}")
     if not eights or not fours:
         eight = "a variant in W8A8 (INT8 weights by channel, dynamic INT8 activations by token)"
-        problem = (
-            f"nothing of {', '.join(schemes)} can be nested: that takes {eight} and one with INT4 weights"
-        )
+        two = f"{eight} and one with INT4 weights and 16-bit activations"
         advice = "add what is missing, or merge without --nested"
-        raise FlexQuantError(f"{problem} and 16-bit activations; {advice}")
+        raise FlexQuantError(f"nothing of {', '.join(schemes)} can be nested: that takes {two}; {advice}")
     return eights, fours[0]
 
 

@@ -108,9 +108,7 @@ def check_draft_heads(config: JsonObject, tensors: Tensors, owner: str) -> None:
                 what = "lacks" if stored is None else f"has {list(stored)} as the shape of"
                 problem = f"{owner} {what} '{name}', or a part of it, and vLLM loads {list(shape)} there"
                 use = "for the heads that predict further tokens (MTP)"
-                advice = (
-                    "download or quantise the model again, or take a checkpoint without any of these heads"
-                )
+                advice = "download or quantise the model again, or take a checkpoint without these heads"
                 raise FlexQuantError(f"{problem} {use}; {advice}")
 
 

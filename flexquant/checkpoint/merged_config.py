@@ -21,15 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from flexquant.checkpoint.folder import read_config, wrong_key
 from flexquant.checkpoint.loadable import COMPRESSED_TENSORS
-from flexquant.checkpoint.model_config import (
-    AWQ,
-    GPTQ,
-    ConfigGroup,
-    JsonObject,
-    complete_settings,
-    count_layers,
-    integer_weights,
-)
+from flexquant.checkpoint.model_config import AWQ, GPTQ, JsonObject, count_layers, with_groups
 from flexquant.checkpoint.module_names import HEAD
 from flexquant.documents.yaml_document import read_named
 from flexquant.errors import FlexQuantError
@@ -260,7 +252,7 @@ def has_int4(config: JsonObject, model: str) -> bool:
 
     Raises FlexQuantError, which begins with ``model``, for settings of AWQ or GPTQ that are not understood.
     """
-    section = _complete(config.get("quantization_config") or {}, model)
+    section = with_groups(config.get("quantization_config") or {}, model)
     groups = section["config_groups"].values() if section.get("quant_method") in METHODS else ()
     weights = [g.get("weights") for g in groups if isinstance(g, dict) and not g.get("input_activations")]
     int4 = ("int", 4)
@@ -304,23 +296,9 @@ def as_merged(config: JsonObject, model: str) -> JsonObject:
     name, policy = PUBLISHED_INT4 if section else PUBLISHED_16_BIT
     merged = MergedConfig(
         base_architecture=architecture,
-        variants={name: StoredVariant("", _complete(section, model) if section else {}, True, False)},
+        variants={name: StoredVariant("", with_groups(section, model) if section else {}, True, False)},
         policy=yaml.safe_load(read_named(policy, "flexquant.policies", "policy")[0]),
         draft_heads=name,
     )
     own = {"architectures": [served_architecture(architecture)], "quantization_config": merged.to_json()}
     return config | own
-
-
-def _complete(section: JsonObject, place: str) -> JsonObject:
-    """Return a section with compressed-tensors' ``config_groups``, made up for AWQ and GPTQ."""
-    method = section.get("quant_method")
-    if method not in (AWQ, GPTQ):
-        groups = section.get("config_groups")
-        return {**section, "config_groups": groups if isinstance(groups, dict) else {}}
-    found = complete_settings(section, place, method)
-    symmetric = not found["zero_point"] if method == AWQ else found["sym"]
-    weights = integer_weights(found["bits"], symmetric, found["group_size"])
-    weights["actorder"] = "group" if weights["group_size"] and found.get("desc_act") else None
-    group = ConfigGroup(targets=["Linear"], weights=weights, input_activations=None)
-    return {**found, "config_groups": {"group_0": group}}

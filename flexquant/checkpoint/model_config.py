@@ -122,3 +122,17 @@ def integer_weights(bits: int, symmetric: bool, group_size: int) -> QuantizedNum
     size = group_size if group_size > 0 else None
     strategy: Literal["group", "channel"] = "group" if size else "channel"
     return {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy, "group_size": size}
+
+
+def with_groups(section: JsonObject, place: str) -> JsonObject:
+    """Return a section with compressed-tensors' ``config_groups``, made up for AWQ and GPTQ."""
+    method = section.get("quant_method")
+    if method not in (AWQ, GPTQ):
+        groups = section.get("config_groups")
+        return {**section, "config_groups": groups if isinstance(groups, dict) else {}}
+    found = complete_settings(section, place, method)
+    symmetric = not found["zero_point"] if method == AWQ else found["sym"]
+    weights = integer_weights(found["bits"], symmetric, found["group_size"])
+    weights["actorder"] = "group" if weights["group_size"] and found.get("desc_act") else None
+    group = ConfigGroup(targets=["Linear"], weights=weights, input_activations=None)
+    return {**found, "config_groups": {"group_0": group}}

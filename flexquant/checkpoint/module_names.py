@@ -119,3 +119,13 @@ def describe_range(run: range) -> str:
 def describe_ranges(numbers: Iterable[int]) -> str:
     """Return e.g. ``0-3,29``."""
     return ",".join(map(describe_range, ranges(numbers)))
+
+
+def holder(tensor: str) -> str | None:
+    """Return the module of a tensor if one instance can serve all variants, else None.
+
+    In a decoder layer, only experts and the projection that expands the latent KV cache can.
+    """
+    if inside := EXPERTS.match(tensor) or LATENT_UP.match(tensor):
+        return inside[0]
+    return None if LAYER.search(tensor) else tensor.rpartition(".")[0]

@@ -132,18 +132,14 @@ def add_effort(add: Callable[..., object], measured: str) -> None:
 
 def add_variants(add: Callable[..., object]) -> None:
     """Add the option of the variants that :func:`flexquant.tuning.candidates.find_variants` finds."""
-    text = (
-        "comma-separated variants to choose among, or policies of one variant such as w4a8 (default: "
-        "all variants of the checkpoint; if it has one alone, INT8 computed from it too)"
-    )
+    text = "comma-separated variants to choose among, or policies of one variant such as w4a8 (default: "
+    text += "all variants of the checkpoint; if it has one alone, INT8 computed from it too)"
     add("--variants", type=parse_names, metavar="NAMES", help=text)
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
-    text = (
-        "cast what is in 16 bit, and scales of packed weights, to this dtype; vLLM casts what else "
-        "is in 32 bit (default: as it is)"
-    )
+    text = "cast what is in 16 bit, and scales of packed weights, to this dtype; vLLM casts what else "
+    text += "is in 32 bit (default: as it is)"
     parser.add_argument("--dtype", choices=tuple(CASTS), help=text)
 
 
@@ -189,9 +185,8 @@ def study_of(args: argparse.Namespace, settings: Settings | None = None) -> Stud
     from flexquant.layers.sensitivity import Study
     from flexquant.tuning.candidates import find_variants
 
-    settings = settings or Settings(
-        (args.batch_size,), args.samples, args.prompt_tokens, args.tokens, args.seed
-    )
+    rows = args.samples, args.prompt_tokens, args.tokens, args.seed
+    settings = settings or Settings((args.batch_size,), *rows)
     subject = Subject(args.folder)
     variants = find_variants(subject.checkpoint.merged, args.variants)
     return Study(subject, variants, args.text, args.reference, settings)

@@ -13,13 +13,7 @@ from flexquant.checkpoint.folder import recipe_name
 from flexquant.checkpoint.measured_loss import loss_lines, read_losses
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject, count_layers
-from flexquant.checkpoint.weight_bytes import (
-    BytesByRange,
-    describe_bytes,
-    format_bytes,
-    format_report,
-    report_checkpoint,
-)
+from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes, format_report, report_checkpoint
 from flexquant.cli._arguments import add_dtype, add_shard_size, parse_folders, pick, progress_bar
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
@@ -54,10 +48,8 @@ def convert(args: argparse.Namespace) -> JsonObject:
 def configure_merge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("variants", nargs="+", metavar="NAME=DIR", help="a variant's name and its checkpoint")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
-    text = (
-        "policy to store as the default, a built-in name or a YAML file (default: none; serving then "
-        "uses its built-in default)"
-    )
+    text = "policy to store as the default, a built-in name or a YAML file (default: none; serving then "
+    text += "uses its built-in default)"
     parser.add_argument("--policy", metavar="NAME|FILE", help=text)
     parts = {
         "config": "config",
@@ -69,20 +61,16 @@ def configure_merge(parser: argparse.ArgumentParser) -> None:
         text = f"variant whose {part} the merged model gets (default: they must not differ)"
         parser.add_argument(f"--{what}-from", metavar="NAME", help=text)
     add_dtype(parser)
-    for option, mode, text in (
+    for option, mode, missed in (
         ("--nested", "near", "take the nearest integer where it does not reach"),
         ("--nested-exact", "exact", "refuse variants with an integer out of reach"),
     ):
-        text = (
-            "store 4 bits for each INT8 weight of W8A8, its difference to INT4's, store whole the 1/128 "
-            f"that this misses by most, and {text}"
-        )
+        text = "store 4 bits for each INT8 weight of W8A8, its difference to INT4's, store whole the 1/128 "
+        text += f"that this misses by most, and {missed}"
         parser.add_argument(option, dest="nested", action="store_const", const=mode, help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
-    text = (
-        "merge even though the variants' KV caches are not interchangeable (for experiments); a server "
-        "takes policies of several variants with its option allow_incompatible_kv alone"
-    )
+    text = "merge even though the variants' KV caches are not interchangeable (for experiments); a server "
+    text += "takes policies of several variants with its option allow_incompatible_kv alone"
     parser.add_argument("--allow-incompatible-kv", action="store_true", help=text)
     add_shard_size(parser)
 
@@ -132,7 +120,7 @@ def inspect(args: argparse.Namespace) -> JsonObject:
     recorded = checkpoint.provenance
     missed = recorded.changed_integers, recorded.added_noise
     report = report_checkpoint(merged, layers, checkpoint.tensors, *missed)
-    loaded: BytesByRange = {}
+    loaded: JsonObject = {}
     try:
         policy = choose_policy(None, merged.policy)
         mixing = merged.mixable_groups, merged.nested

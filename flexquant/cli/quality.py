@@ -34,10 +34,8 @@ def configure_eval(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
     add = parser.add_argument
     add_subject(parser)
-    text = (
-        "comma-separated variants, built-in policies, policy files, 'stored' for the checkpoint's own "
-        "(default: every variant, and the checkpoint's default policy)"
-    )
+    text = "comma-separated variants, built-in policies, policy files, 'stored' for the checkpoint's own "
+    text += "(default: every variant, and the checkpoint's default policy)"
     add("--policies", type=parse_names, metavar="NAMES", help=text)
     sizes, text = (
         ",".join(map(str, defaults.batch_sizes)),
@@ -129,9 +127,7 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
     text = "e.g. 0.1: 10 %% slower than the fastest variant"
     budget.add_argument("--max-slowdown", type=parse_number, metavar="X", help=text)
     budget.add_argument("--layers", type=parse_count, metavar="N", help="number of layers to raise")
-    sequences = (
-        "sequences in the decode pass whose time counts; passes with --batch-size sequences are scored"
-    )
+    sequences = "sequences in the decode pass whose time counts; passes with --batch-size ones are scored"
     add_counts(parser, {"--sequences": (1, sequences)})
 
 
@@ -151,12 +147,7 @@ def search(args: argparse.Namespace) -> JsonObject:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.checkpoint.output import write_text
     from flexquant.evaluation.report import writable_folder
-    from flexquant.layers.report import (
-        draw_search,
-        format_search_table,
-        policy_text,
-        searched_policy_document,
-    )
+    from flexquant.layers import report
     from flexquant.layers.searching import Budget, Search
     from flexquant.policy.plans import describe_layers
     from flexquant.policy.rules import choose_policy
@@ -170,11 +161,11 @@ def search(args: argparse.Namespace) -> JsonObject:
     searching = Search(study, base.measured, budget, args.sequences)
     with writable_folder(args.output, "--output") as folder:
         found = searching.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
-    document = searched_policy_document(base, found, dict(study.variants), budget, args.sequences)
-    table = format_search_table(found)
+    document = report.searched_policy_document(base, found, dict(study.variants), budget, args.sequences)
+    table = report.format_search_table(found)
     print(table)
-    for name, text in (("searched.yaml", policy_text(document, found)), ("searched.md", table + "\n")):
+    for name, text in (("searched.yaml", report.policy_text(document, found)), ("searched.md", table + "\n")):
         write_text(folder / name, text)
     print(f"chosen: {describe_layers(found.chosen.layers)}; wrote {folder / 'searched.yaml'}")
-    save_plot(folder / "searched.png", partial(draw_search, found))
+    save_plot(folder / "searched.png", partial(report.draw_search, found))
     return document

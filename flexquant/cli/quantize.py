@@ -39,10 +39,8 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, metavar="DIR", help="merged checkpoint to write")
     add("--variants-folder", metavar="DIR", help="where the variants stay (default: DIR-variants)")
     add("--policy", metavar="NAME|FILE", help="policy to store as the default (default: the recipe's)")
-    text = (
-        "store W8A8 as what INT4 lacks for it, as 'flexquant merge --nested' does, and measure what "
-        "it lost so"
-    )
+    text = "store W8A8 as what INT4 lacks for it, as 'flexquant merge --nested' does, and measure what "
+    text += "it lost so"
     add("--nested", action="store_true", help=text)
     add("--overwrite", action="store_true", help="replace existing folders that other inputs made")
     _add_recipe(parser)
@@ -51,23 +49,17 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = (
-        f"how each variant is made: {', '.join(builtin_recipes())}, or a YAML file (default: "
-        f"{DEFAULT_RECIPE})"
-    )
+    text = f"how each variant is made: {', '.join(builtin_recipes())}, or a YAML file (default: "
+    text += f"{DEFAULT_RECIPE})"
     add("--recipe", default=DEFAULT_RECIPE, metavar="NAME|FILE", help=text)
-    text = (
-        "text or .jsonl file, folder of them, dataset id, or 'self': text of which the model writes "
-        "half (default: the recipe's; built-in recipes: self)"
-    )
+    text = "text or .jsonl file, folder of them, dataset id, or 'self': text of which the model writes "
+    text += "half (default: the recipe's; built-in recipes: self)"
     add("--calibration", metavar="FILE|DIR|DATASET|self", help=text)
     add("--samples", type=int, metavar="N", help="calibration samples (default: the recipe's)")
     add("--length", type=int, metavar="N", help="tokens in a sample (default: the recipe's)")
     add("--seed", type=parse_seed, metavar="N", help="seed of the samples (default: the recipe's)")
-    text = (
-        "growth of the perplexity (or 100 times the KL divergence), on any kind of text, above which a "
-        f"variant is said to lose too much (default: {100 * MAX_LOSS:g})"
-    )
+    text = "growth of the perplexity (or 100 times the KL divergence), on any kind of text, above which a "
+    text += f"variant is said to lose too much (default: {100 * MAX_LOSS:g})"
     add("--max-loss", type=parse_number, default=100 * MAX_LOSS, metavar="PERCENT", help=text)
     text = "also show the progress bars, logs and warnings of llmcompressor"
     add("--verbose", action="store_true", help=text)

@@ -127,10 +127,8 @@ def examine_memory(
     if tokens >= longest and weights + asked <= free:
         yield Finding("ok", "memory", text, details)
         return
-    advice = (
-        ": too little; free memory, lower --max-model-len, or raise --gpu-memory-utilization "
-        "(VLLM_CPU_KVCACHE_SPACE on a CPU), or take a policy of fewer variants"
-    )
+    advice = ": too little; free memory, lower --max-model-len, or raise --gpu-memory-utilization "
+    advice += "(VLLM_CPU_KVCACHE_SPACE on a CPU), or take a policy of fewer variants"
     yield Finding("problem", "memory", text + advice, details)
 
 

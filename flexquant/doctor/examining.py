@@ -188,10 +188,8 @@ def _graphs(vllm_config: VllmConfig, model: FlexQuantForCausalLM) -> Finding:
     in_pieces = sizes if mode.has_piecewise_cudagraphs() else []
     pieces = sum(len(model.routes.reachable(size)) for size in in_pieces)
     whole = len(sizes) if mode.has_full_cudagraphs() else 0
-    text = (
-        f"{mode.name}, {len(sizes)} sizes of {min(sizes)} to {max(sizes)} tokens: {pieces} captures in "
-        f"pieces (sizes x plans) and up to {whole} of whole passes; their memory is logged at the start"
-    )
+    text = f"{mode.name}, {len(sizes)} sizes of {min(sizes)} to {max(sizes)} tokens: {pieces} captures in "
+    text += f"pieces (sizes x plans) and up to {whole} of whole passes; their memory is logged at the start"
     details = {"mode": mode.name, "sizes": sizes, "pieces": pieces, "whole": whole}
     return Finding("ok", "graphs", text, details)
 

@@ -156,9 +156,7 @@ class LayerComparison:
             self._refuse(f"'{name}' is not equal in both, and {problem} is not known")
         for name in unequal(a.parameters, b.parameters) if self._skeleton.stands_in else ():
             stored = (b.parameters.get(name) or a.parameters[name]).name
-            unknown = (
-                "what the model does with it is not known, since the installed transformers cannot build it"
-            )
+            unknown = "what the model does with it is unknown, as the installed transformers cannot build it"
             advice = "update transformers, or quantise without moving scales into the norms"
             self._refuse(f"'{stored}' is not equal in both, and {unknown}; {advice}")
         both = list(zip(self._weights, self._tensors, strict=True))

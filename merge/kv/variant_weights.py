@@ -221,9 +221,7 @@ def _decoder_stack(source: Source) -> str:
     if len(stacks) != 1:
         found = f"found {', '.join(sorted(stacks))}" if stacks else "found none"
         tensors = "tensors named '<stack>layers.<number>.self_attn.*'"
-        problem = (
-            f"variant '{source.name}' should have one stack of decoder layers with {tensors}, but {found}"
-        )
+        problem = f"variant '{source.name}' should have one stack of decoder layers, {tensors}, but {found}"
         raise FlexQuantError(f"{problem}; this architecture's KV cache cannot be compared")
     return stacks.pop()
 
