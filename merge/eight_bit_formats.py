@@ -111,11 +111,7 @@ def _renamed(name: str) -> str:
 
 
 def from_quark(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
-    """Read Quark's INT8; no number changes.
-
-    Raises FlexQuantError for settings that vLLM does not serve, a missing scale, and a zero point beside
-    symmetric numbers.
-    """
+    """Read Quark's INT8; raise FlexQuantError for unserved settings, missing scales and zero points."""
     _check_not_read(folder, section)
     int8 = (name for name, ref in tensors.items() if name.endswith(".weight") and ref.dtype == "I8")
     if not (quantised := sorted(name.removesuffix(".weight") for name in int8)):

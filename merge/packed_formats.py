@@ -194,11 +194,7 @@ def _bits_and_size(folder: Path, settings: JsonObject, method: str) -> tuple[int
 
 
 def from_packed_format(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
-    """Read AWQ, GPTQ and AutoRound's exports in these; quantised values do not change.
-
-    Raises FlexQuantError for settings that compressed-tensors cannot hold, and for tensors that do not fit
-    them.
-    """
+    """Read AWQ, GPTQ and AutoRound's exports in these; raise FlexQuantError for what does not fit."""
     base = read_settings(folder, section)
     names = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
     if not names:

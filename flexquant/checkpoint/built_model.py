@@ -65,10 +65,7 @@ def written_or_default(config: JsonObject, key: str) -> object:
 
 
 def build_model(kind: Any, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """Return a new model from a config of :func:`build_config`; raise whatever its class raises.
-
-    ``kind`` is one of transformers' AutoModel classes, which gets the ``options``.
-    """
+    """Return a new model of ``kind``, an AutoModel class that gets the ``options``; raise as that does."""
     with nothing_fetched():
         model: PreTrainedModel = kind.from_config(config, trust_remote_code=False, **options)
         return model
@@ -97,10 +94,7 @@ def _inert(value: Any) -> Any:
 
 
 def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
-    """Return a config with transformers' defaults filled in; None for a model that it does not know.
-
-    Raises FlexQuantError, which begins with ``place``, for one that it refuses. So do the functions below.
-    """
+    """Return a config with transformers' defaults, or None; raise FlexQuantError if it is refused."""
     from transformers import CONFIG_MAPPING
 
     model_type = config.get("model_type")

@@ -126,10 +126,7 @@ def check_folder(folder: Path) -> None:
 
 
 def confined_file(folder: Path, name: str) -> Path:
-    """Return the path of the file ``name`` in ``folder``.
-
-    Raises FlexQuantError for a missing file, no plain file, one outside the folder, and a git-lfs pointer.
-    """
+    """Return the path of a plain file in ``folder``; raise FlexQuantError for anything else."""
     path = folder / name
     try:
         target, root = path.resolve(), folder.resolve()

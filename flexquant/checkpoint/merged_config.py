@@ -248,10 +248,7 @@ def read_merged_config(folder: Path) -> tuple[MergedConfig, int]:
 
 
 def has_int4(config: JsonObject, model: str) -> bool:
-    """Whether a published checkpoint's config tells of INT4 weights with 16-bit activations.
-
-    Raises FlexQuantError, which begins with ``model``, for settings of AWQ or GPTQ that are not understood.
-    """
+    """Whether a config tells of INT4 weights alone; raise FlexQuantError for settings that are not clear."""
     section = with_groups(config.get("quantization_config") or {}, model)
     groups = section["config_groups"].values() if section.get("quant_method") in METHODS else ()
     weights = [g.get("weights") for g in groups if isinstance(g, dict) and not g.get("input_activations")]

@@ -64,10 +64,7 @@ def is_in(name: str, layers: Collection[int]) -> bool:
 
 
 def decoder_stacks(tensors: Iterable[str]) -> set[str]:
-    """Return what precedes the number in names of decoder layers' tensors, e.g. ``model.layers.``.
-
-    A stack counts if one of its layers holds attention; others may hold a state instead.
-    """
+    """Return what precedes the number of layers, e.g. ``model.layers.``, in stacks that have attention."""
     inside = (decoder_layer(name) for name in tensors if ATTENTION.search(name))
     return {match["stack"] for match in inside if match and match["stack"][:-1].endswith(STACKS)}
 
@@ -78,10 +75,7 @@ def above(stack: str) -> str:
 
 
 def tower(tensor: str, roots: Collection[str]) -> str | None:
-    """Return the module beside the language model that holds a tensor, e.g. ``model.vision_model``; or None.
-
-    The language model's own tensors are those below ``roots``, and its lm_head.
-    """
+    """Return the module that holds a tensor beside the language model (``roots``, lm_head), if any."""
     if tensor.startswith(tuple(roots)) or HEAD.search(tensor):
         return None
     found = TOP.match(tensor)

@@ -41,10 +41,7 @@ ABANDONED = 86_400
 
 
 def remove_leftovers(output: Path) -> None:
-    """Remove killed processes' leftovers beside ``output``; a folder that one had moved away comes back.
-
-    Raises FlexQuantError if something else has taken its place.
-    """
+    """Remove killed processes' leftovers; raise FlexQuantError if a moved folder cannot come back."""
     target = _resolved(output)
     with _explained(output):
         old = _beside(target, OLD)

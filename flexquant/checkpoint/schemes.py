@@ -96,10 +96,7 @@ def _rotates_inputs(name: str, tensors: Tensors) -> bool:
 
 
 def unpacked_shape(packed: TensorRef, stored: TensorRef | None) -> tuple[int, ...]:
-    """Return the shape of the parameter that ``packed`` holds, stored in ``stored``.
-
-    Raises FlexQuantError if that is missing, or does not fit.
-    """
+    """Return the shape in ``stored`` of what ``packed`` holds; raise FlexQuantError if it does not fit."""
     if stored is None and packed.dtype == "U8" and packed.shape:  # FP4 formats: two values a byte
         return (*packed.shape[:-1], packed.shape[-1] * 2)
     if stored is None:
@@ -152,10 +149,7 @@ class LinearSchemes:
         return str(getattr(scheme.format, "value", scheme.format) or self._config.format)
 
     def of(self, module: str) -> QuantizationScheme | None:
-        """Return the scheme of the layer that vLLM makes of a linear; None if it is left in 16 bits.
-
-        Raises FlexQuantError if only some of the layer's linears are left out.
-        """
+        """Return the scheme of a linear's layer in vLLM, or None; raise FlexQuantError if it has two."""
         layer = layer_of(module)
         parts = self.layers.get(layer, ())
         if len(parts) < 2 or EXPERTS.match(module):

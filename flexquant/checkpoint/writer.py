@@ -181,10 +181,7 @@ def _lay_out(file: str, tensors: Tensors) -> Shard:
 
 
 def _copy(ref: TensorRef, path: Path, offset: int, stopped: Event) -> str:
-    """Copy a tensor's bytes, finite numbers all, to ``offset`` of an existing file; return their SHA-256.
-
-    Once ``stopped`` is set the copy ends early, and the result is wrong.
-    """
+    """Copy finite numbers to ``offset`` of a file, until ``stopped`` is set; return their SHA-256."""
     digest, position = hashlib.sha256(), offset
     fd = os.open(path, os.O_WRONLY)
     try:

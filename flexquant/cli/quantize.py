@@ -134,10 +134,7 @@ def _how(args: argparse.Namespace, number_of_stages: int) -> JsonObject:
 def _print_variants(
     variants: Sequence[QuantizedVariant], max_loss: float, nested: Mapping[str, LossByKind] | None = None
 ) -> None:
-    """Print a line for each variant and each search that its recipe made, and what all variants lost.
-
-    A loss above ``max_loss`` percent is said to be too much; ``nested`` is what nested variants lost.
-    """
+    """Print each variant, and what all lost, nested or not; above ``max_loss`` percent is too much."""
     for v in variants:
         took = "kept from an earlier run" if v.kept else f"{v.seconds:.0f} s"
         group = f", groups of {v.group_size}" if v.group_size else ""

@@ -83,10 +83,7 @@ def from_data(data: object, source: str, kind: str) -> Document:
 
 
 def from_yaml(text: bytes, source: str, kind: str, keys: Sequence[str]) -> Document:
-    """Parse YAML; raise :class:`FlexQuantError` for bad syntax, duplicate keys, an empty and a large file.
-
-    ``keys`` are the keys that the message for an empty file asks for.
-    """
+    """Parse YAML; raise FlexQuantError for bad syntax, duplicate keys, and large and empty files."""
     if len(text) > MAX_BYTES:
         raise FlexQuantError(f"{source}: the {kind} has {len(text)} bytes; write one of at most {MAX_BYTES}")
     try:
@@ -109,10 +106,7 @@ def from_yaml(text: bytes, source: str, kind: str, keys: Sequence[str]) -> Docum
 
 
 class _DatesAsText(yaml.SafeLoader):
-    """Loads dates as text, as JSON does.
-
-    lm-format-enforcer, which vLLM can import, changes how :class:`yaml.SafeLoader` itself constructs dates.
-    """
+    """Loads dates as text, as JSON does; lm-format-enforcer changes how yaml.SafeLoader itself does."""
 
     yaml_constructors = {
         **yaml.SafeLoader.yaml_constructors,

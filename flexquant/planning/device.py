@@ -228,10 +228,7 @@ def builtin_devices() -> list[str]:
 
 
 def load_device(name_or_path: str) -> Device:
-    """Load a built-in device by name, or a device file by path.
-
-    Raises :class:`FlexQuantError` for an unknown name, an unreadable file, and a missing or absurd number.
-    """
+    """Load a device by name or path; raise FlexQuantError for an unknown name, missing and absurd numbers."""
     document = load_document(name_or_path, PACKAGE, "device", ("schema", "memory_gb_per_s"))
     return parse_device(document, name_or_path)
 

@@ -207,10 +207,7 @@ class PlannedModel:
 
     @classmethod
     def read(cls, model: str) -> PlannedModel:
-        """Read the ``config.json`` of a folder or of a Hugging Face id, and nothing else.
-
-        Raises FlexQuantError for a folder without one, and a model that cannot be built.
-        """
+        """Read the ``config.json`` of a folder or id; raise FlexQuantError if no model is built by it."""
         folder = find_model(model, (CONFIG_FILE,))
         check_folder(folder)
         whole = read_json(confined_file(folder, CONFIG_FILE))

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Judge whether two matrices differ by quantisation noise only.
-
-The bounds follow from the variance of rounding that `dequantize` predicts; BOUNDS.md says how they were
-found.
+"""Judge whether two matrices differ by quantisation noise only; BOUNDS.md says how the bounds were found.
 
 Every row that writes the KV cache is compared. What is to be found in the other matrices and the embeddings
 (another basis, moved scales, other weights) changes every row. So their rows form blocks of 16, and of every
 k blocks one is compared, in k consecutive layers each. k is at most 16, and 1 for up to 255 rows: with 128
-rows the gain of a column is known to 2 % for INT4, and the median over all columns much better.
-
-A difference is always found if it changes every row or column, more than 16 (k - 1) consecutive rows, or the
-same rows in k consecutive layers; one in m rows anywhere with a probability of 1 - (1 - 1/k)^m.
+rows the gain of a column is known to 2 % for INT4, and the median over all columns much better. A difference
+is always found if it changes every row or column, more than 16 (k - 1) consecutive rows, or the same rows in
+k consecutive layers; one in m rows anywhere with a probability of 1 - (1 - 1/k)^m.
 """
 
 from __future__ import annotations

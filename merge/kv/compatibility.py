@@ -2,10 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Decide whether variants can share one KV cache, and whether one plan can mix their layers.
 
-A variant reads cache entries that another variant wrote, so every layer must compute the same K and V, or the
-same state, up to quantisation noise. Folding a norm (SmoothQuant) keeps K and V; scaling them (AWQ's v -> o
-smoothing) or rotating them (SpinQuant's R2 and R3) does not, and each model is then silently wrong on the
-other's cache.
+A variant reads cache entries that another one wrote, so every layer must compute the same K and V, or the
+same state, up to quantisation noise. Folding a norm (SmoothQuant) keeps them; scaling (AWQ's v -> o
+smoothing) or rotating K and V (SpinQuant's R2 and R3) does not.
 
 These forbid a shared cache: a difference in a row that reaches the cache, a parameter, a 16-bit matrix or a
 module outside of the layers; another matrix that differs by more than quantisation ever explains; columns

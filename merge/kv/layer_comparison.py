@@ -4,11 +4,10 @@
 
 Everything but the matrices runs in float32 in transformers' own code, with the parameters of either variant.
 The matrices return the same answers in both, so what the layer caches and returns has to be equal, up to the
-rounding of parameters to their dtype. A matrix's input has to be equal too, up to a factor for each column,
-since a fold (SmoothQuant) moves factors from the module before into the columns. With these multiplied out,
-two matrices may differ by quantisation noise only. If rows have factors of their own (a fold from up_proj
-into down_proj), its answers are multiplied by them, provided that they cancel further on. Routed experts are
-compared by tensor name, since transformers fuses their matrices.
+rounding of parameters. A matrix's input has to be equal up to a factor for each column, which a fold
+(SmoothQuant) moves there. With these multiplied out, matrices may differ by quantisation noise only. If rows
+have factors (a fold from up_proj into down_proj), answers are multiplied by them, provided that they cancel
+further on. Routed experts are compared by tensor name, since transformers fuses their matrices.
 """
 
 from __future__ import annotations
@@ -79,10 +78,7 @@ RowsCached = dict[object, Cached]
 
 
 def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: Tensor | None) -> bool:
-    """Whether two tensors [experts, out, in] or [experts, in, out] are equal but for ``factors`` [in].
-
-    Without factors, or if all are 1, the bytes have to be equal.
-    """
+    """Whether [experts, ., .] are equal but for ``factors`` [in]; without them (or all 1) to the byte."""
     if factors is None or bool(((factors - 1).abs() < ARITHMETIC).all()):
         return same_bytes(a, b)
     if a.shape != b.shape or not {a.dtype, b.dtype} <= FLOAT_DTYPES.keys() or len(factors) not in a.shape[1:]:
