@@ -247,12 +247,11 @@ def test_latencies_relate_as_measured(
                 by_subject[subject] = getattr(outcomes[name].loads[load.requests], metric) / found
             off = max(by_subject.values()) / min(by_subject.values())
             assert off < 1.35, (load, metric, by_subject)
-        seconds = {
-            subject: median(
-                r["mean_ttft_ms"] + (load.output - 1) * r["mean_tpot_ms"] for r in measured[subject].values()
-            )
-            for subject in names
-        }
+
+        def request(result: Mapping[str, float], output: int = load.output) -> float:
+            return result["mean_ttft_ms"] + (output - 1) * result["mean_tpot_ms"]
+
+        seconds = {subject: median(map(request, measured[subject].values())) for subject in names}
         predicted = {subject: outcomes[name].seconds for subject, name in names.items()}
         saved, expected = (
             1 - of["flexquant:phase-batch"] / min(of["w8a8"], of["w4a16"]) for of in (seconds, predicted)
@@ -321,10 +320,7 @@ def test_the_choice_and_why(seconds: tuple[float | None, ...], choice: str | Non
     [
         (INT4_TWICE, "prompts compute in W4A8 and answers in W4A16, of whose INT4 weights"),
         (NESTED, "in memory with INT8's differences from them"),
-        (
-            FROM_16_BIT,
-            "prompts compute in 8 bit, with weights rounded from the 16-bit ones that answers read",
-        ),
+        (FROM_16_BIT, "prompts compute in 8 bit, from the 16-bit weights that answers read"),
     ],
 )
 def test_each_way_may_be_the_choice(name: str, text: str) -> None:

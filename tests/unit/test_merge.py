@@ -94,9 +94,8 @@ def test_shards_hold_one_group_each_and_the_index_is_sorted(sources, tmp_path):
     weight_map = index["weight_map"]
     assert list(weight_map) == sorted(weight_map)
     shards = sorted(output.glob("*.safetensors"))
-    assert [f.name for f in shards] == [
-        f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))
-    ]
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    assert [f.name for f in shards] == names
     groups, total = [], 0
     for shard in shards:
         with safe_open(shard, "pt") as f:
@@ -117,13 +116,9 @@ def test_every_tensor_lies_where_a_reader_can_map_it(tmp_path):
     for length in range(1, 9):
         folder = tmp_path / str(length)
         folder.mkdir()
-        state = {
-            f"{'a' * length}.mask": torch.ones(3, dtype=torch.bool),
-            "b.weight": torch.ones(5, dtype=torch.int8),
-            "c.scale": torch.ones(3, dtype=torch.bfloat16),
-            "d.packed": torch.ones(3, dtype=torch.int32),
-            "e.shape": torch.ones(1, dtype=torch.int64),
-        }
+        dtypes = {f"{'a' * length}.mask": (3, torch.bool), "b.weight": (5, torch.int8)}
+        dtypes |= {"c.scale": (3, torch.bfloat16), "d.packed": (3, torch.int32), "e.shape": (1, torch.int64)}
+        state = {name: torch.ones(size, dtype=dtype) for name, (size, dtype) in dtypes.items()}
         save_file(state, folder / "source.safetensors")
         shards = plan_shards([read_header(folder / "source.safetensors")], 1 << 30)
         with writing_shards(folder, shards) as finish:
@@ -184,9 +179,8 @@ def test_incompatible_kv_caches_are_refused_or_recorded(tmp_path):
 def test_what_only_python_reads_as_json_is_not_written_on(tmp_path, name, number, told):
     source = make_checkpoint(tmp_path / "w8a8", scheme="w8a8")
     text = (source / name).read_text() if (source / name).exists() else "{\n}"
-    (source / name).write_text(
-        text.replace("{", f'{{"layer_scales": [0.0, {number}], ', 1).replace(", \n}", "}")
-    )
+    text = text.replace("{", f'{{"layer_scales": [0.0, {number}], ', 1).replace(", \n}", "}")
+    (source / name).write_text(text)
     with refused(f"{name} is not valid JSON: {told} is no number in JSON"):
         merge_checkpoints({"w8a8": source}, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
@@ -247,9 +241,8 @@ def test_command_line(sources, tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     result = json.loads(printed[-1])
     assert result["output"] == output and set(result["variants"]) == {"w8a8", "w4a16"}
-    assert (
-        result["variants"]["w8a8"]["bits_per_parameter"] > result["variants"]["w4a16"]["bits_per_parameter"]
-    )
+    bits = {name: variant["bits_per_parameter"] for name, variant in result["variants"].items()}
+    assert bits["w8a8"] > bits["w4a16"]
     assert main(["inspect", output]) == 0
     assert "int4 weights (group 64), 16-bit activations" in capsys.readouterr().out
     assert main(argv) == 1

@@ -41,17 +41,15 @@ def of_llama(**options: object) -> Callable[[Path], Path]:
 
 def with_indices(folder: Path) -> Path:
     make_checkpoint(folder, scheme="w4a16")
-    tensors = load_file(folder / "model.safetensors")
-    tensors[f"{LINEAR}.weight_g_idx"] = torch.arange(256, dtype=torch.int32).flip(0) // 64
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    indices = torch.arange(256, dtype=torch.int32).flip(0) // 64
+    edits.tensors(lambda state: state.update({f"{LINEAR}.weight_g_idx": indices}))(folder)
     return folder
 
 
 def with_scales_in_32_bit(folder: Path) -> Path:
     make_checkpoint(folder, scheme="w4a16")
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {name: x.float() for name, x in tensors.items() if name.endswith(".weight_scale")}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    of_scale = ".weight_scale"
+    edits.tensors(lambda s: s.update({k: x.float() for k, x in s.items() if k.endswith(of_scale)}))(folder)
     return folder
 
 
@@ -60,10 +58,12 @@ def with_static_activations(folder: Path) -> Path:
     groups = config_of(folder)["quantization_config"]["config_groups"]
     groups["group_0"]["input_activations"] |= {"dynamic": False, "strategy": "tensor", "observer": "minmax"}
     edits.section(config_groups=groups)(folder)
-    tensors = load_file(folder / "model.safetensors")
-    modules = [name.removesuffix("_scale") for name in tensors if name.endswith(".weight_scale")]
-    tensors |= {f"{m.removesuffix('.weight')}.input_scale": torch.ones(1) for m in modules}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def add(state: dict[str, torch.Tensor]) -> None:
+        modules = [name.removesuffix(".weight_scale") for name in state if name.endswith(".weight_scale")]
+        state.update({f"{module}.input_scale": torch.ones(1) for module in modules})
+
+    edits.tensors(add)(folder)
     return folder
 
 
@@ -145,9 +145,7 @@ def test_what_cannot_be_nested_is_refused_and_the_output_stays(tmp_path, made, p
     with refused(problem):
         merge_checkpoints(sources, output, nested="near", overwrite=True)
     assert sorted(tmp_path.iterdir()) == before
-    assert [(p.name, p.read_text()) for p in output.iterdir()] == [
-        ("config.json", '{"of": "an earlier merge"}')
-    ]
+    assert {p.name: p.read_text() for p in output.iterdir()} == {"config.json": '{"of": "an earlier merge"}'}
 
 
 PARTS = [f"w8a8 weight_{part}" for part in ("difference", "exception", "exception_input")]
@@ -158,23 +156,19 @@ PARTS += ["w4a16 weight_packed", "w4a16 weight_scale"]
 def test_a_flipped_bit_of_what_a_weight_is_computed_from_is_found(nested_pair, merged, tmp_path, part):
     variant, name = part.split()
     flip_a_byte(merged, f"{variant}.{LINEAR}.{name}")
-    for read in (
-        lambda: verify_checkpoint(merged),
-        lambda: split_checkpoint(merged, "w8a8", tmp_path / "split"),
-    ):
+    split = tmp_path / "split"
+    for read in (lambda: verify_checkpoint(merged), lambda: split_checkpoint(merged, "w8a8", split)):
         with refused(rf"{variant}\.{LINEAR}\.{name}"):
             read()
-    assert not (tmp_path / "split").exists()
+    assert not split.exists()
     with refused(rf"1 of .*\({LINEAR}\.weight in "):
         verify_checkpoint(merged, {"w8a8": nested_pair["w8a8"]})
 
 
 def test_verify_compares_with_the_sources(nested_pair, merged, tmp_path):
     found = verify_checkpoint(merged, nested_pair)
-    assert found["tensors_compared_with"] == {
-        n: len(read_tensors(folder)) for n, folder in nested_pair.items()
-    }
-    assert found["nested"] == ["w8a8"]
+    counts = {name: len(read_tensors(folder)) for name, folder in nested_pair.items()}
+    assert found["tensors_compared_with"] == counts and found["nested"] == ["w8a8"]
     other = make_checkpoint(tmp_path / "other", scheme="w8a8", transform=in_float32(smooth_norms(low=0.9)))
     with refused("tensors in .* differ from"):
         verify_checkpoint(merged, {"w8a8": other})
@@ -280,9 +274,8 @@ def test_a_scale_that_both_had_is_stored_once_for_each(tmp_path):
     sources = {"w8a8": eight, "w4a16": four}
     merge_checkpoints(sources, tmp_path / "merged", nested="near")
     keys = read_tensors(tmp_path / "merged").keys()
-    assert {f"{name}.{LINEAR}.weight_scale" for name in (*sources, "shared")} - keys == {
-        f"shared.{LINEAR}.weight_scale"
-    }
+    scale = f"{LINEAR}.weight_scale"
+    assert {f"{name}.{scale}" for name in (*sources, "shared")} - keys == {f"shared.{scale}"}
     verify_checkpoint(tmp_path / "merged", sources)
     split_checkpoint(tmp_path / "merged", "w4a16", tmp_path / "split")
     assert_equal(load_file(tmp_path / "split" / "model.safetensors"), stored)

@@ -28,6 +28,7 @@ GONE = object()
 SECTION = "quantization_config"
 W8A8 = "variants.w8a8"
 MIXABLE = "has mixable .* each of w8a8, w4a16 once"
+MLP = "model.layers.0.mlp"
 SETTINGS = f"{W8A8}.quantization_config"
 
 
@@ -127,12 +128,7 @@ def test_variants_share_a_cache_as_far_as_the_merge_compared_them(
 @pytest.mark.parametrize(
     ("file", "path", "value", "problem"),
     [
-        (
-            "config.json",
-            f"{SECTION}.shared_modules",
-            ["model.layers.0.mlp"],
-            "'w8a8.model.layers.0.mlp.* of one variant, thou",
-        ),
+        ("config.json", f"{SECTION}.shared_modules", [MLP], f"'w8a8.{MLP}.* of one variant, though"),
         ("config.json", f"{SECTION}.{W8A8}.nested_in", "w4a16", "has nested_in 'w4a16', but no differences"),
         (PROVENANCE_FILE, "schema", "flexquant.provenance/v2", "a wrong 'schema'.*provenance/v1"),
     ],

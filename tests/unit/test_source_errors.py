@@ -284,9 +284,8 @@ def test_different_shapes(sources):
 )
 def test_numbers_of_a_config_that_no_model_has(sources, key, value, problem):
     for folder in sources.values():  # in all of them alike, so that they do not differ
-        edits.edit_json("config.json", lambda c: c.pop(key) if value is ABSENT else c.update({key: value}))(
-            folder
-        )
+        change = (lambda c: c.pop(key)) if value is ABSENT else (lambda c: c.update({key: value}))
+        edits.edit_json("config.json", change)(folder)
     fails(sources, problem)
 
 
