@@ -52,9 +52,8 @@ def write(
             torch.manual_seed(7)
             edit(state)
 
-    return make_checkpoint(
-        folder, scheme=scheme, seed=seed, group_size=32, transform=in_float32(change), **sizes
-    )
+    how = {"seed": seed, "group_size": 32, "transform": in_float32(change), **sizes}
+    return make_checkpoint(folder, scheme=scheme, **how)
 
 
 @pytest.fixture(scope="module")

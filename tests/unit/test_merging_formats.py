@@ -92,25 +92,15 @@ def test_auto_rounds_fp8_is_block_fp8(tmp_path: Path) -> None:
 
     served = config_of(tmp_path / "auto_round")["quantization_config"]
     assert INCConfig.from_config(served).group_size == (32, 32)
-    for wrong in (
-        {"bits": 4},
-        {"group_size": 32},
-        {"group_size": [32]},
-        {"sym": False},
-        {"packing_format": "auto_round:fp8_static"},
-        {"data_type": "int"},
-        {"act_bits": 16},
-        {"act_data_type": "int"},
-        {"act_group_size": -1},
-        {"act_sym": False},
-        {"act_dynamic": False},
-        {"activation_scheme": "static"},
-        {"fmt": "e5m2"},
-    ):
+    wrongs = [("bits", 4), ("group_size", 32), ("group_size", [32]), ("sym", False), ("act_bits", 16)]
+    wrongs += [("packing_format", "auto_round:fp8_static"), ("data_type", "int"), ("act_data_type", "int")]
+    wrongs += [("act_group_size", -1), ("act_sym", False), ("act_dynamic", False), ("fmt", "e5m2")]
+    for key, value in (*wrongs, ("activation_scheme", "static")):
+        wrong = {key: value}
         with pytest.raises((AssertionError, ValueError)):
             INCConfig.from_config(served | wrong)
         edits.config(quantization_config=served | wrong)(tmp_path / "auto_round")
-        with refused(f"AutoRound .*{next(iter(wrong))}.*FP8_BLOCK"):
+        with refused(f"AutoRound .*{key}.*FP8_BLOCK"):
             open_source("fp8", tmp_path / "auto_round")
     for same in ({"data_type": "fp8"}, *({key: None} for key in served if key.startswith("act_"))):
         written = {key: value for key, value in (served | same).items() if value is not None}

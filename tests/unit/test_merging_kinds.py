@@ -89,9 +89,8 @@ def test_other_experts_cannot_be_mixed(tmp_path):
 def test_what_expands_a_latent_cache_is_held_once(tmp_path):
     merge_checkpoints(make_pair(tmp_path, "deepseek_v2"), tmp_path / "merged")
     shared = read_merged_config(tmp_path / "merged")[0].shared_modules
-    assert [name for name in shared if ".layers." in name] == [
-        f"model.layers.{layer}.self_attn.kv_b_proj" for layer in (0, 1)
-    ]
+    expanding = [f"model.layers.{layer}.self_attn.kv_b_proj" for layer in (0, 1)]
+    assert [name for name in shared if ".layers." in name] == expanding
 
 
 def test_only_experts_that_are_all_equal_are_held_once(tmp_path):

@@ -45,9 +45,8 @@ def table(
     }
     if derive is not None:
         document["derive"] = derive
-    return build_route_table(
-        parse_policy(document, "test"), merged.variants, 2, max_tokens=8, mixable=merged.mixable_groups
-    )
+    policy = parse_policy(document, "test")
+    return build_route_table(policy, merged.variants, 2, max_tokens=8, mixable=merged.mixable_groups)
 
 
 def test_one_odd_variant_does_not_forbid_mixing_two_good_ones(odd_one_out):
@@ -78,9 +77,8 @@ def test_bits_per_parameter_count_what_variants_share(odd_one_out, capsys):
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     found = report["variants"]["w8a8"]
     others = sum(v["own_bytes"] for name, v in report["variants"].items() if name != "w8a8")
-    assert found["bits_per_parameter"] == pytest.approx(
-        8 * (report["total_bytes"] - others) / found["parameters"]
-    )
+    bits = 8 * (report["total_bytes"] - others) / found["parameters"]
+    assert found["bits_per_parameter"] == pytest.approx(bits)
 
 
 def test_groups_are_stored_and_said_not_to_be_one(odd_one_out):

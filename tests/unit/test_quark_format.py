@@ -227,6 +227,5 @@ def test_what_is_not_served_is_refused_by_its_setting(edit: edits.Edit, message:
 
 def fake_quantized(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the weights as Quark exports them with the weight_format fake_quantized: in 16 bit."""
-    return {
-        key: t.bfloat16() for key, t in state.items() if t.dtype is torch.int8 and key.endswith(".weight")
-    }
+    weights = {key: tensor for key, tensor in state.items() if key.endswith(".weight")}
+    return {key: tensor.bfloat16() for key, tensor in weights.items() if tensor.dtype is torch.int8}

@@ -147,16 +147,14 @@ def with_a_slow_pattern(content: JsonObject) -> None:
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
 
 
+OF_TEXT = "token ids of the text "
 OTHER = {
     "merges in another order": (tokenizer(lambda c: c["model"]["merges"].reverse()), "models, 'merges': "),
     "a normaliser": (
         tokenizer(lambda c: c.update(normalizer={"type": "Lowercase"})),
-        r"token ids of the text 'Hello, world!",
+        OF_TEXT + "'Hello, world!",
     ),
-    "a decoder": (
-        tokenizer(lambda c: c.update(decoder={"type": "Fuse"})),
-        r"token ids of the text ' ', 'decoded': ",
-    ),
+    "a decoder": (tokenizer(lambda c: c.update(decoder={"type": "Fuse"})), OF_TEXT + "' ', 'decoded': "),
     "a token that is not special": (
         tokenizer(lambda c: c["added_tokens"][-1].update(special=False)),
         "added tokens, '50[012]': .*special=True.* against .*special=False",
@@ -288,15 +286,15 @@ def test_generation_settings_of_equal_effect_are_merged(sources, tmp_path, first
     assert written == any((source / "generation_config.json").exists() for source in sources.values())
 
 
+PENALTIES = [(f"{what}_penalty", [0, 0.0], 0.5) for what in ("presence", "frequency")]
 EFFECTS = [
-    ("repetition_penalty", [1, 1.0], 1.1),
-    ("presence_penalty", [0, 0.0], 0.5),
-    ("frequency_penalty", [0, 0.0], 0.5),
-    ("temperature", [1, 1.0], 0.6),
-    ("top_k", [0, -1], 40),
-    ("top_p", [1, 1.0], 0.9),
-    ("min_p", [0, 0.0], 0.1),
-    ("max_new_tokens", [], 512),
+    *(
+        ("repetition_penalty", [1, 1.0], 1.1),
+        *PENALTIES,
+        ("temperature", [1, 1.0], 0.6),
+        ("top_k", [0, -1], 40),
+    ),
+    *(("top_p", [1, 1.0], 0.9), ("min_p", [0, 0.0], 0.1), ("max_new_tokens", [], 512)),
     ("eos_token_id", [[]], 257),
 ]
 """Setting, values without an effect, and another value."""
