@@ -78,7 +78,7 @@ def _auto_round_block(folder: Path, section: JsonObject) -> object:
 
 
 def from_fp8(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
-    """Read block FP8, byte by byte; raise FlexQuantError for other FP8, and weights with no scale or two."""
+    """Read block FP8 of either kind; raise FlexQuantError for other FP8, and weights with no scale or two."""
     if section["quant_method"] != BLOCK_FP8:
         section = {"weight_block_size": _auto_round_block(folder, section)}
     block = section.get("weight_block_size")

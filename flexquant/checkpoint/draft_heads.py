@@ -70,7 +70,7 @@ def drafts(name: str, architecture: str, num_layers: int) -> bool:
 
 
 def check_draft_heads(config: JsonObject, tensors: Tensors, owner: str) -> None:
-    """Raise FlexQuantError, naming the tensor, unless vLLM has all layers and loads all heads or none."""
+    """Raise FlexQuantError, naming the tensor, unless vLLM has all layers, and all heads if there are any."""
     architecture, num_layers, text = config["architectures"][0], count_layers(config), text_config(config)
     if (heads := HEADS.get(architecture)) == NOT_CHECKED:
         return

@@ -248,7 +248,7 @@ def read_merged_config(folder: Path) -> tuple[MergedConfig, int]:
 
 
 def has_int4(config: JsonObject, model: str) -> bool:
-    """Whether a config tells of INT4 weights alone; raise FlexQuantError for settings that are not clear."""
+    """Whether a config tells of INT4 weights and 16-bit activations; raise FlexQuantError if it is wrong."""
     section = with_groups(config.get("quantization_config") or {}, model)
     groups = section["config_groups"].values() if section.get("quant_method") in METHODS else ()
     weights = [g.get("weights") for g in groups if isinstance(g, dict) and not g.get("input_activations")]

@@ -53,7 +53,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_count(text: str, least: int = 1) -> int:
-    """Return a whole number of at least 1 (an argparse type)."""
+    """Return a whole number that is at least ``least`` (an argparse type)."""
     if not COUNT.fullmatch(text) or int(text) < least:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least {least}")
     return int(text)
