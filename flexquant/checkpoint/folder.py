@@ -97,9 +97,10 @@ def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
         "try again when the Hub can be reached",
         errors.HFValidationError: f"{unnamed} no model can have it: give a folder that exists",
     }
-    fetch = partial(snapshot_download, allow_patterns=list(files), ignore_patterns=list(NOT_NEEDED))
+    wanted, others = list(files), list(NOT_NEEDED)
     try:
-        return Path(fetch(model, revision=revision))
+        found = snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=others)
+        return Path(found)
     except (OSError, ValueError, errors.HfHubHTTPError) as e:
         kept = "try again: what has arrived is kept"
         todo = next((todo for kind, todo in advice.items() if isinstance(e, kind)), kept)

@@ -78,7 +78,7 @@ def eval_policies(args: argparse.Namespace) -> JsonObject:
     if args.questions:
         questions = read_questions(args.questions)
     with writable_folder(args.output, "--output") if args.output else nullcontext():
-        how = {"settings": settings, "progress": tell, **pick(args, "reference", "policies")}
+        how: JsonObject = {"settings": settings, "progress": tell, **pick(args, "reference", "policies")}
         document = evaluate(args.folder, args.text, questions=questions, **how)
     print(format_quality_table(document))
     if args.output:

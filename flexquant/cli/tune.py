@@ -127,7 +127,7 @@ def tune(args: argparse.Namespace) -> JsonObject:
     if study is not None:
         from flexquant.layers.searching import limit_loss
 
-        how = {**pick(args, "overwrite"), "progress": tell}
+        how: JsonObject = {**pick(args, "overwrite"), "progress": tell}
         tuned = limit_loss(tuned, study, args.max_quality_loss, output.sensitivity, **how)
     return _write(measured, tuned, output)
 

@@ -74,8 +74,10 @@ def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
 
 def _better(kernel: LinearKernel) -> dict[str, str]:
     """Return the kernels that vLLM tries before this one on this device, and why it does not take them."""
-    for register in (_POSSIBLE_KERNELS, _POSSIBLE_INT8_KERNELS, _POSSIBLE_FP8_KERNELS):
-        candidates: Sequence[type[LinearKernel]] = register.get(current_platform._enum, [])
+    here = current_platform._enum
+    registers: list[Sequence[type[LinearKernel]]] = [_POSSIBLE_KERNELS.get(here, [])]
+    registers += [_POSSIBLE_INT8_KERNELS.get(here, []), _POSSIBLE_FP8_KERNELS.get(here, [])]
+    for candidates in registers:
         if type(kernel) in candidates:
             before = candidates[: candidates.index(type(kernel))]
             reasons = {candidate.__name__: _why_not(candidate, kernel) for candidate in before}
