@@ -138,7 +138,7 @@ def confined_file(folder: Path, name: str) -> Path:
         problem = f"{name[:NAME_SHOWN]!r} cannot be the name of a file in {folder}"
         raise FlexQuantError(f"{problem}; write the checkpoint again") from e
     if Path(name).is_absolute() or ".." in Path(name).parts or not _may_link(root, target):
-        raise FlexQuantError(f"'{name}' leads outside the checkpoint folder {folder}; copy the file in")
+        raise FlexQuantError(f"'{name}' leads outside the checkpoint folder {folder}; copy it there")
     if not is_file:
         raise FlexQuantError(f"{folder} has no file '{name}'; download or write the checkpoint again")
     with path.open("rb") as file:

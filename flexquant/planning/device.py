@@ -217,7 +217,8 @@ class Device(Section):
             scheme = "w4a16"
         if scheme not in self.kernels:
             problem = f"device {self.name} has no kernel for {scheme}, only for {', '.join(self.kernels)}"
-            advice = "choose another device or a checkpoint in these schemes, or add its kernel to the file"
+            added = "give its rate under 'tflops' and its kernel under 'kernels'"
+            advice = f"choose another device or a checkpoint in these schemes, or {added}"
             raise FlexQuantError(f"{problem}; {advice}")
         return self.kernels[scheme]
 
