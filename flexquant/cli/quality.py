@@ -37,10 +37,8 @@ def configure_eval(parser: argparse.ArgumentParser) -> None:
     text = "comma-separated variants, built-in policies, policy files, 'stored' for the checkpoint's own "
     text += "(default: every variant, and the checkpoint's default policy)"
     add("--policies", type=parse_names, metavar="NAMES", help=text)
-    sizes, text = (
-        ",".join(map(str, defaults.batch_sizes)),
-        "sequences in a decode pass (default: %(default)s)",
-    )
+    sizes = ",".join(map(str, defaults.batch_sizes))
+    text = "sequences in a decode pass, comma-separated (default: %(default)s)"
     add("--batch-sizes", type=parse_counts, default=sizes, metavar="LIST", help=text)
     add_rows(parser, defaults, "every")
     add_counts(parser, {"--answer-tokens": (defaults.answer_tokens, "most tokens of an answer")})
