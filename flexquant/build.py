@@ -3,8 +3,8 @@
 """Build a merged checkpoint from a 16-bit model: quantise, compare the KV caches, merge and verify.
 
 Each step's result appears only when it is complete: a build that was killed and restarted writes the same
-bytes as an undisturbed one. A finished variant is not quantised again, as its report records all of its
-inputs; a finished checkpoint is only verified, and measured as it is served.
+bytes. A finished variant is not quantised again; a finished checkpoint is only verified, and measured as
+served.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def build_checkpoint(
 ) -> BuildResult:
     """Quantise ``model`` by ``recipe``, merge the variants into ``output``, and verify it against them.
 
-    The variants stay in ``variants_folder`` (default: ``output`` with ``-variants`` appended to its name).
-    ``policy``, a built-in name or a file, replaces the recipe's default policy. ``nested`` stores W8A8 as
-    ``near`` does in :func:`merge_checkpoints`. ``overwrite`` replaces folders that other inputs made.
-    ``progress``, ``verbose`` and ``quantizing`` are further arguments of
+    The variants stay in ``variants_folder`` (default: ``output`` with ``-variants`` appended). ``policy``, a
+    built-in name or a file, replaces the recipe's. ``nested`` stores W8A8 as ``near`` does in
+    :func:`merge_checkpoints`. ``overwrite`` replaces folders that other inputs made. ``progress``,
+    ``verbose`` and ``quantizing`` are arguments of
     :func:`~flexquant.quantization.quantizing.quantize_variants`; STAGES_AFTER_QUANTISING stages follow its.
 
-    Raises FlexQuantError as the steps do; a policy or output that is not possible is refused before the first
-    step. Without ``overwrite`` an existing ``output`` has to be a merged checkpoint of these variants.
+    Raises FlexQuantError as the steps do, before the first for a policy or output that is not possible.
+    Without ``overwrite`` an existing ``output`` has to be a merged checkpoint of these variants.
     """
     output = Path(output)
     folder = Path(variants_folder) if variants_folder else output.with_name(f"{output.name}-variants")
@@ -130,11 +130,10 @@ def _measure_served(
 ) -> tuple[dict[str, LossByKind], dict[str, LossByKind]]:
     """Return by kind of text what nested variants lose, and what is lost on answers, against ``model``.
 
-    ``variants`` are the variants' folders. Answers are those under the policy of ``merged``, and those of its
-    decode variant alone: none where `_phases` finds none, and for models that carry states.
+    ``variants`` are folders. Answers are those under the policy of ``merged``, and those of its decode
+    variant alone: none where `_phases` finds none, and for models that carry states.
     """
-    nested: dict[str, LossByKind] = {}
-    answers: dict[str, LossByKind] = {}
+    nested, answers = dict[str, LossByKind](), dict[str, LossByKind]()
     policy = choose_policy(stored=merged.merged.policy)
     prefill, decode = _phases(policy, merged) or ("", "")
     if not prefill and not merged.merged.nested:
@@ -172,7 +171,7 @@ def _measure_served(
 def _phases(policy: Policy, merged: MergedCheckpoint) -> tuple[str, str] | None:
     """Return the variants of a prompt and of one sequence's answer; None unless they are two whole ones.
 
-    None for mixtures of experts too, whose published tensors transformers does not load quantised.
+    None for mixtures of experts too, which transformers does not load quantised.
     """
     variants = merged.merged.variants
     if not {*policy.variants} <= {*variants} or any(map(EXPERTS.match, merged.tensors)):
@@ -192,10 +191,9 @@ def _check_policy(policy: str | None, recipe: Recipe) -> None:
     chosen = choose_policy(policy)
     for variant in chosen.variants:
         if variant not in recipe.variants:
-            raise FlexQuantError(
-                f"the policy '{chosen.name}' uses the variant '{variant}', but the recipe '{recipe.name}' "
-                f"makes {', '.join(recipe.variants)}; choose another with --policy"
-            )
+            problem = f"the policy '{chosen.name}' uses the variant '{variant}'"
+            made = f"but the recipe '{recipe.name}' makes {', '.join(recipe.variants)}"
+            raise FlexQuantError(f"{problem}, {made}; choose another with --policy")
 
 
 def _check_mergeable(variants: Sequence[str], policy: str | None, folder: Path) -> None:
@@ -225,23 +223,17 @@ def _check_finished(
     groups = [{k: ref for k, ref in checkpoint.tensors.items() if k.startswith(p)} for p in prefixes]
     files = {k: shard.file for shard in plan_shards(groups, max_shard_size) for k, *_ in shard.tensors}
     found, made = ", ".join(merged.variants), ", ".join(variants)
-    for differs, what in (
-        (found != made, f"holds the variants {found}, but this build makes {made}"),
-        (
-            policy_to_store(policy, variants) != merged.policy,
-            "stores another default policy than this build's",
+    has = "has" if merged.nested else "lacks"
+    differences = {
+        f"holds the variants {found}, but this build makes {made}": found != made,
+        "stores another default policy than this build's": policy_to_store(policy, variants) != merged.policy,
+        f"{has} a nested variant, unlike what this build makes": bool(merged.nested) != nested,
+        "has shards of another size than this build's": any(
+            checkpoint.tensors[k].file.name != file for k, file in files.items()
         ),
-        (
-            bool(merged.nested) != nested,
-            f"{'has' if merged.nested else 'lacks'} a nested variant, unlike what this build makes",
-        ),
-        (
-            any(checkpoint.tensors[k].file.name != file for k, file in files.items()),
-            "has shards of another size than this build's",
-        ),
-    ):
-        if differs:
-            raise FlexQuantError(f"{output} {what}; {ADVICE}")
+    }
+    if wrong := [what for what, differs in differences.items() if differs]:
+        raise FlexQuantError(f"{output} {wrong[0]}; {ADVICE}")
 
 
 def _check_files(output: Path, sources: Sequence[tuple[str, str]]) -> None:

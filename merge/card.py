@@ -76,12 +76,11 @@ def make_card(
 ) -> str:
     """Return the model card in Markdown; ``files`` maps sidecar names, recipes included, to their paths."""
     rows = [
-        f"| {describe_name(f'`{name}`', v)} | {v.scheme} | {format_bytes(v.own_bytes)} "
-        f"| {v.bits_per_parameter:.2f} |"
+        [describe_name(f"`{name}`", v), v.scheme, format_bytes(v.own_bytes), f"{v.bits_per_parameter:.2f}"]
         for name, v in report.variants.items()
     ]
     if report.shared_bytes:
-        rows.append(f"| shared by all | as in the sources | {format_bytes(report.shared_bytes)} | |")
+        rows.append(["shared by all", "as in the sources", format_bytes(report.shared_bytes), ""])
     merged_from = [f"`{s['folder']}` (`{name}`)" for name, s in provenance["sources"].items()]
     count = len(report.variants)
     return TEXT.format(
@@ -91,7 +90,7 @@ def make_card(
         architecture=report.base_architecture,
         parameters=max(v.parameters for v in report.variants.values()),
         layers=report.num_layers,
-        rows="\n".join(rows),
+        rows=_table(rows),
         total=format_bytes(report.total_bytes),
         served=", but nested weights as they are served" if describe_nested(report) else "",
         nested="".join(f"\n\n{line}." for line in describe_nested(report)),
@@ -169,8 +168,7 @@ def describe_losses(variants: Sequence[str], files: Mapping[str, Path]) -> str:
     if not (losses := read_losses(recipes)):
         return ""
     header, *rows = loss_table(losses)
-    lines = [header, ["---"] * len(header), *rows]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    table = _table([header, ["---"] * len(header), *rows])
     said = "".join(f"\n{line}.\n" for line in too_much(losses))
     return f"\nLost against the 16-bit model, on texts that no variant was calibrated on:\n\n{table}\n{said}"
 
@@ -187,22 +185,20 @@ def _describe_ours(variant: str, document: JsonObject) -> str:
     ]
     data = "without calibration data"
     if calibration:
-        text = {
-            None: "Python's language reference",
-            SELF: "text of many kinds, of which the model wrote a part",
-        }.get(calibration["data"], calibration["data"])
-        data = (
-            f"calibrated on {text}: {calibration['samples']} samples of {calibration['length']} tokens, seed "
-            f"{calibration['seed']} (token ids with SHA-256 `{made['calibration_rows_sha256']}`)"
-        )
+        source = calibration["data"]
+        text: dict[str | None, str] = {None: "Python's language reference"}
+        text[SELF] = "text of many kinds, of which the model wrote a part"
+        of = "{samples} samples of {length} tokens, seed {seed}".format(**calibration)
+        ids = f"token ids with SHA-256 `{made['calibration_rows_sha256']}`"
+        data = f"calibrated on {text.get(source, source)}: {of} ({ids})"
     tools = ", ".join(f"{name} {version}" for name, version in made.items() if name not in NOT_VERSIONS)
-    return "\n".join(
-        [
-            f"- `{variant}`: from {made['model']} (weights with SHA-256 `{made['weights_sha256']}`), "
-            f"{data}, by {tools}. In order, and in full in `{recipe_name(variant)}`:",
-            *modifiers,
-        ]
-    )
+    made_from = f"from {made['model']} (weights with SHA-256 `{made['weights_sha256']}`)"
+    how = f"{made_from}, {data}, by {tools}. In order, and in full in `{recipe_name(variant)}`:"
+    return "\n".join([f"- `{variant}`: {how}", *modifiers])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def _short(value: object) -> str:

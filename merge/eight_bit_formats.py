@@ -2,33 +2,31 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Read checkpoints in FP8 and INT8 of other formats as compressed-tensors names their tensors.
 
-Block FP8, as DeepSeek and Qwen publish it: a linear has ``weight`` float8_e4m3fn [out, in] and
-``weight_scale_inv`` [out / rows, in / columns], by which its weights are multiplied. Activations are
-quantised as they arrive, in groups as wide as a block. AutoRound exports the same tensors, with settings of
-its own.
+Block FP8, as DeepSeek and Qwen publish it and AutoRound exports it: a linear has ``weight`` float8_e4m3fn
+[out, in] and ``weight_scale_inv`` [out / rows, in / columns], by which its weights are multiplied.
+Activations are quantised as they arrive, in groups as wide as a block.
 
-INT8 of AMD's Quark: ``weight`` int8 [out, in] and ``weight_scale``, one number or [out]. If activations are
-quantised by numbers that were found before, these are ``input_scale`` and ``input_zero_point``. Quark writes
-zero points of 0 for what is symmetric. The first pattern of ``layer_quant_config`` that fits a linear's name
-decides its settings, else ``global_quant_config`` does.
+INT8 of AMD's Quark: ``weight`` int8 [out, in] and ``weight_scale``, one number or [out]. Static activations
+have ``input_scale`` and ``input_zero_point``. Quark writes zero points of 0 for what is symmetric. The first
+pattern of ``layer_quant_config`` that fits a linear's name decides its settings, else ``global_quant_config``
+does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from flexquant.checkpoint.model_config import ConfigGroup, JsonObject, QuantizedNumbers
-from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
+from flexquant.checkpoint.model_config import ConfigGroup, JsonObject, QuantizedNumbers, wrong_setting
+from flexquant.checkpoint.safetensors_io import TensorRef, Tensors, load_tensor
 from flexquant.errors import FlexQuantError
 from flexquant.merge.packed_formats import AUTO_ROUND, Read
 
 BLOCK_FP8 = "fp8"
 SCALE = ".weight_scale_inv"
 FP8_TYPES = ("fp", "fp8")
-"""Values of AutoRound's ``data_type`` for FP8."""
 AUTO_ROUND_BLOCKS: JsonObject = {
     "packing_format": "auto_round:fp8",
     "bits": 8,
@@ -73,39 +71,30 @@ def _auto_round_block(folder: Path, section: JsonObject) -> object:
         wrong.append("extra_config")
     if wrong:
         listed = ", ".join(f"{key} {section.get(key)!r}" for key in wrong)
-        raise FlexQuantError(
-            f"{folder} was exported by AutoRound in FP8 with {listed}; of its FP8 only blocks with dynamic "
-            "activations and one setting for all layers are read: export it with the scheme FP8_BLOCK as "
-            "auto_round:fp8, or as llm_compressor"
-        )
+        read = "of its FP8 only blocks with dynamic activations and one setting for all layers are read"
+        advice = "export it with the scheme FP8_BLOCK as auto_round:fp8, or as llm_compressor"
+        raise FlexQuantError(f"{folder} was exported by AutoRound in FP8 with {listed}; {read}: {advice}")
     return block
 
 
-def from_fp8(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]) -> Read:
-    """Read block FP8 of either kind; no byte changes.
-
-    Raises FlexQuantError for FP8 without blocks, with scales for activations, and for a
-    weight without its scale or with two.
-    """
+def from_fp8(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
+    """Read block FP8 of either kind; raise FlexQuantError for other FP8, and weights with no scale or two."""
     if section["quant_method"] != BLOCK_FP8:
         section = {"weight_block_size": _auto_round_block(folder, section)}
     block = section.get("weight_block_size")
     sizes = block if isinstance(block, list) else []
     is_block = len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
     if not is_block or section.get("activation_scheme", "dynamic") != "dynamic":
-        raise FlexQuantError(
-            f"{folder} is in FP8 with weight_block_size {block!r} and activation_scheme "
-            f"{section.get('activation_scheme')!r}; only blocks with dynamic activations are read: quantise "
-            "the model again, e.g. by 'flexquant quantize' with a recipe for FP8"
-        )
+        found = f"weight_block_size {block!r} and activation_scheme {section.get('activation_scheme')!r}"
+        advice = "quantise the model again, e.g. by 'flexquant quantize' with a recipe for FP8"
+        problem = f"{folder} is in FP8 with {found}; only blocks with dynamic activations are read"
+        raise FlexQuantError(f"{problem}: {advice}")
     for name, ref in tensors.items():
         if name.endswith(".weight") and ref.dtype == "F8_E4M3" and f"{name}_scale_inv" not in tensors:
             raise FlexQuantError(f"{name}_scale_inv is missing in {folder}; get the checkpoint again")
         if _renamed(name) != name and _renamed(name) in tensors:
-            raise FlexQuantError(
-                f"{folder} has both {name} and {_renamed(name)}; a weight has one scale: get the checkpoint "
-                "again"
-            )
+            problem = f"{folder} has both {name} and {_renamed(name)}"
+            raise FlexQuantError(f"{problem}; a weight has one scale: get the checkpoint again")
     # scale_fmt ue8m0 is left out: it has vLLM scale activations by powers of two where DeepGEMM multiplies,
     # which vLLM does by default for every checkpoint in block FP8.
     found = {_renamed(name): ref for name, ref in tensors.items()}
@@ -121,23 +110,13 @@ def _renamed(name: str) -> str:
     return f"{name.removesuffix(SCALE)}.weight_scale" if name.endswith(SCALE) else name
 
 
-def from_quark(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]) -> Read:
-    """Read Quark's INT8; no number changes.
-
-    Raises FlexQuantError for settings that vLLM does not serve, for a scale that is
-    missing and for a zero point beside symmetric numbers.
-    """
+def from_quark(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
+    """Read Quark's INT8; raise FlexQuantError for unserved settings, missing scales and zero points."""
     _check_not_read(folder, section)
-    quantised = sorted(
-        name.removesuffix(".weight")
-        for name, ref in tensors.items()
-        if name.endswith(".weight") and ref.dtype == "I8"
-    )
-    if not quantised:
-        raise FlexQuantError(
-            f"{folder} has no linear in INT8 (no tensor '*.weight' is I8); export it with weight_format "
-            "real_quantized"
-        )
+    int8 = (name for name, ref in tensors.items() if name.endswith(".weight") and ref.dtype == "I8")
+    if not (quantised := sorted(name.removesuffix(".weight") for name in int8)):
+        problem = f"{folder} has no linear in INT8 (no tensor '*.weight' is I8)"
+        raise FlexQuantError(f"{problem}; export it with weight_format real_quantized")
     schemes = _schemes(folder, section, quantised)
     found = dict(tensors)
     for module, scheme in schemes.items():
@@ -161,9 +140,7 @@ def _check_linear(module: str, scheme: ConfigGroup, tensors: dict[str, TensorRef
             raise FlexQuantError(f"{module}.{part} is missing; get the checkpoint again")
     for name in (f"{module}.{part}" for part in without):
         if (zeros := tensors.pop(name, None)) is not None and bool(load_tensor(zeros).any()):
-            raise FlexQuantError(
-                f"{name} is not 0, though its settings say symmetric; get the checkpoint again"
-            )
+            raise FlexQuantError(f"{name} is not 0, but its settings say symmetric; get the checkpoint again")
     scale = tensors[f"{module}.weight_scale"]
     if scheme["weights"]["strategy"] == "channel" and len(scale.shape) == 1:
         tensors[scale.name] = replace(scale, shape=(*scale.shape, 1))
@@ -174,20 +151,16 @@ def _check_not_read(folder: Path, section: JsonObject) -> None:
     cache = export.get("kv_cache_group") if isinstance(export, dict) else None
     for key, value in ({key: section.get(key) for key in NOT_READ} | {"kv_cache_group": cache}).items():
         if value:
-            raise FlexQuantError(
-                f"{folder} was quantised by Quark with {key} {value!r}, which is not read; quantise the "
-                f"model with settings for all linears or by name ({BY_LAYER}), and without its cache"
-            )
+            advice = f"quantise with settings for all linears or by name ({BY_LAYER}), and without its cache"
+            problem = f"{folder} was quantised by Quark with {key} {value!r}, which is not read"
+            raise FlexQuantError(f"{problem}; {advice}")
 
 
 def _schemes(folder: Path, section: JsonObject, linears: Iterable[str]) -> dict[str, ConfigGroup]:
     """Return the scheme of each linear, as vLLM finds its settings by its name."""
     by_pattern = section.get(BY_LAYER) or {}
     if not isinstance(by_pattern, dict):
-        raise FlexQuantError(
-            f"{folder} has {BY_LAYER} {by_pattern!r} in its quantization_config, expected an object of "
-            "settings by pattern; get the checkpoint again"
-        )
+        raise wrong_setting(folder, BY_LAYER, by_pattern, "an object of settings by pattern")
     stored = {f"{BY_LAYER} {pattern!r}": own for pattern, own in by_pattern.items() if own is not None}
     stored[FOR_ALL] = section.get(FOR_ALL)
     places = {module: _place(module, by_pattern) for module in linears}
@@ -212,12 +185,8 @@ def _scheme(folder: Path, place: str, linears: object) -> ConfigGroup:
             raise _refusal(folder, f"{key} {linears[key]!r} in {place}")
     weight, inputs = (_of_tensor(folder, place, linears, key) for key in ("weight", "input_tensors"))
     by_channel, static = weight["qscheme"] == PER_CHANNEL, not inputs["is_dynamic"]
-    if (
-        weight["dtype"] != "int8"
-        or weight["qscheme"] not in (PER_TENSOR, PER_CHANNEL)
-        or weight["symmetric"] is not True
-        or weight["is_dynamic"]
-    ):
+    is_int8 = weight["dtype"] == "int8" and weight["qscheme"] in (PER_TENSOR, PER_CHANNEL)
+    if not is_int8 or weight["symmetric"] is not True or weight["is_dynamic"]:
         raise _refusal(folder, f"{_described('weight', weight)} in {place}")
     if by_channel and weight["ch_axis"] not in (0, None):
         raise _refusal(folder, f"weight ch_axis {weight['ch_axis']!r} in {place}")

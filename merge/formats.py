@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Open a checkpoint of any supported format as a source of a merge, in the form of compressed-tensors.
 
-Quantised values never change. Tensors that are stored in another form are converted whenever they are read,
-so nothing is written before the merged checkpoint. A reader of a format (`packed_formats`,
-`eight_bit_formats`) returns the scheme of each quantised linear, and the tensors by their new names.
+Quantised values never change. Tensors in another form are converted whenever they are read. A reader of a
+format (`packed_formats`, `eight_bit_formats`) returns the scheme of each quantised linear, and the tensors by
+their new names.
 """
 
 from __future__ import annotations
@@ -24,14 +24,7 @@ from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, is_sparse
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.checkpoint.model_config import SECTIONS, ConfigGroup, JsonObject
 from flexquant.checkpoint.module_names import EMBEDDINGS, LAYER
-from flexquant.checkpoint.safetensors_io import (
-    CASTS,
-    DTYPES,
-    ComputedTensor,
-    TensorRef,
-    load_tensor,
-    read_chunks,
-)
+from flexquant.checkpoint.safetensors_io import CASTS, ComputedTensor, TensorRef, Tensors, load_tensor
 from flexquant.checkpoint.schemes import PACKED_SUFFIX, QUANTISATION_PARAMETER
 from flexquant.errors import FlexQuantError
 from flexquant.merge.eight_bit_formats import BLOCK_FP8, QUARK, from_fp8, from_quark, is_fp8
@@ -45,6 +38,8 @@ FREQUENCIES = (
 )
 DTYPE_KEYS = ("dtype", "torch_dtype")
 EMBEDDING_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDINGS)
+Settled = tuple[JsonObject, dict[str, TensorRef]]
+"""A ``quantization_config`` and the tensors as compressed-tensors has them."""
 CACHE_SCALE = re.compile(r"\.([kv])_proj\.output_(scale|zero_point)$")
 """Matches the older names of the cache's scales."""
 
@@ -56,7 +51,6 @@ class Source:
     name: str
     folder: Path
     config: JsonObject
-    """The whole ``config.json``."""
     quantization_config: JsonObject
     tensors: dict[str, TensorRef]
     """Original key -> reference into the checkpoint's own shards."""
@@ -74,19 +68,16 @@ class Source:
 def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Source:
     """Read the headers and configs of a checkpoint that becomes the variant ``name``.
 
-    The formats are compressed-tensors, AWQ (GEMM), GPTQ, block FP8, AutoRound's exports in these, Quark's
-    INT8, and 16 bit. ``dtype``, a key of CASTS, casts what is in 16 bit. Raises FlexQuantError, naming the
-    file, for an unusable folder, another format, and settings that compressed-tensors cannot hold.
+    ``dtype``, a key of CASTS, casts what is in 16 bit. Raises FlexQuantError, naming the file, for an
+    unusable folder, an unknown format, and settings that compressed-tensors cannot hold.
     """
     check_variant_name(name)
     folder = find_model(folder)
     config = read_config(folder)
     section, tensors = _read(folder, config.get(SECTIONS[0]), read_tensors(folder))
     if stray := [name for name in tensors if name.endswith(PACKED_PARTS)]:
-        raise FlexQuantError(
-            f"{folder} has {stray[0]}, a part of an AWQ or GPTQ linear, without the weights or the settings "
-            "of one; get the checkpoint again, or take the tensor out"
-        )
+        problem = f"{folder} has {stray[0]}, a part of an AWQ or GPTQ linear, without its weights or settings"
+        raise FlexQuantError(f"{problem}; get the checkpoint again, or take the tensor out")
     if dtype is not None:
         tensors, config = cast_tensors(tensors, dtype), with_dtype(config, dtype)
     place = str(folder / "config.json")
@@ -98,10 +89,7 @@ def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Sour
     return Source(name, folder, config, section, _read_when_served(tensors, config, place))
 
 
-def _read(
-    folder: Path, section: JsonObject | None, tensors: dict[str, TensorRef]
-) -> tuple[JsonObject, dict[str, TensorRef]]:
-    """Return the ``quantization_config`` and the tensors as compressed-tensors has them."""
+def _read(folder: Path, section: JsonObject | None, tensors: dict[str, TensorRef]) -> Settled:
     if section is None:
         return _section({}, ()), tensors
     method = section.get("quant_method")
@@ -114,10 +102,9 @@ def _read(
     elif method == QUARK:
         schemes, found = from_quark(folder, section, tensors)
     else:
-        raise FlexQuantError(
-            f"{folder} has quant_method {method!r}; compressed-tensors, {', '.join(PACKED_METHODS)}, "
-            f"{BLOCK_FP8} and {QUARK} are read: quantise the model again, e.g. by 'flexquant quantize'"
-        )
+        read = f"compressed-tensors, {', '.join(PACKED_METHODS)}, {BLOCK_FP8} and {QUARK} are read"
+        advice = "quantise the model again, e.g. by 'flexquant quantize'"
+        raise FlexQuantError(f"{folder} has quant_method {method!r}; {read}: {advice}")
     # The settings name what is not quantised by parts of names, which may fit others.
     matrices = {key for key, ref in tensors.items() if key.endswith(".weight") and len(ref.shape) == 2}
     kept = {key.removesuffix(".weight") for key in matrices if not key.endswith(EMBEDDING_WEIGHTS)}
@@ -129,10 +116,8 @@ def _section(schemes: Mapping[str, ConfigGroup], ignored: Sequence[str]) -> Json
     linears: dict[str, list[str]] = {}
     for name in sorted(schemes):
         linears.setdefault(json.dumps(schemes[name]), []).append(name)
-    groups = [
-        ConfigGroup(targets=names if len(linears) > 1 else ["Linear"], **schemes[names[0]])
-        for names in linears.values()
-    ]
+    every = ["Linear"] if len(linears) == 1 else None
+    groups = [ConfigGroup(targets=every or names, **schemes[names[0]]) for names in linears.values()]
     return {
         "quant_method": COMPRESSED_TENSORS,
         "format": groups[0]["format"] if groups else "dense",
@@ -142,12 +127,10 @@ def _section(schemes: Mapping[str, ConfigGroup], ignored: Sequence[str]) -> Json
     }
 
 
-def _without_relics(
-    section: JsonObject, tensors: Mapping[str, TensorRef]
-) -> tuple[JsonObject, dict[str, TensorRef]]:
-    """Return settings and tensors of compressed-tensors as its last releases write them.
+def _without_relics(section: JsonObject, tensors: Tensors) -> Settled:
+    """Return settings and tensors as today's compressed-tensors writes them: cache scales have other names.
 
-    A dense ``sparsity_config`` says nothing, and is dropped. The KV cache's scales get their names of today.
+    A dense ``sparsity_config``, which says nothing, is dropped.
     """
     if not is_sparse(section):
         section = {key: value for key, value in section.items() if key != "sparsity_config"}
@@ -165,19 +148,17 @@ def _read_when_served(tensors: dict[str, TensorRef], config: JsonObject, place: 
     for name in biases:
         own = model.name_of(name)
         of_model = own in model.shapes or f"{own.removesuffix('bias')}weight" not in model.shapes
-        if not of_model and not any(bytes(chunk).strip(b"\0") for chunk in read_chunks(kept[name])):
+        if not of_model and not bool(load_tensor(kept[name]).any()):
             del kept[name]
     return kept
 
 
-def cast_tensors(tensors: Mapping[str, TensorRef], dtype: str) -> dict[str, TensorRef]:
+def cast_tensors(tensors: Tensors, dtype: str) -> dict[str, TensorRef]:
     """Return the tensors with those in 16 bit in ``dtype``, a key of CASTS; they are cast when they are read.
 
     Scales are cast where vLLM keeps them in the model's dtype: those of packed weights, in 32 bit too. What
-    else is in 32 bit stays: vLLM keeps some of it so, such as a router's correction bias, and casts the rest
-    when it loads it.
-    Raises FlexQuantError for another ``dtype`` and, when a tensor is read, for a number that ``dtype`` cannot
-    hold.
+    else is in 32 bit stays, as vLLM keeps some of it so. Raises FlexQuantError for another ``dtype`` and,
+    when a tensor is read, for a number that ``dtype`` cannot hold.
     """
     if dtype not in CASTS:
         raise FlexQuantError(f"weights cannot be cast to the dtype {dtype!r}; take {' or '.join(CASTS)}")
@@ -187,7 +168,7 @@ def cast_tensors(tensors: Mapping[str, TensorRef], dtype: str) -> dict[str, Tens
         if is_scale and f"{name.rpartition('.')[0]}.weight{PACKED_SUFFIX}" not in tensors:
             continue
         if ref.dtype in (*CASTS.values(), *(["F32"] if is_scale else [])) and ref.dtype != CASTS[dtype]:
-            found[name] = _cast(ref, CASTS[dtype])
+            found[name] = _cast(ref, dtype)
     return found
 
 
@@ -209,14 +190,11 @@ def with_dtype(config: JsonObject, dtype: str) -> JsonObject:
 
 def _cast(ref: TensorRef, dtype: str) -> TensorRef:
     def compute(rows: Sequence[range] | None) -> torch.Tensor:
-        name = str(DTYPES[dtype][1])
         read = load_tensor(ref, rows)
-        cast: torch.Tensor = read.to(getattr(torch, name))
+        cast: torch.Tensor = read.to(getattr(torch, dtype))
         if not bool((cast.isfinite() == read.isfinite()).all()):
-            raise FlexQuantError(
-                f"tensor '{ref.name}' in {ref.file} holds numbers that {name} cannot hold; cast the other "
-                "variants instead"
-            )
+            problem = f"tensor '{ref.name}' in {ref.file} holds numbers that {dtype} cannot hold"
+            raise FlexQuantError(f"{problem}; cast the other variants instead")
         return cast
 
-    return ComputedTensor(ref.name, dtype, ref.shape, ref.file, 0, compute, stored_dtype=ref.dtype)
+    return ComputedTensor(ref.name, CASTS[dtype], ref.shape, ref.file, 0, compute, stored_dtype=ref.dtype)

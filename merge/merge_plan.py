@@ -13,16 +13,7 @@ from flexquant.checkpoint.loadable import check_loadable
 from flexquant.checkpoint.merged_checkpoint import match_each
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTURES
 from flexquant.checkpoint.model_config import count_layers
-from flexquant.checkpoint.module_names import (
-    EXPERTS,
-    HEAD,
-    LATENT_UP,
-    LAYER,
-    OF_TOKENS,
-    above,
-    decoder_stacks,
-    tower,
-)
+from flexquant.checkpoint.module_names import HEAD, LAYER, OF_TOKENS, above, decoder_stacks, holder, tower
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
 from flexquant.checkpoint.schemes import logical_shapes
 from flexquant.errors import FlexQuantError
@@ -31,6 +22,7 @@ from flexquant.merge.same_model import cache_scheme, model_differences, with_nam
 from flexquant.merge.sidecar_plan import NO_CHOICE, SidecarPlan, choice, plan_sidecars
 
 LM_HEAD = "lm_head"
+ONE_MODEL = "only variants of one model can be merged"
 
 
 @dataclass(frozen=True)
@@ -47,30 +39,27 @@ class MergePlan:
 
     @property
     def draft_heads(self) -> str | None:
-        """The source whose heads that predict further tokens (MTP) a server drafts with; None without any.
+        """The source with most heads that draft (MTP), the first of several; None without any."""
 
-        It is the first that has as many of their tensors as any other.
-        """
-        counts = {
-            source.name: sum(
-                drafts(name, source.architecture, self.num_layers) for name in logical_shapes(source.tensors)
-            )
-            for source in self.sources
-        }
+        def count(source: Source) -> int:
+            names = logical_shapes(source.tensors)
+            return sum(drafts(name, source.architecture, self.num_layers) for name in names)
+
+        counts = {source.name: count(source) for source in self.sources}
         name = max(counts, key=counts.__getitem__)
         return name if counts[name] else None
 
     @property
     def shared_modules(self) -> tuple[str, ...]:
-        """The modules, among those that `_holder` allows, whose tensors are all shared.
+        """Modules that `holder` allows whose tensors are all shared, e.g. ``model.layers.0.mlp.experts``.
 
-        E.g. ``model.norm`` and ``model.layers.0.mlp.experts``. A tower of a vision model counts as a whole.
+        A tower of a vision model counts as a whole.
         """
         shared = {key.removeprefix(SHARED_PREFIX) for key in self.groups.get("shared", {})}
         towers = _find_towers(self.sources)
         kind = self.sources[0].architecture
         names = {name for name in _read_names(self.sources) if not drafts(name, kind, self.num_layers)}
-        holders = {name: towers.get(name) or _holder(name) for name in names}
+        holders = {name: towers.get(name) or holder(name) for name in names}
         partly = {holder for name, holder in holders.items() if name not in shared}
         modules = {holder for holder in holders.values() if holder is not None} - partly
         if not self.own_heads:
@@ -79,7 +68,6 @@ class MergePlan:
 
     @property
     def tensors(self) -> dict[str, TensorRef]:
-        """Tensors of all groups, keyed by merged key."""
         return {key: ref for group in self.groups.values() for key, ref in group.items()}
 
 
@@ -87,15 +75,14 @@ def plan_merge(sources: Sequence[Source], choices: Mapping[str, str | None] = NO
     """Compare the sources and return the plan; read headers, small files, and tensors that may be equal.
 
     ``choices`` are those of :func:`plan_sidecars`. Raises FlexQuantError, naming the file, key, layer or
-    tensor, if the sources differ in something that a merged model can have only once, if one lacks a
-    parameter of its class, and if a shape does not fit the model or the quantisation scheme.
+    tensor, if the sources differ in what a merged model has once, if one lacks a parameter of its class, and
+    if a shape does not fit.
     """
     if not sources:
         raise FlexQuantError("nothing to merge: name at least one variant as NAME=FOLDER")
     names = [s.name for s in sources]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise FlexQuantError(f"variant name '{name}' is given twice; give every variant its own name")
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise FlexQuantError(f"variant name '{twice[0]}' is given twice; give every variant its own name")
     first = sources[0]
     for other in sources[1:]:
         _check_same_model(first, other)
@@ -106,10 +93,8 @@ def plan_merge(sources: Sequence[Source], choices: Mapping[str, str | None] = NO
     for source in sources:
         present = {int(m["index"]) for name in source.tensors if (m := LAYER.search(name))}
         for missing in sorted(set(range(num_layers)) - present):
-            raise FlexQuantError(
-                f"'{source.name}' has no tensors for layer {missing} of {num_layers} ({source.folder}); "
-                "download or quantise it again"
-            )
+            problem = f"'{source.name}' has no tensors for layer {missing} of {num_layers} ({source.folder})"
+            raise FlexQuantError(f"{problem}; download or quantise it again")
         if source is not first:
             _check_same_shapes(first, source, model, is_tied, num_layers)
         check_parameters(source)
@@ -118,11 +103,9 @@ def plan_merge(sources: Sequence[Source], choices: Mapping[str, str | None] = NO
     if len(sources) > 1:
         for name, module in _find_towers(sources).items():
             if name not in shared:
-                raise FlexQuantError(
-                    f"'{name}' is not equal in all variants, but images are read once for all of them; leave "
-                    f"'{module}' out of quantising in each (add 're:.*{module.rpartition('.')[2]}.*' to the "
-                    "recipe's 'ignore')"
-                )
+                problem = f"'{name}' is not equal in all variants, but images are read once for all of them"
+                ignored = f"add 're:.*{module.rpartition('.')[2]}.*' to the recipe's 'ignore'"
+                raise FlexQuantError(f"{problem}; leave '{module}' out of quantising in each ({ignored})")
     groups = {"shared": {SHARED_PREFIX + name: first.tensors[name] for name in sorted(shared)}}
     for source in sources:
         own = sorted(source.tensors.keys() - shared)
@@ -132,10 +115,7 @@ def plan_merge(sources: Sequence[Source], choices: Mapping[str, str | None] = NO
 
 
 def check_parameters(source: Source) -> None:
-    """Raise FlexQuantError, naming the tensor, unless a source's tensors fit its class and its schemes.
-
-    Only headers are read.
-    """
+    """Raise FlexQuantError, naming the tensor, unless a source's headers fit its class and its schemes."""
     check_draft_heads(source.config, source.tensors, source.owner)
     check_loadable(source.quantization_config, source.tensors, source.owner)
     if (model := _class_of(source)) is not None:
@@ -155,52 +135,37 @@ def _has_own_head(source: Source) -> bool:
 
 def _check_same_model(a: Source, b: Source) -> None:
     if a.architecture != b.architecture:
-        raise FlexQuantError(
-            f"'{a.name}' is a {a.architecture} and '{b.name}' a {b.architecture}; "
-            "only variants of one model can be merged"
-        )
+        problem = f"'{a.name}' is a {a.architecture} and '{b.name}' a {b.architecture}"
+        raise FlexQuantError(f"{problem}; {ONE_MODEL}")
     differences = model_differences(a.config, b.config)
     if differences:
         advice = f"if they are variants of one model, {choice(a, b, '--config-from')}"
         if all(key.rpartition(".")[2] == "dtype" for key, *_ in differences):
             advice = "if they are, choose one with --dtype bfloat16 or --dtype float16"
         listed = "; ".join(f"{key}: {x!r} against {y!r}" for key, x, y in differences[:5])
-        raise FlexQuantError(
-            f"the base configs of '{a.name}' and '{b.name}' differ ({listed}); only variants of one model "
-            f"can be merged: {advice}"
-        )
+        problem = f"the base configs of '{a.name}' and '{b.name}' differ ({listed})"
+        raise FlexQuantError(f"{problem}; {ONE_MODEL}: {advice}")
     schemes = [cache_scheme(source) for source in (a, b)]
     if schemes[0] != schemes[1]:
-        raise FlexQuantError(
-            f"'{a.name}' has kv_cache_scheme {schemes[0]!r} and '{b.name}' {schemes[1]!r}, but the variants "
-            "share one KV cache; quantise both with the same one, or take two checkpoints without it"
-        )
+        both = f"'{a.name}' has kv_cache_scheme {schemes[0]!r} and '{b.name}' {schemes[1]!r}"
+        advice = "quantise both with the same one, or take two checkpoints without it"
+        raise FlexQuantError(f"{both}, but the variants share one KV cache; {advice}")
 
 
-def _check_same_shapes(
-    a: Source, b: Source, model: ModelClass | None, is_tied: bool, num_layers: int
-) -> None:
-    """Raise FlexQuantError unless both have the same parameters.
-
-    Either may lack what ``model``, their class, drops, heads that draft, and the lm_head of a tied model.
-    """
+def _check_same_shapes(a: Source, b: Source, model: ModelClass | None, is_tied: bool, layers: int) -> None:
+    """Raise FlexQuantError unless both have the same parameters, but for what ``model`` drops or ties."""
     a_shapes, b_shapes = logical_shapes(a.tensors), logical_shapes(b.tensors)
     for name in sorted(a_shapes.keys() | b_shapes.keys()):
         if name not in a_shapes or name not in b_shapes:
-            if (is_tied and HEAD.search(name)) or drafts(name, a.architecture, num_layers):
-                continue
-            if model is not None and model.drops(name):
+            is_dropped = model is not None and model.drops(name)
+            if is_dropped or (is_tied and HEAD.search(name)) or drafts(name, a.architecture, layers):
                 continue
             has, lacks = (a, b) if name in a_shapes else (b, a)
-            raise FlexQuantError(
-                f"'{has.name}' has parameter '{name}' and '{lacks.name}' does not; "
-                "only variants of one model can be merged"
-            )
+            problem = f"'{has.name}' has parameter '{name}' and '{lacks.name}' does not"
+            raise FlexQuantError(f"{problem}; {ONE_MODEL}")
         if a_shapes[name] != b_shapes[name]:
-            raise FlexQuantError(
-                f"parameter '{name}' has shape {list(a_shapes[name])} in '{a.name}' and "
-                f"{list(b_shapes[name])} in '{b.name}'; only variants of one model can be merged"
-            )
+            shapes = f"{list(a_shapes[name])} in '{a.name}' and {list(b_shapes[name])} in '{b.name}'"
+            raise FlexQuantError(f"parameter '{name}' has shape {shapes}; {ONE_MODEL}")
 
 
 def _find_shared(sources: Sequence[Source]) -> set[str]:
@@ -224,16 +189,5 @@ def _find_towers(sources: Sequence[Source]) -> dict[str, str]:
 
 
 def _read_names(sources: Sequence[Source]) -> set[str]:
-    """Return the names of the tensors that the sources' class reads."""
     names, model = {name for source in sources for name in source.tensors}, _class_of(sources[0])
     return names if model is None else {name for name in names if not model.drops(name)}
-
-
-def _holder(tensor_name: str) -> str | None:
-    """Return the module of a tensor if one instance can serve all variants, else None.
-
-    In a decoder layer, only experts and the projection that expands the latent KV cache can.
-    """
-    if inside := EXPERTS.match(tensor_name) or LATENT_UP.match(tensor_name):
-        return inside[0]
-    return None if LAYER.search(tensor_name) else tensor_name.rpartition(".")[0]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import flexquant
 from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, folder_label
+from flexquant.checkpoint.merged_checkpoint import SCHEMA as PROVENANCE_SCHEMA
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant, served_architecture
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
 from flexquant.checkpoint.output import prepare_output
@@ -33,8 +34,6 @@ from flexquant.policy.schema import SCHEMA
 
 if TYPE_CHECKING:
     from flexquant.merge.kv.compatibility import KVReport
-
-PROVENANCE_SCHEMA = "flexquant.provenance/v1"
 
 
 def merge_checkpoints(
@@ -57,16 +56,13 @@ def merge_checkpoints(
     """Merge checkpoints of one model, in any format of :mod:`flexquant.merge.formats`, into ``output``.
 
     ``sources`` are (variant name, folder or Hugging Face id). ``policy`` is the default policy to store, a
-    built-in name or a file. ``config_from``, ``tokenizer_from``, ``generation_from`` and
-    ``processor_from`` name the variant whose config, tokenizer, generation settings or processor the merged
-    model gets; None: they must not differ. ``dtype``, ``bfloat16`` or
-    ``float16``, casts what is in 16 bit; None: all have one dtype. ``nested`` stores 4 bits for each INT8
-    weight of a W8A8 variant, its difference to what the INT4 variant predicts: ``near`` changes integers that
-    4 bits do not reach, ``exact`` refuses variants with any. Other threads write shards while the
-    weights are compared: ``kv_progress`` is called with the layers compared, afterwards ``progress`` with the
-    bytes written. ``output`` appears only when it is complete; if the comparison refuses the variants, the
-    shards written so far are deleted. Returns what was written. Raises FlexQuantError for sources that cannot
-    be combined, an output that may not be replaced and a full disk.
+    built-in name or a file. The ``_from`` arguments name the variant whose config, tokenizer, generation
+    settings or processor the merged model gets; None: they must not differ. ``dtype``, ``bfloat16`` or
+    ``float16``, casts what is in 16 bit. ``nested`` stores 4 bits for each INT8 weight of a W8A8 variant:
+    ``near`` changes integers that 4 bits do not reach, ``exact`` refuses variants with any. While other
+    threads write, ``kv_progress`` is called with the layers compared, afterwards ``progress`` with the bytes
+    written. ``output`` appears only when it is complete. Returns what was written. Raises FlexQuantError for
+    sources that cannot be combined, an output that may not be replaced and a full disk.
     """
     from flexquant.merge.kv.compatibility import check_kv_compatibility  # transformers' models
 
@@ -122,13 +118,10 @@ def _provenance(
     config_from: str | None,
 ) -> JsonObject:
     """Return the document of :class:`Provenance`; ``files`` in ``folder`` are hashed here."""
+    python, torch = platform.python_version(), version("torch")
     return {
         "schema": PROVENANCE_SCHEMA,
-        "versions": {
-            "flexquant": flexquant.__version__,
-            "python": platform.python_version(),
-            "torch": version("torch"),
-        },
+        "versions": {"flexquant": flexquant.__version__, "python": python, "torch": torch},
         "sources": {
             s.name: {
                 "folder": folder_label(s.folder),
@@ -147,7 +140,6 @@ def _provenance(
 def _merged_config(
     plan: MergePlan, inner: Mapping[str, NestedVariant], kv: KVReport, policy: JsonObject | None
 ) -> MergedConfig:
-    """Return what the checkpoint says of itself, with the document of a ``policy``."""
     return MergedConfig(
         base_architecture=plan.sources[0].architecture,
         variants={
@@ -164,7 +156,7 @@ def _merged_config(
         mixable=tuple(map(tuple, kv.mixable)),
         rescaled=tuple(kv.rescaled),
         policy=policy,
-        kv_compatibility={**kv.to_json()},
+        kv_compatibility=kv.to_json(),
         draft_heads=plan.draft_heads,
     )
 
@@ -178,8 +170,8 @@ def _has_negative_scales(source: Source) -> bool:
 def policy_to_store(requested: str | None, variants: Collection[str]) -> JsonObject | None:
     """Return the policy document that a merge of ``variants`` stores; None: serving uses the default.
 
-    ``requested`` is a built-in policy's name or a file; None asks for the built-in default, or for the only
-    variant. Raises FlexQuantError for a policy that cannot be read, and if the default needs other variants.
+    ``requested`` is a built-in policy's name or a file; None asks for the default or the only variant. Raises
+    FlexQuantError for a policy that cannot be read, and if the default needs other variants.
     """
     if requested is not None:
         return load_policy(requested).document
@@ -190,8 +182,7 @@ def policy_to_store(requested: str | None, variants: Collection[str]) -> JsonObj
     policy = choose_policy()
     missing = [name for name in policy.variants if name not in variants]
     if missing:
-        raise FlexQuantError(
-            f"the built-in default policy '{policy.name}' needs a variant '{missing[0]}', but these are "
-            f"{', '.join(variants)}; name a policy for them with --policy"
-        )
+        problem = f"the built-in default policy '{policy.name}' needs a variant '{missing[0]}'"
+        advice = "name a policy for them with --policy"
+        raise FlexQuantError(f"{problem}, but these are {', '.join(variants)}; {advice}")
     return None

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Fit the factors by which INT4 weights predict INT8 weights, and encode what the prediction lacks.
 
-Rows and columns are fitted in turn, by least squares. Where 4 bits reach too little of a row, it gets wider
+Rows and columns are fitted in turn, by least squares. A row of which 4 bits reach too little gets wider
 steps: its INT8 weights are rounded again, to a larger scale.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexquant.checkpoint.nested import HIGHEST, LARGEST, LOWEST, nested_parts, predict, scaled
 from flexquant.checkpoint.schemes import DIFFERENCE, EXCEPTION, EXCEPTION_INPUT
@@ -28,15 +29,12 @@ SMALLEST = 2.0**-32
 WIDTHS = (1.0, 1.5, 2.0, 3.0)
 """By what the scale of a row of INT8 weights may be multiplied."""
 
-Blocks = Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]
+Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 """Returns the INT8 and INT4 weights of a layer, blocks of rows, float64 [rows, inputs] both."""
 
 
-def fit_column(read: Blocks, inputs: int) -> torch.Tensor:
-    """Return the column, float32 [inputs], that with the best rows predicts the INT8 weights best.
-
-    All factors are finite and positive, the largest is 1.
-    """
+def fit_column(read: Blocks, inputs: int) -> Tensor:
+    """Return the positive column, float32 [inputs], at most 1, that with the best rows predicts INT8 best."""
     column = torch.ones(inputs, dtype=torch.float64)
     for _ in range(ITERATIONS):
         above, below = torch.zeros_like(column), torch.zeros_like(column)
@@ -50,15 +48,13 @@ def fit_column(read: Blocks, inputs: int) -> torch.Tensor:
     return column.float()
 
 
-def fit_rows(weight8: torch.Tensor, weight4: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+def fit_rows(weight8: Tensor, weight4: Tensor, column: Tensor) -> Tensor:
     """Return the best factor of each row, float64 [rows]; of a row without INT4 weights it is 1."""
     below = weight4**2 @ column**2
     return torch.where(below > 0, (weight8 * weight4) @ column / below, 1.0)
 
 
-def shrink_rows(
-    row: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, column: torch.Tensor
-) -> torch.Tensor:
+def shrink_rows(row: Tensor, values: Tensor, scale: Tensor, column: Tensor) -> Tensor:
     """Return factors of rows, float32 [rows, 1], that predict at most FARTHEST; arguments as of `scaled`."""
     largest = scaled(values, scale, row, column).abs().amax(dim=1, keepdim=True)
     smaller = row * ((LARGEST + HIGHEST) / largest)
@@ -87,25 +83,24 @@ class Misses(NamedTuple):
 class FittedRows(NamedTuple):
     """What rows of a linear are stored with."""
 
-    row: torch.Tensor
+    row: Tensor
     """Factors, float32 [rows, 1]."""
-    scale: torch.Tensor
+    scale: Tensor
     """Scales of the INT8 weights [rows, 1], in their dtype."""
     missed: Misses
 
 
 def fit_block(
-    weight8: torch.Tensor,
-    scale8: torch.Tensor,
-    values: torch.Tensor,
-    scale: torch.Tensor,
-    column: torch.Tensor,
+    weight8: Tensor,
+    scale8: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    column: Tensor,
     widths: Sequence[float] = WIDTHS,
 ) -> FittedRows:
     """Fit rows of a linear, for the width of ``widths`` by which each is missed least.
 
-    ``weight8`` int8 [rows, inputs] has the scales ``scale8`` [rows, 1]; ``values``, ``scale`` and ``column``
-    are as of :func:`scaled`.
+    ``weight8`` int8 [rows, inputs] has scales ``scale8`` [rows, 1]; other arguments are of :func:`scaled`.
     """
     inputs = weight8.shape[1]
     row, wide, squared, changed = _at_width(weight8, scale8, values, scale, column, widths[0])
@@ -123,13 +118,8 @@ def fit_block(
 
 
 def _at_width(
-    weight8: torch.Tensor,
-    scale8: torch.Tensor,
-    values: torch.Tensor,
-    scale: torch.Tensor,
-    column: torch.Tensor,
-    width: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    weight8: Tensor, scale8: Tensor, values: Tensor, scale: Tensor, column: Tensor, width: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return factors and scales of rows; squared distances and numbers of changed weights, float64 [rows]."""
     wide = (scale8.float() * width).to(scale8.dtype)
     wanted, weight4 = widened(weight8, scale8, wide), (values * scale).flatten(1).double()
@@ -140,35 +130,33 @@ def _at_width(
     return row, wide, far.square().sum(1), far.count_nonzero(1).double()
 
 
-def widened(weight8: torch.Tensor, scale8: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+def widened(weight8: Tensor, scale8: Tensor, wide: Tensor) -> Tensor:
     """Return INT8 weights with scales ``scale8`` rounded to scales ``wide``; ties to even."""
     return (weight8.float() * _narrowing(scale8, wide)).round_().to(torch.int8)
 
 
-def distances(
-    served: torch.Tensor, wide: torch.Tensor, weight8: torch.Tensor, scale8: torch.Tensor
-) -> torch.Tensor:
+def distances(served: Tensor, wide: Tensor, weight8: Tensor, scale8: Tensor) -> Tensor:
     """Return how far served weights with scales ``wide`` are from ``weight8``, in steps of ``scale8``."""
     return served.double() / _narrowing(scale8, wide) - weight8.double()
 
 
-def is_widened(scale8: torch.Tensor, wide: torch.Tensor) -> bool:
+def is_widened(scale8: Tensor, wide: Tensor) -> bool:
     """Whether ``wide`` are scales that :func:`fit_block` gives for ``scale8``."""
     allowed = [(scale8.float() * width).to(scale8.dtype) for width in WIDTHS]
     return wide.dtype == scale8.dtype and bool((torch.stack(allowed) == wide).any(0).all())
 
 
-def _narrowing(scale8: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+def _narrowing(scale8: Tensor, wide: Tensor) -> Tensor:
     """Return by what weights become smaller, float32 [rows, 1]; 1 for a scale of 0."""
     return torch.where(wide == 0, 1.0, scale8.float() / wide.float())
 
 
-def encode(weight8: torch.Tensor, predicted: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def encode(weight8: Tensor, predicted: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Return what is stored, but for factors, of rows of an INT8 weight [rows, inputs], and what it gives.
 
-    ``predicted`` is what :func:`predict` returns. Differences lead nearest to the weights; exceptions are
-    what these miss by most, of equal ones the first. Types and shapes are those of :func:`nested_parts`; what
-    is served are whole numbers, float32 [rows, inputs].
+    ``predicted`` is what :func:`predict` returns. Exceptions are what differences miss by most, of equal ones
+    the first. Types and shapes are those of :func:`nested_parts`; what is served are whole numbers, float32
+    [rows, inputs].
     """
     wanted, inputs = weight8 - predicted, weight8.shape[1]
     differences = wanted.clamp(LOWEST, HIGHEST)
@@ -183,7 +171,7 @@ def encode(weight8: torch.Tensor, predicted: torch.Tensor) -> tuple[dict[str, to
     }, (predicted + differences).scatter_(1, exceptions, exact.float())
 
 
-def pack_differences(differences: torch.Tensor) -> torch.Tensor:
+def pack_differences(differences: Tensor) -> Tensor:
     """Return U8 [rows, inputs / 2] from whole numbers [rows, inputs]."""
     nibbles = (differences - LOWEST).to(torch.uint8)
     return nibbles[:, 0::2] | nibbles[:, 1::2] << 4

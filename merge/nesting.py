@@ -3,21 +3,22 @@
 """Nest W8A8 variants in an INT4 variant: store 4 bits for each INT8 weight, its difference to a prediction.
 
 The INT4 weight, times one factor a row and one a column, predicts the INT8 weight. Where 4 bits miss it by
-most, the INT8 weight is stored as an exception. Smoothing scales columns, so linears that vLLM fuses, whose
-inputs are the same, have one column of factors. Factors are fitted by least squares when a tensor of a layer
-is first read; weights are read a block at a time, and not kept.
+most, the INT8 weight is stored as an exception. Linears that vLLM fuses, whose inputs are the same, have one
+column of factors. Factors are fitted when a tensor of a layer is first read; weights are read a block at a
+time.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexquant.checkpoint.draft_heads import drafts
 from flexquant.checkpoint.loadable import describe_linear
@@ -47,6 +48,7 @@ from flexquant.merge.nested_fit import (
     is_widened,
     widened,
 )
+from flexquant.merge.packed_formats import of_rows
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
@@ -56,13 +58,8 @@ Scheme = tuple["QuantizationScheme", str]
 Nested = Literal["near", "exact"]
 """What a merge does with integers that are out of reach: takes the nearest, or refuses the variants."""
 MAX_ADDED_NOISE = 8.0
-"""Largest sum of a linear's squared misses, over the squared error of rounding to INT8 in the first place.
-
-At 8 the error is that of steps three times as long. Variants that do not fit each other, such as rotated
-ones, have 10,000.
-"""
+"""Largest squared error of a linear's misses, over that of rounding to INT8; rotated variants have 10,000."""
 MAX_INPUTS = 1 << 16
-"""Inputs that an exception's index tells apart."""
 SCALE = "weight_scale"
 """Last part of the name of the INT8 weights' scales."""
 TWO_COPIES = "merge without --nested, which stores the weights of both"
@@ -72,14 +69,13 @@ TWO_COPIES = "merge without --nested, which stores the weights of both"
 class Factors:
     """The factors of a layer, and what is missed with them."""
 
-    rows: dict[str, torch.Tensor]
+    rows: dict[str, Tensor]
     """Module -> float32 [outputs, 1]."""
-    column: torch.Tensor
+    column: Tensor
     """float32 [inputs]."""
-    scales: dict[str, torch.Tensor]
+    scales: dict[str, Tensor]
     """Module -> scales of the INT8 weights [outputs, 1], in their dtype."""
     missed: dict[str, Misses]
-    """By module."""
 
 
 class Pair(NamedTuple):
@@ -99,10 +95,7 @@ class NestedLayer:
         self._fitted: Factors | None = None
 
     def factors(self) -> Factors:
-        """Return the layer's factors, which the first call fits; several threads may call.
-
-        Raises FlexQuantError if weights are missed by more than they may.
-        """
+        """Return the layer's factors, fitted once; raise FlexQuantError if weights are missed too far."""
         with self._lock:
             found = self._fitted = self._fitted or self._fit()
         for module, missed in found.missed.items():
@@ -111,11 +104,9 @@ class NestedLayer:
                 raise self._refused(f"{counts}, and none may change with --nested-exact: take --nested")
             if missed.added_noise > MAX_ADDED_NOISE:
                 share = f"{100 * missed.changed / missed.weights:.3g} % of the integers of '{module}' change"
-                raise self._refused(
-                    f"{share}, and its misses add {missed.added_noise:.2f} times INT8's own rounding noise, "
-                    f"allowed is {MAX_ADDED_NOISE:g}: quantise both from one model, INT4 in groups of 32 "
-                    "with zero points"
-                )
+                noise = f"its misses add {missed.added_noise:.2f} times INT8's own rounding noise"
+                advice = "quantise both from one model, INT4 in groups of 32 with zero points"
+                raise self._refused(f"{share}, and {noise}, allowed is {MAX_ADDED_NOISE:g}: {advice}")
         return found
 
     def _refused(self, problem: str) -> FlexQuantError:
@@ -128,7 +119,7 @@ class NestedLayer:
     def _stored(self, module: str) -> list[TensorRef]:
         weight8, scale8, int4 = self._weights[module]
 
-        def encoded(part: str, rows: Sequence[range] | None) -> torch.Tensor:
+        def encoded(part: str, rows: Sequence[range] | None) -> Tensor:
             factors, found = self.factors(), []
             for block in blocks(int4.shape, rows):
                 row, wide = (x[module][block.start : block.stop] for x in (factors.rows, factors.scales))
@@ -137,30 +128,26 @@ class NestedLayer:
                 found.append(encode(wanted, predicted)[0][part])
             return torch.cat(found)
 
-        def row(rows: Sequence[range] | None) -> torch.Tensor:
-            return _of_rows(self.factors().rows[module], rows)
+        def of_layer(find: Callable[[Factors], Tensor], rows: Sequence[range] | None) -> Tensor:
+            return of_rows(find(self.factors()), rows)
 
-        def scale(rows: Sequence[range] | None) -> torch.Tensor:
-            return _of_rows(self.factors().scales[module], rows)
+        whole: dict[str, Callable[[Factors], Tensor]] = {
+            ROW: lambda factors: factors.rows[module],
+            COLUMN: lambda factors: factors.column,
+            SCALE: lambda factors: factors.scales[module],
+        }
+        kinds = {**nested_parts(*int4.shape), SCALE: (scale8.dtype, scale8.shape)}
 
-        def column(rows: Sequence[range] | None) -> torch.Tensor:
-            return _of_rows(self.factors().column, rows)
+        def read(part: str) -> Callable[[Sequence[range] | None], Tensor]:
+            return partial(of_layer, whole[part]) if part in whole else partial(encoded, part)
 
-        of_layer, parts = {ROW: row, COLUMN: column, SCALE: scale}, nested_parts(*int4.shape)
         return [
-            ComputedTensor(
-                f"{module}.{part}",
-                dtype,
-                shape,
-                weight8.file,
-                0,
-                of_layer.get(part) or partial(encoded, part),
-            )
-            for part, (dtype, shape) in {**parts, SCALE: (scale8.dtype, scale8.shape)}.items()
+            ComputedTensor(f"{module}.{part}", *kind, weight8.file, 0, read(part))
+            for part, kind in kinds.items()
         ]
 
     def _fit(self) -> Factors:
-        def read() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        def read() -> Iterator[tuple[Tensor, Tensor]]:
             for weight8, _, int4 in self._weights.values():
                 for part in blocks(int4.shape):
                     values, scale = int4.read(part)
@@ -196,16 +183,11 @@ def is_nearest(stored: NestedWeight, scale: TensorRef, weight8: TensorRef, scale
     return Misses(math.prod(weight8.shape), 0, squared).added_noise <= MAX_ADDED_NOISE
 
 
-def _of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:
-    return whole if rows is None else torch.cat([whole[part.start : part.stop] for part in rows])
-
-
 @dataclass(frozen=True)
 class NestedVariant:
     """A variant that is stored as differences to another."""
 
     source: str
-    """Name of the variant with the INT4 weights."""
     layers: Sequence[NestedLayer]
 
     def missed(self) -> Misses:
@@ -217,7 +199,7 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
     """Return a plan that stores W8A8 variants as differences to the INT4 variant; what is nested, by name.
 
     The plan's sources have the INT8 weights that will be served. Only headers are read. Raises FlexQuantError
-    if there is no such pair, or several, and if a linear cannot be nested.
+    if there is not one such pair, and if a linear cannot be nested.
     """
     sources, groups = {s.name: s for s in plan.sources}, {name: {**of} for name, of in plan.groups.items()}
     schemes = {name: _schemes(source, plan.num_layers) for name, source in sources.items()}
@@ -228,10 +210,8 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
     for name in (*eights, source):
         if rotates_in_passes(sources[name].quantization_config):
             eight = name if name in eights else eights[0]
-            raise FlexQuantError(
-                f"'{eight}' cannot be nested in '{source}': each pass rotates the inputs of linears of "
-                f"'{name}'; {TWO_COPIES}"
-            )
+            reason = f"each pass rotates the inputs of linears of '{name}'"
+            raise FlexQuantError(f"'{eight}' cannot be nested in '{source}': {reason}; {TWO_COPIES}")
     for name in eights:
         tensors, by_layer = sources[name].tensors, dict[str, dict[str, Pair]]()
         for module in sorted(schemes[name] | schemes[source]):
@@ -246,9 +226,8 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
             if int4 and not problem and (scale8 is None or scale8.shape != (int4.shape[0], 1)):
                 problem = "has scales of another form in W8A8;"
             if problem or int4 is None:
-                raise FlexQuantError(
-                    f"variant '{name}' cannot be nested in '{source}': '{module}' {problem} {TWO_COPIES}"
-                )
+                named = f"variant '{name}' cannot be nested in '{source}'"
+                raise FlexQuantError(f"{named}: '{module}' {problem} {TWO_COPIES}")
             pair = Pair(tensors[f"{module}.weight"], tensors[f"{module}.{SCALE}"], int4)
             by_layer.setdefault(fused_name(module), {})[module] = pair
         layers = [NestedLayer(weights, name, nested) for weights in by_layer.values()]
@@ -273,16 +252,14 @@ def _find_pair(schemes: Mapping[str, Mapping[str, Scheme]]) -> tuple[list[str], 
     eights = [name for name, found in schemes.items() if any(_is_w8a8(*found[m]) for m in found)]
     fours = [name for name, found in schemes.items() if any(_is_w4a16(*found[m]) for m in found)]
     if len(fours) > 1:
-        raise FlexQuantError(
-            f"{' and '.join(fours)} have INT4 weights and 16-bit activations, and INT8 weights are nested in "
-            f"those of one variant; which? Leave the others out, or {TWO_COPIES}"
-        )
+        problem = f"{' and '.join(fours)} have INT4 weights and 16-bit activations"
+        advice = f"which? Leave the others out, or {TWO_COPIES}"
+        raise FlexQuantError(f"{problem}, and INT8 weights are nested in those of one variant; {advice}")
     if not eights or not fours:
-        raise FlexQuantError(
-            f"nothing of {', '.join(schemes)} can be nested: that takes a variant in W8A8 (INT8 weights by "
-            "channel, dynamic INT8 activations by token) and one with INT4 weights and 16-bit activations; "
-            "add what is missing, or merge without --nested"
-        )
+        eight = "a variant in W8A8 (INT8 weights by channel, dynamic INT8 activations by token)"
+        two = f"{eight} and one with INT4 weights and 16-bit activations"
+        advice = "add what is missing, or merge without --nested"
+        raise FlexQuantError(f"nothing of {', '.join(schemes)} can be nested: that takes {two}; {advice}")
     return eights, fours[0]
 
 

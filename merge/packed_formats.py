@@ -16,18 +16,27 @@ unsigned integers,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.entrypoints.convert import AutoAWQConverter
+from torch import Tensor
 from torch.nn.functional import pad
 
-from flexquant.checkpoint.model_config import AWQ, GPTQ, ConfigGroup, JsonObject, complete_settings
+from flexquant.checkpoint.model_config import (
+    AWQ,
+    GPTQ,
+    ConfigGroup,
+    JsonObject,
+    complete_settings,
+    integer_weights,
+    wrong_setting,
+)
 from flexquant.checkpoint.patterns import LEFT_OUT, expressions_of_dynamic, fitting
-from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, load_tensor
+from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, Tensors, load_tensor
 from flexquant.errors import FlexQuantError
 
 FLOATS = ("F16", "BF16", "F32")
@@ -67,15 +76,15 @@ class PackedFormat:
     def middle(self) -> int:
         return 1 << (self.bits - 1)
 
-    def values(self, packed: torch.Tensor) -> torch.Tensor:
+    def values(self, packed: Tensor) -> Tensor:
         """Return the unsigned values in int32 words [rows, words], int32 [rows, values]."""
         shifts = torch.arange(0, 32, self.bits, dtype=torch.int32)
         values = (packed.unsqueeze(-1) >> shifts & (1 << self.bits) - 1).flatten(-2)
-        return (
-            AutoAWQConverter.reverse_awq_order(values, None, self.bits)[0] if self.method == AWQ else values
-        )
+        if self.method == AWQ:
+            values, _ = AutoAWQConverter.reverse_awq_order(values, None, self.bits)
+        return values
 
-    def pack_weight(self, stored: torch.Tensor) -> torch.Tensor:
+    def pack_weight(self, stored: Tensor) -> Tensor:
         """Return ``weight_packed``, int32 [out, in * bits / 32]."""
         if self.method == GPTQ:
             return stored.T.contiguous()
@@ -91,41 +100,26 @@ class PackedFormat:
                 pairs[:, output, start:stop] = halves[place % 2][place // 2]
         return pairs.flatten(0, 1).view(torch.int32)
 
-    def pack_zero_points(self, stored: torch.Tensor) -> torch.Tensor:
+    def pack_zero_points(self, stored: Tensor) -> Tensor:
         """Return ``weight_zero_point``, int32 [out * bits / 32, in / g]."""
         zero_points = (self.values(stored) + self.offsets[0]) % (1 << self.bits)
         signed = (zero_points - self.middle).to(torch.int8)
         return pack_to_int32(signed.T.contiguous(), self.bits, packed_dim=0).contiguous()
 
-    def is_symmetric(self, stored: torch.Tensor) -> bool:
+    def is_symmetric(self, stored: Tensor) -> bool:
         """Whether all zero points are in the middle."""
-        values = self.values(stored)
-        return any(
-            bool(((values + offset) % (1 << self.bits) == self.middle).all()) for offset in self.offsets
-        )
+        values, end = self.values(stored), 1 << self.bits
+        return any(bool(((values + offset) % end == self.middle).all()) for offset in self.offsets)
 
     def scheme(self) -> ConfigGroup:
         """Return what a group of compressed-tensors says of such linears."""
-        size = self.group_size if self.group_size > 0 else None
-        return {
-            "weights": {
-                "num_bits": self.bits,
-                "type": "int",
-                "symmetric": self.symmetric,
-                "strategy": "group" if size else "channel",
-                "group_size": size,
-                "dynamic": False,
-            },
-            "input_activations": None,
-            "format": "pack-quantized",
-        }
+        weights = integer_weights(self.bits, self.symmetric, self.group_size)
+        weights["dynamic"] = False
+        return {"weights": weights, "input_activations": None, "format": "pack-quantized"}
 
 
 def read_settings(folder: Path, section: JsonObject) -> PackedFormat:
-    """Return what a ``quantization_config`` says of all linears, but for those that GPTQModel names.
-
-    Raises FlexQuantError for settings that compressed-tensors cannot hold.
-    """
+    """Return what settings say of all linears; raise FlexQuantError for what cannot be held."""
     readers = {AWQ: _read_awq, GPTQ: _read_gptq}
     return readers.get(section["quant_method"], _read_auto_round)(folder, section)
 
@@ -134,19 +128,13 @@ def _read_dynamic(folder: Path, section: JsonObject, names: Sequence[str]) -> di
     """Return the formats of those of the linears ``names`` that GPTQModel's ``dynamic`` has a pattern for."""
     dynamic = section.get("dynamic") or {}
     if not isinstance(dynamic, dict):
-        raise FlexQuantError(
-            f"{folder} has 'dynamic' {dynamic!r} in its quantization_config, expected an object of settings "
-            "by pattern; get the checkpoint again"
-        )
+        raise wrong_setting(folder, "dynamic", dynamic, "an object of settings by pattern")
     found: dict[str, PackedFormat] = {}
     fits = fitting(expressions_of_dynamic(section), names, str(folder), " in 'dynamic'")
     for text, changes in dynamic.items():
         left_out = text.startswith(LEFT_OUT)
         if not left_out and not isinstance(changes, dict):
-            raise FlexQuantError(
-                f"{folder} has '{text}' in 'dynamic' of its quantization_config with {changes!r}, expected "
-                "an object of settings; get the checkpoint again"
-            )
+            raise wrong_setting(folder, f"'{text}' in 'dynamic' with", changes, "an object of settings")
         own = {} if left_out else {key: changes[key] for key in BY_LAYER if key in changes}
         found = dict.fromkeys(fits[text], _read_gptq(folder, section | own)) | found
     return found
@@ -158,19 +146,13 @@ def _read_auto_round(folder: Path, section: JsonObject) -> PackedFormat:
     extra = section.get("extra_config") or {}
     layers = list(extra.values()) if isinstance(extra, dict) else [extra]
     if not all(isinstance(layer, dict) and type(layer.get("bits", 16)) is int for layer in layers):
-        raise FlexQuantError(
-            f"{folder} has the extra_config {extra!r}, expected an object of settings by layer, with numbers "
-            "of bits; get the checkpoint again"
-        )
-    found = complete_settings(section, str(folder))
+        expected = "an object of settings by layer, with numbers of bits"
+        raise wrong_setting(folder, "extra_config", extra, expected)
+    found = complete_settings(section, folder)
     symmetric = found["sym"]
-    unserved = method == GPTQ and not symmetric
-    if (
-        method is None
-        or unserved
-        or section.get("data_type", "int") != "int"
-        or any(layer.get("bits", 16) < 16 for layer in layers)
-    ):
+    is_served = method == AWQ or (method == GPTQ and symmetric)
+    are_integers = section.get("data_type", "int") == "int"
+    if method is None or not (is_served and are_integers) or any(x.get("bits", 16) < 16 for x in layers):
         raise FlexQuantError(
             f"{folder} was exported by AutoRound in a form that is not read (packing_format {packing}, "
             f"data_type {section.get('data_type')}, sym {symmetric}, {len(layers)} layers with settings of "
@@ -184,78 +166,59 @@ def _read_auto_round(folder: Path, section: JsonObject) -> PackedFormat:
 def _read_awq(folder: Path, section: JsonObject) -> PackedFormat:
     version = str(section.get("version", "gemm"))
     if version.lower() != "gemm":
-        raise FlexQuantError(
-            f"{folder} is in AWQ's format {version!r}; take an AWQ checkpoint in the GEMM format"
-        )
-    found = complete_settings(section, str(folder), AWQ)
+        raise FlexQuantError(f"{folder} is in AWQ's format {version!r}; take one in the GEMM format")
+    found = complete_settings(section, folder, AWQ)
     return PackedFormat(AWQ, *_bits_and_size(folder, found, AWQ), not found["zero_point"])
 
 
 def _read_gptq(folder: Path, section: JsonObject) -> PackedFormat:
     form = section.get("checkpoint_format") or WITH_OFFSET
     if form not in (WITH_OFFSET, WITHOUT_OFFSET):
-        raise FlexQuantError(
-            f"{folder} has the checkpoint_format {form!r}; only '{WITH_OFFSET}' and '{WITHOUT_OFFSET}' are "
-            "read: take the checkpoint that it was packed from"
-        )
+        read = f"only '{WITH_OFFSET}' and '{WITHOUT_OFFSET}' are read: take the one that it was packed from"
+        raise FlexQuantError(f"{folder} has the checkpoint_format {form!r}; {read}")
     offset = 1 if form == WITH_OFFSET else 0
-    found = complete_settings(section, str(folder))
+    found = complete_settings(section, folder)
     bits, size = _bits_and_size(folder, found, GPTQ)
     return PackedFormat(GPTQ, bits, size, found["sym"], (offset,), found["desc_act"] and size > 0)
 
 
 def _bits_and_size(folder: Path, settings: JsonObject, method: str) -> tuple[int, int]:
-    """Return the bits of a weight and the inputs of a group."""
     bits, size = settings["bits"], settings["group_size"]
     allowed = (4,) if method == AWQ else (4, 8)
     if bits not in allowed:
         listed = " and ".join(map(str, allowed))
         raise FlexQuantError(f"{folder} has {bits} bits a weight; of {method} only {listed} are read")
     if not (size > 0 or (size == -1 and method == GPTQ)):
-        raise FlexQuantError(
-            f"{folder} has the group_size {size} in its quantization_config, expected a number of inputs "
-            "or, for GPTQ, -1: correct it, or get the checkpoint again"
-        )
+        raise wrong_setting(folder, "group_size", size, "a number of inputs or, for GPTQ, -1")
     return bits, size
 
 
-def from_packed_format(folder: Path, section: JsonObject, tensors: Mapping[str, TensorRef]) -> Read:
-    """Read AWQ, GPTQ and AutoRound's exports in these; quantised values do not change.
-
-    Raises FlexQuantError for settings that compressed-tensors cannot hold, and for tensors whose dtype, shape
-    or content does not fit the settings.
-    """
+def from_packed_format(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
+    """Read AWQ, GPTQ and AutoRound's exports in these; raise FlexQuantError for what does not fit."""
     base = read_settings(folder, section)
     names = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
     if not names:
-        raise FlexQuantError(
-            f"{folder} has no linear in the format of {base.method} (no tensor is named "
-            "'*.qweight'); take a checkpoint that is not packed for one kernel, such as marlin's"
-        )
+        problem = f"{folder} has no linear in the format of {base.method} (no tensor is named '*.qweight')"
+        advice = "take a checkpoint that is not packed for one kernel, such as marlin's"
+        raise FlexQuantError(f"{problem}; {advice}")
     linears = dict.fromkeys(names, base)
     if section["quant_method"] == GPTQ:
         linears |= _read_dynamic(folder, section, names)
-    found = {
-        name: ref
-        for name, ref in tensors.items()
-        if not (name.endswith(PACKED_PARTS) and name.rpartition(".")[0] in linears)
-    }
+    parts = {name for name in tensors if name.endswith(PACKED_PARTS) and name.rpartition(".")[0] in linears}
+    found = {name: ref for name, ref in tensors.items() if name not in parts}
     for name, form in linears.items():
         for part in ("weight", "weight_packed"):
             if f"{name}.{part}" in tensors:
-                raise FlexQuantError(
-                    f"{folder} has {name}.{part} beside {name}.qweight; a linear is stored once: get the "
-                    "checkpoint again"
-                )
+                problem = f"{folder} has {name}.{part} beside {name}.qweight"
+                raise FlexQuantError(f"{problem}; a linear is stored once: get the checkpoint again")
         found |= _linear(name, form, tensors)
     return {name: form.scheme() for name, form in linears.items()}, found
 
 
-def _linear(module: str, form: PackedFormat, tensors: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
+def _linear(module: str, form: PackedFormat, tensors: Tensors) -> dict[str, TensorRef]:
     """Return a linear's tensors; raise FlexQuantError unless what is stored fits the settings."""
-    part = {name: tensors.get(f"{module}.{name}") for name in ("qweight", "scales", "qzeros", "g_idx")}
-    qweight = part["qweight"]
-    assert qweight is not None
+    part = {name: tensors.get(f"{module}.{name}") for name in ("scales", "qzeros", "g_idx")}
+    part["qweight"] = qweight = tensors[f"{module}.qweight"]
     rows, columns = (*qweight.shape, 1, 1)[:2]
     values = 32 // form.bits
     inputs, outputs = (rows * values, columns) if form.method == GPTQ else (rows, columns * values)
@@ -272,29 +235,25 @@ def _linear(module: str, form: PackedFormat, tensors: Mapping[str, TensorRef]) -
         if ref is None and name in needed:
             raise FlexQuantError(f"{module}.{name} is missing; get the checkpoint again")
         if ref is not None and (ref.dtype not in dtypes or ref.shape != shape):
-            raise FlexQuantError(
-                f"{module}.{name} is {ref.dtype} {list(ref.shape)} instead of {' or '.join(dtypes)} "
-                f"{list(shape)}; correct bits and group_size in the quantization_config, or get the "
-                "checkpoint again"
-            )
+            wanted = f"{' or '.join(dtypes)} {list(shape)}"
+            advice = "correct bits and group_size in the quantization_config, or get the checkpoint again"
+            found = f"{module}.{name} is {ref.dtype} {list(ref.shape)}"
+            raise FlexQuantError(f"{found} instead of {wanted}; {advice}")
     scales, qzeros, g_idx = part["scales"], part["qzeros"], part["g_idx"]
     assert scales is not None
     in_order = torch.arange(inputs) // (form.group_size if form.group_size > 0 else inputs)
     if form.reordered if g_idx is None else not torch.equal(load_tensor(g_idx).long(), in_order):
-        raise FlexQuantError(
-            f"{module} was quantised with its inputs in another order (desc_act), which the kernels for "
-            "compressed-tensors do not undo; take a checkpoint without desc_act"
-        )
+        problem = f"{module} was quantised with its inputs in another order (desc_act)"
+        undone = "which the kernels for compressed-tensors do not undo"
+        raise FlexQuantError(f"{problem}, {undone}; take a checkpoint without desc_act")
     if form.symmetric and qzeros is not None and not form.is_symmetric(load_tensor(qzeros)):
-        raise FlexQuantError(
-            f"{module} has zero points beside {form.middle}, though its quantization_config says 'sym'; get "
-            "the checkpoint again"
-        )
+        problem = f"{module} has zero points beside {form.middle}, though its quantization_config says 'sym'"
+        raise FlexQuantError(f"{problem}; get the checkpoint again")
     weight, words, size = f"{module}.weight", -(-inputs // values), torch.tensor([outputs, inputs])
     found = [
         _transformed(f"{weight}_packed", qweight, "I32", (outputs, words), form.pack_weight),
         _transformed(f"{weight}_scale", scales, scales.dtype, (outputs, groups), torch.t),
-        ComputedTensor(f"{weight}_shape", "I64", (2,), qweight.file, 0, lambda rows: _of_rows(size, rows)),
+        ComputedTensor(f"{weight}_shape", "I64", (2,), qweight.file, 0, lambda rows: of_rows(size, rows)),
     ]
     if not form.symmetric and qzeros is not None:
         shape = (-(-outputs // values), groups)
@@ -307,22 +266,19 @@ _last = threading.local()
 
 
 def _transformed(
-    name: str,
-    stored: TensorRef,
-    dtype: str,
-    shape: tuple[int, ...],
-    convert: Callable[[torch.Tensor], torch.Tensor],
+    name: str, stored: TensorRef, dtype: str, shape: tuple[int, ...], convert: Callable[[Tensor], Tensor]
 ) -> TensorRef:
     key = object()
 
-    def compute(rows: Sequence[range] | None) -> torch.Tensor:
+    def compute(rows: Sequence[range] | None) -> Tensor:
         if getattr(_last, "key", None) is not key:
             _last.key, _last.tensor = key, convert(load_tensor(stored))
-        tensor: torch.Tensor = _last.tensor
-        return _of_rows(tensor, rows)
+        tensor: Tensor = _last.tensor
+        return of_rows(tensor, rows)
 
     return ComputedTensor(name, dtype, shape, stored.file, 0, compute)
 
 
-def _of_rows(whole: torch.Tensor, rows: Sequence[range] | None) -> torch.Tensor:
+def of_rows(whole: Tensor, rows: Sequence[range] | None) -> Tensor:
+    """Return these rows of a tensor, or all, as a :class:`ComputedTensor` does."""
     return whole if rows is None else torch.cat([whole[part.start : part.stop] for part in rows])

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Compare tokenizers, and processors of images and videos, by what they do.
-
-Whatever release of which library wrote their files.
-"""
+"""Compare tokenizers, and processors of images and videos, by what they do, whoever wrote their files."""
 
 from __future__ import annotations
 
@@ -39,7 +36,6 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token")
 """Special tokens by the names under which vLLM asks for them. It pads nothing."""
 SHOWN = 120
-"""Characters of a differing value that a message shows."""
 VOCABULARY = ("tokenizer.json", "*vocab*", "*.model", "*.tiktoken", *MISTRAL_TOKENIZER)
 """Files of which a checkpoint with a tokenizer has one, unless the tokenizer has code of its own."""
 HARD_TEXTS = (
@@ -80,9 +76,9 @@ EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 def tokenizer_difference(a: Source, b: Source) -> str | None:
     """Return what the tokenizers of two checkpoints do differently, in words; None if nothing was found.
 
-    Equal files are not loaded. For others the vocabulary, the merges, the added and the special tokens and
-    the chat template have to be equal, and both have to treat HARD_TEXTS alike. A chat template that only one
-    of them has is no difference. Templates are not run: their text and what it names decide what they do.
+    Equal files are not loaded. Of others vocabulary, merges, added and special tokens and chat template have
+    to be equal, and both have to treat HARD_TEXTS alike. A chat template that only one of them has is no
+    difference. Templates are not run.
     """
     names = {name for source in (a, b) for name in find_files(source.folder, TOKENIZER)}
     differing = sorted(name for name in names if not has_same_file(name, a, b))
@@ -99,14 +95,13 @@ def tokenizer_difference(a: Source, b: Source) -> str | None:
     with_template = bool(first.chat_template and second.chat_template)
     behaviours = (_behaviour(one, texts, with_template) for one in (first, second))
     try:
-        for (what, x), (_, y) in zip(*behaviours, strict=True):
-            if x != y:
-                return f"{what}, {first_difference(x, y)}"
+        pairs = zip(*behaviours, strict=True)
+        found = (f"{what}, {first_difference(x, y)}" for (what, x), (_, y) in pairs if x != y)
+        return next(found, None)
     except BaseException as e:  # the tokenizers library ends a pattern that takes too long by a panic
         if type(e).__name__ != "PanicException":
             raise
         return f"{differing[0]} differs, and more cannot be said, as a text cannot be read ({e})"
-    return None
 
 
 def tokenizer_problem(source: Source) -> str:
@@ -146,15 +141,10 @@ def _behaviour(tokenizer: Tokenizer, texts: list[str], with_template: bool) -> I
     yield "chat templates", {name: str(text).removesuffix("\n") for name, text in named.items()}
     for text in texts:
         ids = {special: tokenizer.encode(text, add_special_tokens=special) for special in (True, False)}
-        yield (
-            f"token ids of the text {text!r}",
-            {
-                "with special tokens": ids[True],
-                "without": ids[False],
-                "decoded": tokenizer.decode(ids[True]),
-                "decoded without special tokens": tokenizer.decode(ids[True], skip_special_tokens=True),
-            },
-        )
+        found: JsonObject = {"with special tokens": ids[True], "without": ids[False]}
+        found["decoded"] = tokenizer.decode(ids[True])
+        found["decoded without special tokens"] = tokenizer.decode(ids[True], skip_special_tokens=True)
+        yield f"token ids of the text {text!r}", found
 
 
 def has_same_file(name: str, a: Source, b: Source) -> bool:
@@ -188,17 +178,15 @@ def first_difference(x: object, y: object) -> str:
 def processor_difference(a: Source, b: Source) -> str | None:
     """Return what the processors of two checkpoints do differently, in words; None if nothing was found.
 
-    A part that only one of them has settings for is no difference. No code that a config names is run.
-    Raises FlexQuantError for settings that transformers' class refuses.
+    A part that only one has settings for is no difference. No code that a config names is run. Raises
+    FlexQuantError for settings that transformers' class refuses.
     """
     names = {name for source in (a, b) for name in find_files(source.folder, PROCESSOR)}
     if all(has_same_file(name, a, b) for name in names):
         return None
     first, second = _resolved(a), _resolved(b)
-    for part in sorted(first.keys() & second.keys()):
-        if first[part] != second[part]:
-            return f"{part}, {first_difference(first[part], second[part])}"
-    return None
+    unlike = (part for part in sorted(first.keys() & second.keys()) if first[part] != second[part])
+    return next((f"{part}, {first_difference(first[part], second[part])}" for part in unlike), None)
 
 
 def processor_parts(source: Source) -> dict[str, JsonObject]:
@@ -235,9 +223,9 @@ def _of_part(part: str, settings: JsonObject, usual: str) -> JsonObject:
     name = str(stated.pop(kind, usual)).removesuffix("Fast")
     base = {"image_processor": BaseImageProcessor, "video_processor": BaseVideoProcessor}[part]
     built = (found := _class(name, base)).from_dict(stated)
-    keys = built.valid_kwargs.__annotations__.keys() | (
-        stated.keys() | vars(found).keys() if found.__module__ == __name__ else set()
-    )
+    keys = {*built.valid_kwargs.__annotations__}
+    if found.__module__ == __name__:
+        keys |= stated.keys() | vars(found).keys()
     made = built.to_dict()
     values = _stated({key: made.get(key, getattr(built, key, None)) for key in keys - {SQUARE}})
     for old, edge in EDGES.items():
@@ -266,8 +254,8 @@ def _stated(settings: JsonObject) -> JsonObject:
 def _class(name: str, base: type) -> Any:
     """Return the class below ``base`` that transformers has by this name.
 
-    In place of one that needs torchvision, or that transformers lacks, stands a class of this module, with
-    the plain values among its attributes.
+    In place of one that it lacks, or that needs torchvision, stands a class of this module with its plain
+    attributes.
     """
     import transformers
 

@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.built_model import find_model_class, known_config
-from flexquant.checkpoint.model_config import (
-    JsonObject,
-    count_layers,
-    text_config,
-)
+from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
 from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.errors import FlexQuantError, explained
 from flexquant.merge.formats import Source
@@ -58,8 +54,8 @@ IGNORED = frozenset(key for keys in NOT_READ.values() for key in keys.split())
 def with_names(source: Source, names: Collection[str]) -> Source:
     """Return a source whose tensors have those of ``names`` that mean the same to the source's class.
 
-    The modules that its ``quantization_config`` names are renamed with them. Raises FlexQuantError if a
-    pattern there then fits other modules.
+    The modules that its ``quantization_config`` names are renamed too. Raises FlexQuantError if a pattern
+    there then fits other modules.
     """
     own, theirs = ({name.rpartition(".")[0] for name in of} for of in (source.tensors, names))
     other = own - theirs
@@ -81,24 +77,21 @@ def with_names(source: Source, names: Collection[str]) -> Source:
     before = LinearSchemes(source.quantization_config, source.owner, source.tensors)
     after = LinearSchemes(section, source.owner, tensors)
     for old, new in modules.items():
-        found = [
-            scheme and scheme.model_dump(exclude={"targets"}) for scheme in (before.of(old), after.of(new))
-        ]
+        schemes = before.of(old), after.of(new)
+        found = [scheme and scheme.model_dump(exclude={"targets"}) for scheme in schemes]
         if found[0] != found[1]:
-            raise FlexQuantError(
-                f"the quantization_config of {source.owner} fits '{old}' by a pattern that does not fit "
-                f"'{new}', as the other variant names it; list the modules in "
-                f"{source.folder / 'config.json'} by their names"
-            )
+            problem = f"fits '{old}' by a pattern that does not fit '{new}', as the other variant names it"
+            advice = f"list the modules in {source.folder / 'config.json'} by their names"
+            raise FlexQuantError(f"the quantization_config of {source.owner} {problem}; {advice}")
     return replace(source, tensors=tensors, quantization_config=section)
 
 
 def model_differences(a: JsonObject, b: JsonObject) -> list[Difference]:
     """Return every difference that a server would notice; empty for two configs of one model.
 
-    They are compared as transformers' class has resolved them: defaults, old names, old forms. Of the keys
-    that it does not have, those count that vLLM's class reads. Configs of a model that transformers does not
-    know are compared as they are. Raises FlexQuantError for a config that transformers refuses.
+    They are compared as transformers' class resolves defaults, old names and old forms, with the keys that
+    vLLM's class reads beside its own; as they are, if transformers does not know the model. Raises
+    FlexQuantError for a config that transformers refuses.
     """
     x, y = known_config(a, "config.json"), known_config(b, "config.json")
     if x is None or y is None:
@@ -109,28 +102,20 @@ def model_differences(a: JsonObject, b: JsonObject) -> list[Difference]:
 
 
 def with_config_of(name: str, sources: Sequence[Source]) -> list[Source]:
-    """Return the sources, all with the config of the one by this name, but for the quantisation.
-
-    Raises FlexQuantError if there is none, and for an architecture or number of layers that is not the same.
-    """
+    """Return the sources with the config of one; raise FlexQuantError if it is none, or of another shape."""
     chosen = named(sources, name, "--config-from")
-    shape, *others = [
-        f"a {one.architecture} of {count_layers(one.config)} layers" for one in (chosen, *sources)
-    ]
+    found = [(one.architecture, count_layers(one.config)) for one in (chosen, *sources)]
+    shape, *others = [f"a {architecture} of {layers} layers" for architecture, layers in found]
     for source, other in zip(sources, others, strict=True):
         if other != shape:
-            raise FlexQuantError(
-                f"'{source.name}' is {other} and '{name}' {shape}, so --config-from {name} cannot give them "
-                "one config; only variants of one model can be merged"
-            )
+            problem = f"'{source.name}' is {other} and '{name}' {shape}"
+            advice = "cannot give them one config; only variants of one model can be merged"
+            raise FlexQuantError(f"{problem}, so --config-from {name} {advice}")
     return [replace(source, config=chosen.config | {WRITER: source.config.get(WRITER)}) for source in sources]
 
 
 def cache_scheme(source: Source) -> JsonObject | None:
-    """Return what serving reads of how a checkpoint quantises the KV cache; None for one that does not.
-
-    Raises FlexQuantError for a scheme that compressed-tensors refuses.
-    """
+    """Return what serving reads of a source's KV cache scheme; raise FlexQuantError if it is refused."""
     from compressed_tensors.quantization import QuantizationArgs
 
     scheme = source.quantization_config.get("kv_cache_scheme")
@@ -183,9 +168,8 @@ def _resolved(config: PretrainedConfig, read: Keys | None) -> JsonObject:
 
     declared = {field.name for field in fields(config)}
     text = config.get_text_config()
-    values = {
-        key: value for key, defaults in (read or {}).items() if len(defaults) == 1 for value in defaults
-    }
+    known = {key: [*defaults] for key, defaults in (read or {}).items()}
+    values = {key: defaults[0] for key, defaults in known.items() if len(defaults) == 1}
     values |= {k: v for k, v in config.to_dict().items() if read is None or k in read or k in declared}
     rope = values.get("rope_parameters")  # beside it, Phi-3 states some of its keys once more
     repeated = {*(rope if isinstance(rope, dict) else ()), *(PATTERNS if "layer_types" in declared else ())}
@@ -199,8 +183,6 @@ def _resolved(config: PretrainedConfig, read: Keys | None) -> JsonObject:
     for name, part in vars(config).items():
         if isinstance(part, PretrainedConfig):  # its dtype and tie are overruled
             nested = {key: v for key, v in _resolved(part, read).items() if key not in ("dtype", TIED)}
-            nested["architectures"] = part.architectures or [
-                MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(part.model_type)
-            ]
-            values[name] = nested
+            usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(part.model_type)
+            values[name] = nested | {"architectures": part.architectures or [usual]}
     return values

@@ -37,19 +37,10 @@ from flexquant.merge.same_inputs import (
 )
 
 SAMPLING: dict[str, tuple[int, ...]] = {
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "temperature": (1,),
-    "top_k": (0, -1),
-    "top_p": (1,),
-    "min_p": (0,),
-    "max_new_tokens": (),
+    **{"repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "temperature": (1,)},
+    **{"top_k": (0, -1), "top_p": (1,), "min_p": (0,), "max_new_tokens": ()},
 }
-"""Keys that vLLM's ``ModelConfig.get_diff_sampling_param`` reads -> values by which nothing changes.
-
-``do_sample`` is none of them.
-"""
+"""Keys that vLLM's ``ModelConfig.get_diff_sampling_param`` reads -> values by which nothing changes."""
 NO_CHOICE: Mapping[str, str | None] = {}
 ENDS = "eos_token_id"
 SETTINGS = (*SAMPLING, ENDS)
@@ -62,10 +53,9 @@ TOKENIZER_CLASS = "tokenizer_class"
 def generation_settings(source: Source) -> JsonObject:
     """Return the values of SETTINGS that serving starts from; ENDS holds sorted token ids.
 
-    What is not stated has the first value by which nothing changes, or None.
-
-    A checkpoint without ``generation_config.json`` has those of its ``config.json``. Raises FlexQuantError if
-    ENDS is neither a token id nor a list of them.
+    What is not stated has the first value by which nothing changes, or None. Without
+    ``generation_config.json`` those of ``config.json`` count. Raises FlexQuantError if ENDS is neither a
+    token id nor a list of them.
     """
     path = find_files(source.folder, (GENERATION_CONFIG,)).get(GENERATION_CONFIG)
     if path:
@@ -81,10 +71,8 @@ def generation_settings(source: Source) -> JsonObject:
     ends = stated.get(ENDS)
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(type(end) is int for end in listed):
-        raise FlexQuantError(
-            f"{path or source.folder / 'config.json'} has {ENDS} {ends!r}, expected a token id or a list of "
-            "them; correct it, or fetch it again"
-        )
+        found = f"{path or source.folder / 'config.json'} has {ENDS} {ends!r}"
+        raise FlexQuantError(f"{found}, expected a token id or a list of them; correct it, or fetch it again")
     return settings | {ENDS: sorted(set(listed))}
 
 
@@ -111,29 +99,24 @@ def plan_sidecars(sources: Sequence[Source], choices: Mapping[str, str | None] =
     ``choices`` may name the source of the ``tokenizer``, ``generation`` settings and ``processor``. All files
     of the tokenizer, its code included, come from one source, the first that has a chat template if any does;
     those of a processor come from any, or from its choice alone. Raises FlexQuantError, naming the difference
-    and the choices, if tokenizers, generation settings, remote code or (for a model that reads images)
+    and the choices, if tokenizers, generation settings, remote code or (of a model that reads images)
     processors differ, and for a choice that names no source.
     """
     with_template = next(filter(has_chat_template, sources), sources[0])
     tokenizer = _choose(sources, with_template, "tokenizer", choices, tokenizer_difference, tokenizer_problem)
     generation = _choose_generation(sources, choices.get("generation"))
-    identical = {
-        name for source in sources for name in _code_files(source.folder, _remote_code(source.config))
-    }
+    identical = {name for of in sources for name in _code_files(of.folder, _remote_code(of.config))}
     code = set(_code_files(tokenizer.folder, stored_json(tokenizer, TOKENIZER_CONFIG)))
     if choices.get("tokenizer") is None:
         identical |= code
     first = sources[0]
     for name, other in product(sorted(identical), sources[1:]):
         if not has_same_file(name, first, other):
-            raise FlexQuantError(
-                f"{name} is not the same in '{first.name}' ({first.folder}) and '{other.name}' "
-                f"({other.folder}); variants of one model need the same code"
-            )
-    files = {
-        name: confined_file(tokenizer.folder, name)
-        for name in sorted({*identical, *code, *find_files(tokenizer.folder, TOKENIZER)})
-    }
+            both = f"'{first.name}' ({first.folder}) and '{other.name}' ({other.folder})"
+            advice = "variants of one model need the same code"
+            raise FlexQuantError(f"{name} is not the same in {both}; {advice}")
+    names = sorted({*identical, *code, *find_files(tokenizer.folder, TOKENIZER)})
+    files = {name: confined_file(tokenizer.folder, name) for name in names}
     is_chosen = choices.get("processor") is not None
     if is_chosen or reads_more_than_text(sources[0].config):
         compare = processor_difference, processor_problem
@@ -173,11 +156,9 @@ def _choose(
             problems = {source.name: said for source in (first, other) if (said := problem(source))}
             able = [f"{option} {source.name}" for source in (first, other) if source.name not in problems]
             advice = f"choose with {' or '.join(able)}" if able else "give one of them another"
-            raise FlexQuantError(
-                f"the {part}s of '{first.name}' and '{other.name}' differ: "
-                f"{'; '.join(problems.values()) or found}. One model has one; if these are variants of one "
-                f"model, {advice}"
-            )
+            why = "; ".join(problems.values()) or found
+            differ = f"the {part}s of '{first.name}' and '{other.name}' differ: {why}"
+            raise FlexQuantError(f"{differ}. One model has one; if these are variants of one model, {advice}")
     return first
 
 
@@ -190,26 +171,24 @@ def _choose_generation(sources: Sequence[Source], name: str | None) -> Source:
     for other in others:
         theirs = generation_settings(other)
         for key in (key for key in SETTINGS if settings[key] != theirs[key]):
-            raise FlexQuantError(
-                f"the generation settings of '{first.name}' and '{other.name}' differ in {key}: "
-                f"{settings[key]} against {theirs[key]}. One checkpoint has one set of defaults: "
-                f"{choice(first, other, '--generation-from')}"
-            )
+            both = f"the generation settings of '{first.name}' and '{other.name}'"
+            found = f"{both} differ in {key}: {settings[key]} against {theirs[key]}"
+            advice = choice(first, other, "--generation-from")
+            raise FlexQuantError(f"{found}. One checkpoint has one set of defaults: {advice}")
     return next((source for source in sources if find_files(source.folder, (GENERATION_CONFIG,))), first)
 
 
 def choice(a: Source, b: Source, option: str) -> str:
-    """Return the advice to choose one of two sources."""
     return f"choose with {option} {a.name} or {option} {b.name}"
 
 
 def named(sources: Sequence[Source], name: str, option: str) -> Source:
     """Return the source by this name; raise FlexQuantError if ``option`` names none."""
-    for source in sources:
-        if source.name == name:
-            return source
-    names = ", ".join(source.name for source in sources)
-    raise FlexQuantError(f"{option} names '{name}', but the variants are {names}; name one of them")
+    by_name = {source.name: source for source in sources}
+    if name not in by_name:
+        names = ", ".join(by_name)
+        raise FlexQuantError(f"{option} names '{name}', but the variants are {names}; name one of them")
+    return by_name[name]
 
 
 def _remote_code(config: JsonObject) -> JsonObject:
@@ -220,12 +199,9 @@ def _remote_code(config: JsonObject) -> JsonObject:
 def _code_files(folder: Path, config: JsonObject) -> Iterator[str]:
     """Yield the names of the Python files that a config's AUTO_MAP loads, with what they import."""
     mapped = config.get(AUTO_MAP)
-    classes = [
-        name
-        for value in (mapped.values() if isinstance(mapped, dict) else ())
-        for name in (value if isinstance(value, list) else [value])
-        if isinstance(name, str)
-    ]
+    values = mapped.values() if isinstance(mapped, dict) else ()
+    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    classes = [name for name in names if isinstance(name, str)]
     for module in sorted({name.partition(".")[0] for name in classes if "--" not in name}):
         from transformers.dynamic_module_utils import get_relative_import_files
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Write a plain checkpoint of compressed-tensors: one variant of a merged one, or another format's.
-
-And verify a merged checkpoint, by its recorded hashes or bit by bit against its sources.
-"""
+"""Split a variant off a merged checkpoint, convert another format, and verify a merged checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def split_checkpoint(
     """Write the variant to ``output``: its original keys, bit-identical tensors, a config of equal effect.
 
     Returns how many tensors and bytes were written. Raises FlexQuantError for an unknown variant, a tensor
-    that no longer has its recorded hash, an output that may not be replaced and a full disk.
+    without its recorded hash, an output that may not be replaced and a full disk.
     """
     output = Path(output)
     checkpoint = MergedCheckpoint.open(folder)
@@ -64,10 +61,8 @@ def split_checkpoint(
         write_json(stage / "config.json", config)
         for name, digest in finish(progress).items():
             if name in keys and recorded.get(keys[name], digest) != digest:
-                raise FlexQuantError(
-                    f"tensor '{keys[name]}' in {folder} differs from its recorded SHA-256 in "
-                    f"{PROVENANCE_FILE}; fetch or merge the checkpoint again"
-                )
+                problem = f"tensor '{keys[name]}' in {folder} differs from its SHA-256 in {PROVENANCE_FILE}"
+                raise FlexQuantError(f"{problem}; fetch or merge the checkpoint again")
     return {"output": str(output), "variant": variant, "tensors": len(tensors), "bytes": total_bytes(tensors)}
 
 
@@ -81,11 +76,9 @@ def convert_checkpoint(
 ) -> JsonObject:
     """Write a checkpoint to ``output`` as merging reads it: in the format of compressed-tensors.
 
-    Quantised values do not change. ``dtype``, ``bfloat16`` or ``float16``, casts what is in 16 bit; None
-    leaves it. Files that no variant needs are not copied.
-
-    Returns what was converted. Raises FlexQuantError as :func:`~flexquant.merge.formats.open_source` does,
-    for a checkpoint with nothing to convert, an output that may not be replaced and a full disk.
+    ``dtype``, ``bfloat16`` or ``float16``, casts what is in 16 bit. Files that no variant needs are not
+    copied. Returns what was converted. Raises FlexQuantError as :func:`~flexquant.merge.formats.open_source`
+    does, for a checkpoint with nothing to convert, an output that may not be replaced and a full disk.
     """
     folder, output = find_model(folder), Path(output)
     stored = read_config(folder).get(SECTIONS[0])
@@ -113,10 +106,10 @@ def verify_checkpoint(
 ) -> JsonObject:
     """Compare every tensor of a merged checkpoint, and return how many were compared with what.
 
-    Tensors are compared with the source folders in ``against``, by variant name; without ``against``, with
-    the recorded SHA-256. A nested weight is equal to its source's if the stored differences are those that
-    lead nearest to the source's integers, and not too many miss them. Raises FlexQuantError that names the
-    tensors (with their shards) or files that differ, are missing, are there twice or should not be there.
+    ``against`` are source folders by variant name; without them the recorded SHA-256 counts. A nested weight
+    is equal to its source's if its differences lead nearest to the source's integers, and not too many miss
+    them. Raises FlexQuantError, naming tensors and shards, or files, that differ, are missing, twice there or
+    unknown.
     """
     checkpoint = MergedCheckpoint.open(folder)
     keys, variants = checkpoint.tensors.keys(), checkpoint.merged.variants.values()
@@ -130,9 +123,7 @@ def verify_checkpoint(
         counts = {name: _check_source(checkpoint, open_source(name, f, dtype), progress) for name, f in pairs}
     else:
         counts = {"recorded hashes": check_recorded_tensors(checkpoint, progress)}
-    nested = [
-        name for name, variant in checkpoint.merged.variants.items() if variant.nested_in and name in counts
-    ]
+    nested = [name for name in checkpoint.merged.nested if name in counts]
     return {"verified": str(folder), "tensors_compared_with": counts, "nested": nested}
 
 
@@ -147,10 +138,9 @@ def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progre
     if source.quantization_config != checkpoint.merged.variants[source.name].quantization_config:
         differences.append(("quantization_config", "...", "..."))
     if differences:
-        raise FlexQuantError(
-            f"the config of variant '{source.name}' in {checkpoint.folder} differs from {source.folder} in "
-            f"'{differences[0][0]}'; merge it again"
-        )
+        there = f"the config of variant '{source.name}' in {checkpoint.folder}"
+        differing = differences[0][0]
+        raise FlexQuantError(f"{there} differs from {source.folder} in '{differing}'; merge it again")
 
     def same(name: str, ref: TensorRef) -> bool:
         found, weight = source.tensors[name], name.removesuffix("_scale")

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.documents.yaml_document import from_yaml
 from flexquant.planning.device import parse_device
 from flexquant.planning.planned_model import Linear, PlannedModel
 from flexquant.planning.roofline import Batch
@@ -80,7 +81,7 @@ kernels:
   w4a16: {tflops: 4, gb_per_s: 80}
   w4a16-marlin: {tflops: 3, gb_per_s: 90}
 """
-UNLIKE = parse_device(UNLIKE_FILE.encode(), "unlike.yaml", "unlike")
+UNLIKE = parse_device(from_yaml(UNLIKE_FILE.encode(), "unlike.yaml", "device", ()), "unlike")
 """A device of numbers no two of which are alike."""
 BF16, FP8, W4A16, MARLIN = (5e12, 55e9), (8e12, 75e9), (4e12, 80e9), (3e12, 90e9)
 """Operations and bytes a second."""

@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Ask transformers for the config, tokenizer and model of a ``config.json``, without trusting it.
 
-Nothing that it names is loaded, fetched or run: kernels of the Hub, Python files beside the weights, other
-repositories (FORMAT.md, "What a checkpoint names"). :class:`ModelClass` holds a checkpoint's tensors against
-the class that the config names. Only the functions import transformers, not this module.
+Nothing that it names is loaded, fetched or run (FORMAT.md, "What a checkpoint names"). Only the functions
+import transformers, not this module.
 """
 
 from __future__ import annotations
@@ -26,13 +25,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 NOT_BUILT_BY = (
-    "attn_implementation",
-    "_attn_implementation",
-    "experts_implementation",
-    "_experts_implementation",
-    "auto_map",
-    "transformers_weights",
-    "quantization_config",
+    *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
+    *("auto_map", "transformers_weights", "quantization_config"),
 )
 """Keys, at any depth, by which transformers would load or run something, and that of the quantisation."""
 FLOAT = "__float__"
@@ -57,16 +51,11 @@ def build_config(config: JsonObject) -> PretrainedConfig:
             built: PretrainedConfig = AutoConfig.for_model(**_inert(config))
             return built
     except OSError as e:
-        raise ValueError(
-            f"a model of type {kind!r} is made from another repository, which is not fetched"
-        ) from e
+        raise ValueError(f"a {kind!r} model is made from another repository, which is not fetched") from e
 
 
 def written_or_default(config: JsonObject, key: str) -> object:
-    """Return the value of ``key`` in a config or, if it has none, transformers' default for the model.
-
-    The default is None if transformers does not know the model or refuses its config.
-    """
+    """Return the value of ``key`` in a config; without it transformers' default for the model, or None."""
     if key in config:
         return config[key]
     try:
@@ -76,10 +65,7 @@ def written_or_default(config: JsonObject, key: str) -> object:
 
 
 def build_model(kind: Any, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """Return a new model from a config of :func:`build_config`; raise whatever its class raises.
-
-    ``kind`` is one of transformers' AutoModel classes; it gets the ``options``.
-    """
+    """Return a new model of ``kind``, an AutoModel class that gets the ``options``; raise as that does."""
     with nothing_fetched():
         model: PreTrainedModel = kind.from_config(config, trust_remote_code=False, **options)
         return model
@@ -108,10 +94,7 @@ def _inert(value: Any) -> Any:
 
 
 def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
-    """Return a config with transformers' defaults filled in; None for a model that it does not know.
-
-    Raises FlexQuantError, which begins with ``place``, for a config that transformers refuses.
-    """
+    """Return a config with transformers' defaults, or None; raise FlexQuantError if it is refused."""
     from transformers import CONFIG_MAPPING
 
     model_type = config.get("model_type")
@@ -126,21 +109,13 @@ def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
 
 
 def language_config(config: JsonObject, source: str | Path) -> Any:
-    """Return the language model's config, an object with transformers' attributes.
-
-    Of a model that transformers does not know, the attributes are the keys of ``config.json``, which is that
-    of ``source``. Raises FlexQuantError for a config that transformers refuses.
-    """
+    """Return the language model's config as an object: transformers' or, if it knows none, of the keys."""
     known = known_config(config, str(source))
     return SimpleNamespace(**text_config(config)) if known is None else known.get_text_config()
 
 
 def check_heads(config: JsonObject, place: str) -> None:
-    """Check the numbers in HEADS that a config states, or else transformers' defaults for them.
-
-    Raises FlexQuantError, which begins with ``place``, for numbers that no model can have, and for a config
-    that transformers refuses.
-    """
+    """Raise FlexQuantError for numbers in HEADS, stated or transformers' defaults, that no model can have."""
     written = text_config(config)
     _check_range({key: written[key] for key in HEADS if type(written.get(key)) is int}, place)
     known = known_config(config, place)  # transformers divides by the numbers, so check them before
@@ -153,34 +128,27 @@ def check_heads(config: JsonObject, place: str) -> None:
         divided.append(("hidden_size", "num_attention_heads"))
     for key, divisor in divided:
         if numbers[key] and numbers[divisor] and numbers[key] % numbers[divisor]:
-            raise FlexQuantError(
-                f"{place} has {key} {numbers[key]}, which is no multiple of its {divisor} "
-                f"{numbers[divisor]}; correct it, or fetch it again"
-            )
+            found = f"{key} {numbers[key]}, which is no multiple of its {divisor} {numbers[divisor]}"
+            raise FlexQuantError(f"{place} has {found}; correct it, or fetch it again")
 
 
 def _check_range(numbers: JsonObject, place: str) -> None:
     for key, value in numbers.items():
         if value is not None and (type(value) is not int or not 1 <= value <= MAX_NUMBER):
-            raise FlexQuantError(
-                f"{place} has {key} {value!r}, expected a whole number from 1 to {MAX_NUMBER}; correct it, "
-                "or fetch it again"
-            )
+            found, allowed = f"{place} has {key} {value!r}", f"a whole number from 1 to {MAX_NUMBER}"
+            raise FlexQuantError(f"{found}, expected {allowed}; correct it, or fetch it again")
 
 
 def _refused(config: JsonObject, place: str, error: Exception) -> FlexQuantError:
-    """Return the error for a config that transformers refuses; it begins with ``place``."""
-    return FlexQuantError(
-        f"{place} does not describe a {config['model_type']} model that transformers has ({said_by(error)}); "
-        "correct it, or fetch it again"
-    )
+    kind, said = config["model_type"], said_by(error)
+    problem = f"{place} does not describe a {kind} model that transformers has ({said})"
+    return FlexQuantError(f"{problem}; correct it, or fetch it again")
 
 
 class ModelClass:
     """A model of transformers, heads included, whose parameters have names and shapes alone.
 
-    transformers' own loader is given the names and shapes of a checkpoint's tensors, and says what the class
-    needs and the checkpoint lacks, under whatever names it reads: older ones, and experts one by one.
+    transformers' own loader says what the class needs and a checkpoint lacks, also under older names.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -199,9 +167,7 @@ class ModelClass:
 
         prefix = self._model.base_model_prefix
         renamed, _ = rename_source_key(tensor, self._renamings, [], prefix, self.shapes)
-        if renamed not in self.shapes and tensor in self.shapes:
-            return tensor
-        return renamed
+        return tensor if renamed not in self.shapes and tensor in self.shapes else renamed
 
     def drops(self, tensor: str) -> bool:
         """Whether the class leaves a checkpoint's tensor out on purpose, such as a head that drafts."""
@@ -211,42 +177,40 @@ class ModelClass:
     def check(self, shapes: Mapping[str, tuple[int, ...]], place: str) -> None:
         """Raise FlexQuantError, which names ``place``, unless ``shapes`` are those of the class.
 
-        ``shapes`` are those of a checkpoint's parameters, without quantisation, by name. What the class ties
-        to another parameter, and what it does not need, may be absent.
+        ``shapes`` are of a checkpoint's parameters without quantisation, by name. What the class ties to
+        another parameter, or does not need, may be absent.
         """
         import torch
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
+        from transformers.utils import logging
 
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        loading = LoadStateDictConfig(
-            device_map={"": "meta"}, weight_mapping=self._conversions, ignore_mismatched_sizes=True
-        )
-        with _quiet():
+        conversions, on = self._conversions, {"": "meta"}
+        loading = LoadStateDictConfig(device_map=on, weight_mapping=conversions, ignore_mismatched_sizes=True)
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
             # None: tp_plan, which transformers 5.15 requires and later ones lack, or disk_offload_index.
             found, _ = convert_and_load_state_dict_in_model(self._model, tensors, loading, None)
+        finally:
+            if shown:
+                logging.enable_progress_bar()
         self._model._adjust_missing_and_unexpected_keys(found)
-        mismatched = {name: stored for name, stored, _ in found.mismatched_keys}
         ties = self._model.all_tied_weights_keys
-        for name, expected in self.shapes.items():
-            if name in mismatched:
-                raise FlexQuantError(
-                    f"'{name}' has shape {list(mismatched[name])} in {place}, but the model that its "
-                    f"config.json describes has {list(expected)} there; fetch or quantise it again"
-                )
-        missing = [name for name in self.shapes if {name, ties.get(name, name)} <= found.missing_keys]
-        if missing:
-            raise FlexQuantError(
-                f"{place} lacks {len(missing)} of the parameters of a {type(self._model).__name__}, "
-                f"'{missing[0]}' or a part of it first; download or quantise the model again"
-            )
+        mismatched = {name: stored for name, stored, _ in found.mismatched_keys}
+        if wrong := [name for name in self.shapes if name in mismatched]:
+            shapes = list(mismatched[wrong[0]]), list(self.shapes[wrong[0]])
+            expected = f"the model that its config.json describes has {shapes[1]} there"
+            found_there = f"'{wrong[0]}' has shape {shapes[0]} in {place}"
+            raise FlexQuantError(f"{found_there}, but {expected}; fetch or quantise it again")
+        if missing := [x for x in self.shapes if {x, ties.get(x, x)} <= found.missing_keys]:
+            of = f"of the parameters of a {type(self._model).__name__}, '{missing[0]}' or a part of it first"
+            raise FlexQuantError(f"{place} lacks {len(missing)} {of}; download or quantise the model again")
 
 
 def find_model_class(config: JsonObject, place: str) -> ModelClass | None:
-    """Return the class that a ``config.json`` names; None if transformers does not have or cannot build it.
-
-    Raises FlexQuantError, which begins with ``place``, for a config that transformers refuses.
-    """
+    """Return the class that a ``config.json`` names; None if transformers lacks it or cannot build it."""
     try:
         return _find(json.dumps(config, sort_keys=True), place)
     except NOT_BUILT:
@@ -274,25 +238,8 @@ def _find(written: str, place: str) -> ModelClass | None:
     return ModelClass(model)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out transformers' progress bar."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or Hugging Face id.
-
-    Raises FlexQuantError if it cannot be read or needs code of its own, which is not run.
-    """
+    """Return the tokenizer of a folder or id; raise FlexQuantError if it is broken or has its own code."""
     from transformers import AutoTokenizer
 
     problem = f"the tokenizer of {model} cannot be read"

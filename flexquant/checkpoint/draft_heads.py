@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
 from flexquant.checkpoint.built_model import written_or_default
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
 from flexquant.checkpoint.module_names import DRAFTS, decoder_layer, layer_number
-from flexquant.checkpoint.safetensors_io import TensorRef
+from flexquant.checkpoint.safetensors_io import Tensors
 from flexquant.checkpoint.schemes import FLOAT_DTYPES, logical_shapes
 from flexquant.errors import FlexQuantError
 
@@ -21,8 +21,7 @@ Shapes = dict[str, tuple[int, ...]]
 class Heads(NamedTuple):
     """The heads of a class: decoder layers, with norms and a projection beside attention and MLP.
 
-    In names, ``{i}`` is a head's number, ``{n}`` the number of a layer behind the last, ``{}`` the prefix of
-    the head's layer.
+    In names, ``{i}`` is a head's number, ``{n}`` that of a layer behind the last, ``{}`` the layer's prefix.
     """
 
     layer: str
@@ -70,11 +69,8 @@ def drafts(name: str, architecture: str, num_layers: int) -> bool:
     return is_behind or (heads not in (None, BEHIND) and DRAFTS.search(name) is not None)
 
 
-def check_draft_heads(config: JsonObject, tensors: Mapping[str, TensorRef], owner: str) -> None:
-    """Raise FlexQuantError, naming the tensor, unless vLLM's classes have all layers, and load all heads.
-
-    ``tensors`` are those of a checkpoint, of which only headers are read. It may lack all heads.
-    """
+def check_draft_heads(config: JsonObject, tensors: Tensors, owner: str) -> None:
+    """Raise FlexQuantError, naming the tensor, unless vLLM has all layers, and all heads if there are any."""
     architecture, num_layers, text = config["architectures"][0], count_layers(config), text_config(config)
     if (heads := HEADS.get(architecture)) == NOT_CHECKED:
         return
@@ -83,11 +79,10 @@ def check_draft_heads(config: JsonObject, tensors: Mapping[str, TensorRef], owne
     for name in tensors:
         is_behind = (layer_number(name) or 0) >= num_layers + number * (heads is BEHIND)
         if is_behind or (heads is None and DRAFTS.search(name)):
-            raise FlexQuantError(
-                f"{owner} has '{name}', and vLLM reads {num_layers} decoder layers, counted from 0, and "
-                f"{number} heads that predict further tokens (MTP) of this {architecture}; correct "
-                "config.json, or take a checkpoint without this tensor"
-            )
+            read = f"{num_layers} decoder layers, counted from 0, and {number} heads"
+            problem = f"vLLM reads {read} that predict further tokens (MTP) of this {architecture}"
+            advice = "correct config.json, or take a checkpoint without this tensor"
+            raise FlexQuantError(f"{owner} has '{name}', and {problem}; {advice}")
     parameters = dict(_one_by_one(logical_shapes(tensors)))
     found = {name: shape for name, shape in parameters.items() if drafts(name, architecture, num_layers)}
     if heads is None or not found:
@@ -102,9 +97,8 @@ def check_draft_heads(config: JsonObject, tensors: Mapping[str, TensorRef], owne
     for i in range(number):
         layer = heads.layer.format(i=i, n=num_layers + i)
         modules = heads.beside.replace("{}", layer).format(i=i).split()
-        expected: Shapes = {
-            f"{m}.weight": (hidden,) if "norm" in m else (hidden, 2 * hidden) for m in modules
-        }
+        wide = (hidden, 2 * hidden)
+        expected: Shapes = {f"{m}.weight": (hidden,) if "norm" in m else wide for m in modules}
         for part, of_body in like.items():  # one of these, the most similar
             named = [{layer + n: s for n, s in of.items() if n.startswith(part)} for of in of_body]
             misses = {len(names.items() - found.items()): names for names in named if names}
@@ -112,11 +106,10 @@ def check_draft_heads(config: JsonObject, tensors: Mapping[str, TensorRef], owne
         for name, shape in expected.items():
             if (stored := found.get(name)) != shape:
                 what = "lacks" if stored is None else f"has {list(stored)} as the shape of"
-                raise FlexQuantError(
-                    f"{owner} {what} '{name}', or a part of it, and vLLM loads {list(shape)} there for the "
-                    "heads that predict further tokens (MTP); download or quantise the model again, or take "
-                    "a checkpoint without any of these heads"
-                )
+                problem = f"{owner} {what} '{name}', or a part of it, and vLLM loads {list(shape)} there"
+                use = "for the heads that predict further tokens (MTP)"
+                advice = "download or quantise the model again, or take a checkpoint without these heads"
+                raise FlexQuantError(f"{problem} {use}; {advice}")
 
 
 def _one_by_one(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -131,9 +124,7 @@ def _one_by_one(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{experts}.{number}.{part}.weight", (shape[1] // len(parts), shape[2])
 
 
-def with_heads_ignored(
-    section: JsonObject, config: JsonObject, tensors: Mapping[str, TensorRef]
-) -> JsonObject:
+def with_heads_ignored(section: JsonObject, config: JsonObject, tensors: Tensors) -> JsonObject:
     """Return a ``quantization_config`` that also ignores the linears of heads in 16 bit by vLLM's names."""
     heads, stated = HEADS.get(config["architectures"][0]), section.get("ignore") or []
     before = heads.layer.partition("{")[0] if heads and heads.looked_for else None

@@ -2,9 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Find the folder of a model, and read it without trusting it: JSON files, tensors, the files beside them.
 
-A Hugging Face id is fetched into the Hub's own cache. Every file has to lie inside the folder after links are
-followed. The one exception is that cache, whose snapshot folders hold links to ``../../blobs/`` of the same
-repository folder. That folder can be a link, and its target can have any name.
+Every file has to lie inside the folder after links are followed, or in ``../../blobs/`` of the Hub's cache.
 """
 
 from __future__ import annotations
@@ -31,11 +29,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARDS = "*.safetensors"
 NUMBERED = re.compile(r"-of-(\d+)\.safetensors$")
-"""Matches the number of shards in the name of one of them."""
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NAME_SHOWN = 80
-"""Characters of an invalid file name that a message shows."""
 
+A_FOLDER = "a folder, or a Hugging Face id such as org/name"
 UNBOUNDED = "time_step_limit"
 """Key of a state-space model's config in which transformers writes Infinity."""
 GENERATION_CONFIG = "generation_config.json"
@@ -43,18 +40,10 @@ RECIPE = "recipe.yaml"
 CARD = "README.md"
 
 MISTRAL_TOKENIZER = ("tekken.json", "*.model.v*")
-"""Files that mistral-common reads."""
 CHAT_TEMPLATES = ("chat_template*", "additional_chat_templates/*")
 TOKENIZER = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    *MISTRAL_TOKENIZER,
-    *CHAT_TEMPLATES,
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
+    *("*.tiktoken", *MISTRAL_TOKENIZER, *CHAT_TEMPLATES),
 )
 PROCESSOR = ("*processor_config.json",)
 CODE = ("*.py",)
@@ -76,19 +65,15 @@ CLOCK_TOLERANCE = 5.0
 def find_model(model: str | Path, files: Sequence[str] = FILES) -> Path:
     """Return the folder of a model: the folder of that name, else the cached snapshot of a Hugging Face id.
 
-    An id is ``org/name`` or ``org/name@revision``. Only ``files`` that are not in the cache are fetched.
-    ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HOME`` are those of Hugging Face's own tools.
-    What is no id is returned as it is. Raises FlexQuantError for a name that no folder can have, if there is
-    neither a folder nor a model, for a model that asks for a login, and for a file that arrived damaged.
+    An id is ``org/name`` or ``org/name@revision``; of its files, those of ``files`` that the cache lacks are
+    fetched. What is no id is returned as it is. Raises FlexQuantError for a name that no folder can have, a
+    model that cannot be fetched, and a file that arrived damaged.
     """
     found = HUB_ID.fullmatch(str(model))
     try:
         folder = Path(model).expanduser()
     except RuntimeError as e:  # the home of nobody
-        raise FlexQuantError(
-            f"{model} cannot be the name of a folder ({e}); give a folder, or a Hugging Face id such as "
-            "org/name"
-        ) from e
+        raise FlexQuantError(f"{model} cannot be the name of a folder ({e}); give {A_FOLDER}") from e
     if folder.exists() or not found:
         return folder
     started = time.time()
@@ -99,27 +84,28 @@ def find_model(model: str | Path, files: Sequence[str] = FILES) -> Path:
     return snapshot
 
 
-def _fetch(model: str, revision: str | None, wanted: Sequence[str]) -> Path:
+def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
     from huggingface_hub import errors, snapshot_download
 
+    unnamed = "no folder has this name, and"
     advice = {
         errors.GatedRepoError: "ask for access on the model's page, and log in by 'hf auth login'",
         errors.RepositoryNotFoundError: "no folder and no public model has this name: give a folder that "
         "exists, or log in by 'hf auth login' for a private model",
         errors.RevisionNotFoundError: "after the @, give one of the model's branches, tags or commits",
-        errors.LocalEntryNotFoundError: "no folder has this name, and it is not in the cache: give a folder "
-        "that exists, or try again when the Hub can be reached",
-        errors.HFValidationError: "no folder has this name, and no model can have it: give a folder that "
-        "exists",
+        errors.LocalEntryNotFoundError: f"{unnamed} it is not in the cache: give a folder that exists, or "
+        "try again when the Hub can be reached",
+        errors.HFValidationError: f"{unnamed} no model can have it: give a folder that exists",
     }
+    wanted, others = list(files), list(NOT_NEEDED)
     try:
-        files, others = list(wanted), list(NOT_NEEDED)
-        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=others))
+        found = snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=others)
+        return Path(found)
     except (OSError, ValueError, errors.HfHubHTTPError) as e:
         kept = "try again: what has arrived is kept"
         todo = next((todo for kind, todo in advice.items() if isinstance(e, kind)), kept)
-        problem = f"{model}@{revision}" if revision else model
-        problem += f" cannot be fetched from the Hugging Face Hub ({said_by(e)})"
+        named = f"{model}@{revision}" if revision else model
+        problem = f"{named} cannot be fetched from the Hugging Face Hub ({said_by(e)})"
         raise FlexQuantError(f"{problem}; {todo}") from e
 
 
@@ -129,26 +115,19 @@ def _check_arrived(file: Path) -> None:
     if SHA256.fullmatch(blob.name) and hash_file(blob) != blob.name:
         blob.unlink()
         file.unlink()
-        raise FlexQuantError(
-            f"{file.name} arrived damaged (its SHA-256 is not the Hub's) and was deleted from the cache; "
-            "try again"
-        )
+        problem = f"{file.name} arrived damaged (its SHA-256 is not the Hub's) and was deleted from the cache"
+        raise FlexQuantError(f"{problem}; try again")
 
 
 def check_folder(folder: Path) -> None:
-    """Raise FlexQuantError unless ``folder`` is a folder."""
     if not folder.exists():
-        raise FlexQuantError(f"no such folder: {folder}; give one, or a Hugging Face id such as org/name")
+        raise FlexQuantError(f"no such folder: {folder}; give {A_FOLDER}")
     if not folder.is_dir():
         raise FlexQuantError(f"{folder} is not a folder; give the folder that holds config.json")
 
 
 def confined_file(folder: Path, name: str) -> Path:
-    """Return the path of the file ``name`` in ``folder``.
-
-    Raises FlexQuantError if it is missing, is not a plain file, lies outside the folder, or is a git-lfs
-    pointer.
-    """
+    """Return the path of a plain file in ``folder``; raise FlexQuantError for anything else."""
     path = folder / name
     try:
         target, root = path.resolve(), folder.resolve()
@@ -156,13 +135,10 @@ def confined_file(folder: Path, name: str) -> Path:
     except PermissionError:
         raise
     except (ValueError, OSError, RuntimeError) as e:  # a zero byte, too long, links in a circle ...
-        raise FlexQuantError(
-            f"{name[:NAME_SHOWN]!r} cannot be the name of a file in {folder}; write the checkpoint again"
-        ) from e
+        problem = f"{name[:NAME_SHOWN]!r} cannot be the name of a file in {folder}"
+        raise FlexQuantError(f"{problem}; write the checkpoint again") from e
     if Path(name).is_absolute() or ".." in Path(name).parts or not _may_link(root, target):
-        raise FlexQuantError(
-            f"'{name}' leads outside the checkpoint folder {folder}; copy the file into the folder"
-        )
+        raise FlexQuantError(f"'{name}' leads outside the checkpoint folder {folder}; copy it there")
     if not is_file:
         raise FlexQuantError(f"{folder} has no file '{name}'; download or write the checkpoint again")
     with path.open("rb") as file:
@@ -175,9 +151,7 @@ def read_json(path: Path) -> JsonObject:
     """Return the JSON object in a file; raise FlexQuantError for anything else, and for NaN in it."""
     try:
         if (size := path.stat().st_size) > MAX_HEADER_BYTES:
-            raise FlexQuantError(
-                f"{path} has {size} bytes, and {MAX_HEADER_BYTES} are allowed; write it again"
-            )
+            raise FlexQuantError(f"{path} has {size} bytes, allowed are {MAX_HEADER_BYTES}; write it again")
         text = path.read_text(encoding="utf-8")
         content = parse_json(text)
         check_finite(content)
@@ -200,8 +174,8 @@ def read_if_there(folder: Path, name: str) -> JsonObject | None:
 def read_config(folder: Path) -> JsonObject:
     """Return a checkpoint's ``config.json``, with how it is quantised wherever that is written."""
     check_folder(folder)
-    config = read_json(confined_file(folder, "config.json"))
-    return with_section(config, str(folder / "config.json"), partial(read_if_there, folder))
+    file = confined_file(folder, "config.json")
+    return with_section(read_json(file), str(file), partial(read_if_there, folder))
 
 
 def read_16_bit_config(folder: Path) -> JsonObject:
@@ -223,8 +197,8 @@ def wrong_key(error: ValidationError) -> str:
 def read_tensors(folder: Path) -> dict[str, TensorRef]:
     """Return every tensor of the checkpoint, by name, from its index's shards or, without one, all files.
 
-    Raises FlexQuantError for a corrupt or missing shard, a shard outside the folder, an index that disagrees
-    with its shards, and a tensor that two files hold.
+    Raises FlexQuantError for a corrupt, missing or outside shard, an index that disagrees with its shards,
+    and a tensor that two files hold.
     """
     weight_map = _read_index(folder) if (folder / INDEX_FILE).exists() else None
     shards = _shards_without_index(folder) if weight_map is None else sorted(set(weight_map.values()))
@@ -236,28 +210,21 @@ def read_tensors(folder: Path) -> dict[str, TensorRef]:
                 raise FlexQuantError(f"{folder} has '{name}' {both}; keep one of the files")
             if weight_map is not None and weight_map.get(name) != shard:
                 stated = f"in {weight_map[name]}" if name in weight_map else "nowhere"
-                raise FlexQuantError(
-                    f"{folder / shard} holds tensor '{name}', which {INDEX_FILE} lists {stated}; "
-                    "write the checkpoint again"
-                )
+                problem = f"{folder / shard} holds tensor '{name}', which {INDEX_FILE} lists {stated}"
+                raise FlexQuantError(f"{problem}; write the checkpoint again")
             tensors[name] = ref
     for name, shard in (weight_map or {}).items():
         if name not in tensors:
-            raise FlexQuantError(
-                f"{folder / INDEX_FILE} lists tensor '{name}' in {shard}, which does not hold it; "
-                "write the checkpoint again"
-            )
+            problem = f"{folder / INDEX_FILE} lists tensor '{name}' in {shard}, which does not hold it"
+            raise FlexQuantError(f"{problem}; write the checkpoint again")
     return tensors
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Return the index's map from names of tensors to files."""
     index = confined_file(folder, INDEX_FILE)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise FlexQuantError(
-            f"{index} has no weight_map from tensor names to files; write the checkpoint again"
-        )
+        raise FlexQuantError(f"{index} has no weight_map from tensors to files; write the checkpoint again")
     return weight_map
 
 
@@ -267,10 +234,9 @@ def _shards_without_index(folder: Path) -> list[str]:
         return [SINGLE_FILE]
     names = sorted(path.name for path in folder.glob(SHARDS) if not path.name.startswith("consolidated"))
     if not names:
-        raise FlexQuantError(
-            f"{folder} has no safetensors file, and weights in .bin files are not read; "
-            "save them with transformers' save_pretrained, or give a checkpoint folder"
-        )
+        problem = f"{folder} has no safetensors file, and weights in .bin files are not read"
+        advice = "save them with transformers' save_pretrained, or give a checkpoint folder"
+        raise FlexQuantError(f"{problem}; {advice}")
     for name in names:
         if (numbered := NUMBERED.search(name)) and len(names) != (count := int(numbered[1])):
             raise FlexQuantError(f"{folder} has {len(names)} of {count} files such as {name}; fetch it again")
@@ -297,10 +263,7 @@ def _may_link(root: Path, target: Path) -> bool:
 
 
 def find_files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
-    """Return the files that match, sorted: name relative to the folder -> path.
-
-    Raises FlexQuantError as :func:`confined_file` does: what matches may be read, copied and published.
-    """
+    """Return the files that match, sorted: name in the folder -> path; raise as :func:`confined_file`."""
     found = {path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()}
     names = sorted(path.relative_to(folder).as_posix() for path in found)
     return {name: confined_file(folder, name) for name in names}

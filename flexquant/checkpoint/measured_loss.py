@@ -16,10 +16,7 @@ from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
 
 MAX_LOSS = 0.10
-"""Growth of the perplexity, or KL divergence in nats, beyond which a variant lost too much of a kind of text.
-
-Both are alike: the KL divergence is by how much the log-perplexity of what the 16-bit model writes grows.
-"""
+"""Growth of the perplexity, or KL divergence in nats, beyond which a variant lost too much of a text."""
 PROMPT_TOKENS = 64
 """Tokens of a text that are its prompt, where prompts and answers have variants of their own."""
 KEY = "measured"
@@ -90,7 +87,8 @@ def loss_table(losses: Mapping[str, LossByKind]) -> list[list[str]]:
         cells = []
         for of_variant in losses.values():
             loss = of_variant.get(kind)
-            cells += [loss.growth(), _number(loss.kl), _share(loss.same_top)] if loss else [""] * 3
+            same = "" if loss is None or loss.same_top is None else f"{100 * loss.same_top:.1f} %"
+            cells += [loss.growth(), _number(loss.kl), same] if loss else [""] * 3
         rows.append([kind, *cells])
     return rows
 
@@ -100,33 +98,22 @@ def loss_lines(losses: Mapping[str, LossByKind], bound: float = MAX_LOSS, on: st
     if not losses:
         return []
     rows = loss_table(losses)
-    return [
-        f"lost against the 16-bit model, on {on} that no variant was calibrated on:",
-        *table_lines(rows, numbers=range(1, len(rows[0]))),
-        *too_much(losses, bound),
-    ]
+    title = f"lost against the 16-bit model, on {on} that no variant was calibrated on:"
+    return [title, *table_lines(rows, numbers=range(1, len(rows[0]))), *too_much(losses, bound)]
 
 
 def too_much(losses: Mapping[str, LossByKind], bound: float = MAX_LOSS) -> Sequence[str]:
     """Return a sentence about each variant whose loss is above ``bound`` on any kind of text."""
     lines = []
     for variant, of_variant in losses.items():
-        over = [
-            f"{kind} ({loss.growth()}, KL {_number(loss.kl)})"
-            for kind, loss in of_variant.items()
-            if loss.exceeds(bound)
-        ]
-        if over:
-            lines.append(
-                f"{variant} LOSES TOO MUCH: its perplexity is more than {100 * bound:g} % above the 16-bit "
-                f"model's, or its KL divergence above {bound:g}, on {', '.join(over)}; {HELP}"
-            )
+        beyond = {kind: loss for kind, loss in of_variant.items() if loss.exceeds(bound)}
+        if beyond:
+            over = [f"{kind} ({loss.growth()}, KL {_number(loss.kl)})" for kind, loss in beyond.items()]
+            lost = f"its perplexity is more than {100 * bound:g} % above the 16-bit model's"
+            found = f"{lost}, or its KL divergence above {bound:g}, on {', '.join(over)}"
+            lines.append(f"{variant} LOSES TOO MUCH: {found}; {HELP}")
     return lines
 
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.3f}"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"

@@ -2,15 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Open a merged checkpoint, and check by recorded hashes that it is exactly what the merge wrote.
 
-``flexquant_provenance.json`` has the sources, the versions of tools and the hashes. It holds no time and no
-absolute path, so the same sources give the same bytes.
+``flexquant_provenance.json`` has the sources, versions of tools and hashes, and no time and no absolute path.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from flexquant.checkpoint.folder import (
 )
 from flexquant.checkpoint.merged_config import CONFIG_FILE, SHARED_PREFIX, MergedConfig, read_model_config
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
+from flexquant.checkpoint.safetensors_io import TensorRef, Tensors, read_chunks
 from flexquant.checkpoint.writer import MAX_THREADS, Progress, Result, results_of
 from flexquant.documents.results import digest_of, hash_file
 from flexquant.errors import FlexQuantError
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from flexquant.checkpoint.nested import NestedWeight
 
 PROVENANCE_FILE = "flexquant_provenance.json"
+SCHEMA: Literal["flexquant.provenance/v1"] = "flexquant.provenance/v1"
 NOT_COMPUTED = ("kv_compatibility", "policy")
 """Keys of ``quantization_config`` that do not change what a model computes in a plan."""
 MAX_NAMED = 5
@@ -60,16 +60,13 @@ class RecordedSource(BaseModel):
 class Provenance(BaseModel):
     """The keys of the document that are read; all are empty if the document has been removed."""
 
-    document: Literal["flexquant.provenance/v1"] = Field(
-        default="flexquant.provenance/v1", validation_alias="schema"
-    )
+    document: Literal["flexquant.provenance/v1"] = Field(SCHEMA, validation_alias="schema")
     sources: dict[str, RecordedSource] = {}
     dtype: str | None = None
     """The dtype that what is in 16 bit was cast to; None: nothing was cast."""
     config_from: str | None = None
     """The source whose config was chosen; None: all had the same."""
     files: dict[str, str] = {}
-    """Name of a file -> its SHA-256 in hexadecimal."""
     tensors: dict[str, str] = {}
     """Merged key -> SHA-256 of the tensor in hexadecimal."""
     changed_integers: dict[str, int] = {}
@@ -90,11 +87,7 @@ def read_provenance(folder: Path) -> Provenance:
 
 
 def weights_identity(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of a model's tensors, which are all read, and of the settings in its config.
-
-    Settings that do not change what the model computes are left out. Without safetensors files, the tensors
-    are none.
-    """
+    """Return the SHA-256 of a model's tensors, which are all read, and of what its config means for them."""
     config = read_config(folder)
     section = config.get("quantization_config") or {}
     config["quantization_config"] = {key: section[key] for key in section if key not in NOT_COMPUTED}
@@ -102,9 +95,7 @@ def weights_identity(folder: Path) -> dict[str, str]:
     return {CONFIG_FILE: digest_of(config), "tensors": hash_tensors(tensors)}
 
 
-def hash_tensors(
-    tensors: Mapping[str, TensorRef], read: Callable[[TensorRef], Iterable[memoryview]] = read_chunks
-) -> str:
+def hash_tensors(tensors: Tensors, read: Callable[[TensorRef], Iterable[memoryview]] = read_chunks) -> str:
     """Return the SHA-256 over names, dtypes, shapes and bytes; ``read`` yields the bytes of a tensor."""
     return digest_of(match_each(tensors, lambda _, ref: (ref.dtype, ref.shape, _hash(ref, read)), None))
 
@@ -124,7 +115,6 @@ class MergedCheckpoint:
 
     folder: Path
     config: JsonObject
-    """The whole ``config.json``."""
     merged: MergedConfig
     tensors: dict[str, TensorRef]
     """Merged key, prefix included -> reference to the tensor."""
@@ -132,10 +122,7 @@ class MergedCheckpoint:
 
     @classmethod
     def open(cls, folder: str | Path, *, published: bool = False) -> MergedCheckpoint:
-        """Read headers and configs; raise FlexQuantError for an unsound or foreign checkpoint.
-
-        ``published``: take a published checkpoint in INT4 or 16 bit too, as one with a single variant.
-        """
+        """Open a merged checkpoint, or a ``published`` one; raise FlexQuantError for any other."""
         folder = find_model(folder)
         config, merged = read_model_config(folder)
         if not published and any(not variant.prefix for variant in merged.variants.values()):
@@ -148,25 +135,17 @@ class MergedCheckpoint:
     def check_variant(self, name: str) -> None:
         """Raise FlexQuantError unless the checkpoint has the variant."""
         if name not in self.merged.variants:
-            raise FlexQuantError(
-                f"{self.folder} has no variant '{name}'; it has {', '.join(self.merged.variants)}"
-            )
+            names = ", ".join(self.merged.variants)
+            raise FlexQuantError(f"{self.folder} has no variant '{name}'; it has {names}")
 
     def variant_keys(self, name: str) -> dict[str, str]:
         """Return a variant's stored tensors, shared ones included: original key -> merged key."""
-        own = self.merged.variants[name].prefix
-        return {
-            key.removeprefix(prefix): key
-            for prefix in (SHARED_PREFIX, own)
-            for key in self.tensors
-            if key.startswith(prefix)
-        }
+        prefixes = SHARED_PREFIX, self.merged.variants[name].prefix
+        found = [(prefix, key) for prefix in prefixes for key in self.tensors if key.startswith(prefix)]
+        return {key.removeprefix(prefix): key for prefix, key in found}
 
     def variant_tensors(self, name: str) -> dict[str, TensorRef]:
-        """Return a variant's tensors as it is served, shared ones included, by original key.
-
-        Raises FlexQuantError for nested weights whose parts do not fit.
-        """
+        """Return a variant's tensors as served, by original key; raise FlexQuantError for unfit parts."""
         stored = self._stored(name)
         if not (nested := self.nested_weights(name)):
             return stored
@@ -175,20 +154,15 @@ class MergedCheckpoint:
         return with_weights(stored, nested)
 
     def nested_weights(self, name: str) -> dict[str, NestedWeight]:
-        """Return the INT8 weights that a variant computes from another's, by original key; mostly none.
-
-        Raises FlexQuantError for parts that do not fit.
-        """
+        """Return the INT8 weights that are computed, by original key; raise as `variant_tensors` does."""
         source = self.merged.variants[name].nested_in
         if source is None:
             return {}
         from flexquant.checkpoint.nested import nested_weights  # torch
 
         if not (found := nested_weights(self._stored(name), self._stored(source))):
-            raise FlexQuantError(
-                f"variant '{name}' of {self.folder} has nested_in '{source}', but no differences to its "
-                "weights; merge it again"
-            )
+            problem = f"variant '{name}' of {self.folder} has nested_in '{source}'"
+            raise FlexQuantError(f"{problem}, but no differences to its weights; merge it again")
         return found
 
     def _stored(self, name: str) -> dict[str, TensorRef]:
@@ -198,11 +172,8 @@ class MergedCheckpoint:
         """Return the ``config.json`` that the variant had before merging (without ``_name_or_path``)."""
         variant = self.merged.variants[name]
         section = variant.quantization_config
-        config = {
-            **self.config,
-            "architectures": [self.merged.base_architecture],
-            "quantization_config": section,
-        }
+        own = {"architectures": [self.merged.base_architecture], "quantization_config": section}
+        config = self.config | own
         if variant.is_in_16_bit and not (section.get("kv_cache_scheme") or section.get("transform_config")):
             del config["quantization_config"]
         origin = self.provenance.sources.get(name)
@@ -212,56 +183,42 @@ class MergedCheckpoint:
 
 
 def check_recorded_files(checkpoint: MergedCheckpoint) -> None:
-    """Raise FlexQuantError for a file that differs from its recorded hash, and for one that was not recorded.
-
-    If the checkpoint records no files, nothing is checked.
-    """
+    """Raise FlexQuantError for a file that is not recorded, or not as recorded, if any are recorded."""
     files = checkpoint.provenance.files
     if added := _unknown_files(checkpoint) if files else []:
-        raise FlexQuantError(
-            f"{checkpoint.folder} has {len(added)} file(s) that the merge did not write ({_listed(added)}); "
-            "remove them, or merge again"
-        )
+        problem = f"{checkpoint.folder} has {len(added)} file(s) that the merge did not write"
+        raise FlexQuantError(f"{problem} ({_listed(added)}); remove them, or merge again")
     for name, recorded in files.items():
         if hash_file(confined_file(checkpoint.folder, name)) != recorded:
-            raise FlexQuantError(
-                f"{checkpoint.folder / name} was changed after merging (its SHA-256 is not the one in "
-                f"{PROVENANCE_FILE}); restore it, or merge again"
-            )
+            why = f"its SHA-256 is not the one in {PROVENANCE_FILE}"
+            changed = f"{checkpoint.folder / name} was changed after merging"
+            raise FlexQuantError(f"{changed} ({why}); restore it, or merge again")
 
 
 def check_recorded_tensors(checkpoint: MergedCheckpoint, progress: Progress | None = None) -> int:
-    """Compare every tensor with its recorded hash, and return the number of tensors.
-
-    Raises FlexQuantError, which names tensors and their shards, if a tensor differs, is missing or was not
-    recorded, and for a checkpoint without recorded hashes.
-    """
+    """Return the number of tensors; raise FlexQuantError unless these are those recorded, by their hashes."""
     recorded = checkpoint.provenance.tensors
     if not recorded:
-        raise FlexQuantError(
-            f"{checkpoint.folder} has no tensor hashes in {PROVENANCE_FILE}; compare with the sources: "
-            "flexquant verify --against NAME=FOLDER"
-        )
+        problem = f"{checkpoint.folder} has no tensor hashes in {PROVENANCE_FILE}"
+        raise FlexQuantError(f"{problem}; compare with the sources: flexquant verify --against NAME=FOLDER")
     tensors = checkpoint.tensors
     check_same_names(recorded.keys(), tensors.keys(), PROVENANCE_FILE, checkpoint.folder)
     return compare_recorded(checkpoint, tensors, progress)
 
 
-def compare_recorded(
-    checkpoint: MergedCheckpoint, tensors: Mapping[str, TensorRef], progress: Progress | None
-) -> int:
-    """Return the number of ``tensors``, by merged key; raise FlexQuantError for one with another hash.
+def compare_recorded(checkpoint: MergedCheckpoint, tensors: Tensors, progress: Progress | None) -> int:
+    """Return the number of ``tensors``, by merged key; raise FlexQuantError if a recorded hash is another."""
+    recorded = checkpoint.provenance.tensors
 
-    One without a recorded hash passes.
-    """
-    recorded, measure = checkpoint.provenance.tensors, f"their recorded SHA-256 in {PROVENANCE_FILE}"
-    return compare_tensors(
-        checkpoint, tensors, lambda key, ref: recorded.get(key) in (None, _hash(ref)), measure, progress
-    )
+    def same(key: str, ref: TensorRef) -> bool:
+        return recorded.get(key) in (None, _hash(ref))
+
+    measure = f"their recorded SHA-256 in {PROVENANCE_FILE}"
+    return compare_tensors(checkpoint, tensors, same, measure, progress)
 
 
 def match_each(
-    tensors: Mapping[str, TensorRef], check: Callable[[str, TensorRef], Result], progress: Progress | None
+    tensors: Tensors, check: Callable[[str, TensorRef], Result], progress: Progress | None
 ) -> dict[str, Result]:
     """Return the result of ``check`` for every tensor, by name; several threads read at a time."""
     pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
@@ -272,39 +229,29 @@ def match_each(
         pool.shutdown(cancel_futures=True)
 
 
-def check_same_names(
-    expected: Set[str], found: Set[str], expected_in: str | Path, found_in: str | Path
-) -> None:
+def check_same_names(expected: Set[str], found: Set[str], expected_in: object, found_in: object) -> None:
     """Raise FlexQuantError unless both places have the same tensor names."""
-    for names, has, lacks in (
-        (expected - found, expected_in, found_in),
-        (found - expected, found_in, expected_in),
-    ):
+    places = ((expected - found, expected_in, found_in), (found - expected, found_in, expected_in))
+    for names, has, lacks in places:
         if names:
-            raise FlexQuantError(
-                f"{has} has {len(names)} tensor(s) that {lacks} lacks ({_listed(sorted(names))}); merge it "
-                "again"
-            )
+            problem = f"{has} has {len(names)} tensor(s) that {lacks} lacks ({_listed(sorted(names))})"
+            raise FlexQuantError(f"{problem}; merge it again")
 
 
 def compare_tensors(
     checkpoint: MergedCheckpoint,
-    tensors: Mapping[str, TensorRef],
+    tensors: Tensors,
     same: Callable[[str, TensorRef], bool],
     measure: str,
     progress: Progress | None,
 ) -> int:
-    """Return the number of ``tensors``; raise FlexQuantError, which names those that are not ``same``.
-
-    ``measure`` is what the message says that they differ from.
-    """
+    """Return the number of ``tensors``; raise FlexQuantError, naming them, if some are not ``same``."""
     matches = match_each(tensors, same, progress)
     differing = [f"{name} in {tensors[name].file.name}" for name, is_same in matches.items() if not is_same]
     if differing:
-        raise FlexQuantError(
-            f"{len(differing)} of {len(matches)} tensors in {checkpoint.folder} differ from {measure} "
-            f"({_listed(sorted(differing))}); fetch or merge the checkpoint again"
-        )
+        problem = f"{len(differing)} of {len(matches)} tensors in {checkpoint.folder} differ from {measure}"
+        named = _listed(sorted(differing))
+        raise FlexQuantError(f"{problem} ({named}); fetch or merge the checkpoint again")
     return len(matches)
 
 

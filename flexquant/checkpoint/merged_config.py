@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Define the section of a merged checkpoint's ``config.json``, and read the config of what FlexQuant serves.
+"""Define the section of a merged checkpoint's ``config.json`` (FORMAT.md), and read what is served by it.
 
-FORMAT.md describes the whole format. A published checkpoint in INT4 or 16 bit is read as a merged one that
-has the variant ``w4a16`` or ``bf16`` alone. Nothing here imports torch or vLLM.
+A published checkpoint in INT4 or 16 bit is read as a merged one with the variant ``w4a16`` or ``bf16`` alone.
+Nothing here imports torch or vLLM.
 """
 
 from __future__ import annotations
@@ -21,15 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from flexquant.checkpoint.folder import read_config, wrong_key
 from flexquant.checkpoint.loadable import COMPRESSED_TENSORS
-from flexquant.checkpoint.model_config import (
-    AWQ,
-    GPTQ,
-    ConfigGroup,
-    JsonObject,
-    QuantizedNumbers,
-    complete_settings,
-    count_layers,
-)
+from flexquant.checkpoint.model_config import AWQ, GPTQ, JsonObject, count_layers, with_groups
 from flexquant.checkpoint.module_names import HEAD
 from flexquant.documents.yaml_document import read_named
 from flexquant.errors import FlexQuantError
@@ -46,7 +38,6 @@ VISION_ARCHITECTURES = (
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
 )
-"""Served base architectures that read images as well as text."""
 QUANT_METHOD = "flexquant"
 SCHEMA_VERSION = 1
 NESTED_SCHEMA_VERSION = 2
@@ -65,21 +56,15 @@ PUBLISHED_16_BIT = ("bf16", "prefill-8-bit")
 
 
 def served_architecture(base_architecture: str) -> str:
-    """Return the name of the class that serves a merged checkpoint, its ``architectures[0]``.
-
-    One class serves all text models. Each vision model has its own, since vLLM asks the class how to read
-    images.
-    """
+    """Return the class that serves a merged checkpoint: one for text, one a model that reads images."""
     return f"FlexQuant{base_architecture}" if base_architecture in VISION_ARCHITECTURES else ARCHITECTURE
 
 
 def check_variant_name(name: str) -> None:
     """Raise :class:`FlexQuantError` unless ``name`` can prefix tensor keys and appear in a policy."""
     if name == SHARED or not VARIANT_NAME.fullmatch(name):
-        raise FlexQuantError(
-            f"'{name}' is not a variant name: use lower-case letters, digits, '-' and '_', "
-            "starting with a letter or digit, and not 'shared'"
-        )
+        problem = f"'{name}' is not a variant name: use lower-case letters, digits, '-' and '_'"
+        raise FlexQuantError(f"{problem}, starting with a letter or digit, and not 'shared'")
 
 
 @dataclass(frozen=True)
@@ -87,7 +72,6 @@ class StoredVariant:
     """A quantised copy of the model: the prefix of its tensors, and how they are quantised."""
 
     prefix: StrictStr
-    """Prefix of the variant's tensor keys, dot included."""
     quantization_config: JsonObject
     """The source checkpoint's ``quantization_config`` (compressed-tensors); without groups in 16 bit."""
     own_head: StrictBool
@@ -99,10 +83,8 @@ class StoredVariant:
 
     @property
     def is_in_16_bit(self) -> bool:
-        section = self.quantization_config
-        return not section or (
-            section.get("quant_method") == COMPRESSED_TENSORS and not section.get("config_groups")
-        )
+        section = self.quantization_config or {"quant_method": COMPRESSED_TENSORS}
+        return section.get("quant_method") == COMPRESSED_TENSORS and not section.get("config_groups")
 
     def to_json(self) -> JsonObject:
         return {key: value for key, value in vars(self).items() if key != "nested_in" or value is not None}
@@ -146,18 +128,12 @@ class MergedConfig:
         return len(self.mixable_groups) == 1
 
     def may_share_cache(self, variants: Collection[str]) -> bool:
-        """Whether the merge found that these variants may read one another's KV cache.
-
-        It compares no further than the first variant that may not; those that can be mixed may.
-        """
+        """Whether these variants may read one another's KV cache; those that can be mixed may."""
         are_mixable = not self.layered_plans and any({*variants} <= {*group} for group in self.mixable_groups)
         return len(variants) == 1 or self.kv_compatibility["compatible"] or are_mixable
 
     def check_key(self, key: str, place: str = "the merged checkpoint") -> None:
-        """Raise :class:`FlexQuantError` for a tensor of no variant, and for one variant's of a shared module.
-
-        A copy of the embedding under the name of the lm_head, which is not loaded, may be of one variant.
-        """
+        """Raise FlexQuantError for a tensor of no variant, and one variant's of a shared module."""
         problem = "" if key.startswith(SHARED_PREFIX) else "belongs to none of its variants"
         for variant in self.variants.values():
             if key.startswith(variant.prefix):
@@ -166,9 +142,8 @@ class MergedConfig:
                 is_wrong = key.startswith(shared) and not is_copy
                 problem = "is of one variant, though shared_modules has its module" if is_wrong else ""
         if problem:
-            raise FlexQuantError(
-                f"{place} holds tensor '{key}', which {problem} ({', '.join(self.variants)}); merge it again"
-            )
+            which = f"which {problem} ({', '.join(self.variants)})"
+            raise FlexQuantError(f"{place} holds tensor '{key}', {which}; merge it again")
 
     def to_json(self) -> JsonObject:
         return {
@@ -191,24 +166,19 @@ class MergedConfig:
         """Read the section; raise :class:`FlexQuantError` for none, and for a foreign or incomplete one."""
         section = section or {}
         if section.get("quant_method") != QUANT_METHOD:
-            raise FlexQuantError(
-                f"not a merged checkpoint: quant_method is {section.get('quant_method')!r}, expected "
-                f"'{QUANT_METHOD}'; create one with 'flexquant merge'"
-            )
+            found = f"not a merged checkpoint: quant_method is {section.get('quant_method')!r}"
+            raise FlexQuantError(f"{found}, expected '{QUANT_METHOD}'; create one with 'flexquant merge'")
         version = section.get("schema_version")
         if type(version) is not int or version not in (SCHEMA_VERSION, NESTED_SCHEMA_VERSION):
-            raise FlexQuantError(
-                f"the merged checkpoint has schema_version {version!r}, but this FlexQuant reads versions "
-                f"{SCHEMA_VERSION} and {NESTED_SCHEMA_VERSION}; upgrade flexquant, or merge again with this "
-                "version"
-            )
+            read = f"this FlexQuant reads versions {SCHEMA_VERSION} and {NESTED_SCHEMA_VERSION}"
+            problem = f"the merged checkpoint has schema_version {version!r}, but {read}"
+            raise FlexQuantError(f"{problem}; upgrade flexquant, or merge again with this version")
         try:
             known = {"kv_compatibility": NOT_COMPARED, **section, "mixable": None}
             read: MergedConfig = TypeAdapter(MergedConfig).validate_python(known)
             wrong = read._contradictions(section)
-            problem = next(
-                (f"{of} has {key} {v!r:.100}, expected {right}" for of, key, v, right in wrong), ""
-            )
+            said = (f"{of} has {key} {found!r:.100}, expected {right}" for of, key, found, right in wrong)
+            problem = next(said, "")
         except ValidationError as e:
             problem = f"quantization_config has {wrong_key(e)}"
         if problem:
@@ -256,10 +226,7 @@ class MergedConfig:
 
 
 def read_model_config(folder: Path) -> tuple[JsonObject, MergedConfig]:
-    """Return the whole ``config.json`` of a merged checkpoint, and its section about the variants.
-
-    A published checkpoint is read by :func:`as_merged`. Raises :class:`FlexQuantError` for other folders.
-    """
+    """Return a served checkpoint's ``config.json``, and its section; raise FlexQuantError for others."""
     try:
         config = read_config(folder)
     except FlexQuantError as e:
@@ -281,16 +248,12 @@ def read_merged_config(folder: Path) -> tuple[MergedConfig, int]:
 
 
 def has_int4(config: JsonObject, model: str) -> bool:
-    """Whether a published checkpoint's ``config.json`` tells of INT4 weights with 16-bit activations.
-
-    ``config`` has its section as :func:`with_section` puts it. Raises FlexQuantError, which begins with
-    ``model``, for settings of AWQ or GPTQ that are not understood.
-    """
-    section = _complete(config.get("quantization_config") or {}, model)
+    """Whether a config tells of INT4 weights and 16-bit activations; raise FlexQuantError if it is wrong."""
+    section = with_groups(config.get("quantization_config") or {}, model)
     groups = section["config_groups"].values() if section.get("quant_method") in METHODS else ()
     weights = [g.get("weights") for g in groups if isinstance(g, dict) and not g.get("input_activations")]
-    integers = [w for w in weights if isinstance(w, dict) and w.get("type", "int") == "int"]
-    return any(w.get("num_bits") == 4 for w in integers)
+    int4 = ("int", 4)
+    return any(isinstance(w, dict) and (w.get("type", "int"), w.get("num_bits")) == int4 for w in weights)
 
 
 def is_published(folder: Path | str) -> bool:
@@ -318,46 +281,21 @@ def as_merged(config: JsonObject, model: str) -> JsonObject:
     """Return the ``config.json`` of a merged checkpoint of one variant, whose tensors have no prefix.
 
     ``config`` is that of the published checkpoint ``model``; a merged one is returned as it is. Raises
-    :class:`FlexQuantError` if it names no architecture.
+    FlexQuantError if it names no architecture.
     """
     section = config.get("quantization_config") or {}
     if section.get("quant_method") == QUANT_METHOD:
         return config
     architecture = next(iter(config.get("architectures") or []), None)
     if not isinstance(architecture, str):
-        raise FlexQuantError(
-            f"{model} names no architecture in its config.json; give a causal language model, or what "
-            "'flexquant merge' wrote"
-        )
+        problem = f"{model} names no architecture in its config.json"
+        raise FlexQuantError(f"{problem}; give a causal language model, or what 'flexquant merge' wrote")
     name, policy = PUBLISHED_INT4 if section else PUBLISHED_16_BIT
     merged = MergedConfig(
         base_architecture=architecture,
-        variants={name: StoredVariant("", _complete(section, model) if section else {}, True, False)},
+        variants={name: StoredVariant("", with_groups(section, model) if section else {}, True, False)},
         policy=yaml.safe_load(read_named(policy, "flexquant.policies", "policy")[0]),
         draft_heads=name,
     )
-    return {
-        **config,
-        "architectures": [served_architecture(architecture)],
-        "quantization_config": merged.to_json(),
-    }
-
-
-def _complete(section: JsonObject, place: str) -> JsonObject:
-    """Return a section with compressed-tensors' ``config_groups``, made up for AWQ and GPTQ."""
-    method = section.get("quant_method")
-    if method not in (AWQ, GPTQ):
-        groups = section.get("config_groups")
-        return {**section, "config_groups": groups if isinstance(groups, dict) else {}}
-    found = complete_settings(section, place, method)
-    in_groups = found["group_size"] > 0
-    weights: QuantizedNumbers = {
-        "num_bits": found["bits"],
-        "type": "int",
-        "symmetric": not found["zero_point"] if method == AWQ else found["sym"],
-        "strategy": "group" if in_groups else "channel",
-        "group_size": found["group_size"] if in_groups else None,
-        "actorder": "group" if in_groups and found.get("desc_act") else None,
-    }
-    group = ConfigGroup(targets=["Linear"], weights=weights, input_activations=None)
-    return {**found, "config_groups": {"group_0": group}}
+    own = {"architectures": [served_architecture(architecture)], "quantization_config": merged.to_json()}
+    return config | own

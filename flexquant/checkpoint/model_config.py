@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from flexquant.errors import FlexQuantError
 
 JsonObject = dict[str, Any]
-"""A JSON object as Python reads it."""
 
 
 class QuantizedNumbers(TypedDict, total=False):
@@ -56,8 +56,8 @@ SWITCHES = {AWQ: {"zero_point": True}, GPTQ: {"sym": True, "desc_act": False}}
 def with_section(config: JsonObject, place: str, read: Callable[[str], JsonObject | None]) -> JsonObject:
     """Return a ``config.json`` whose ``quantization_config`` says how the checkpoint is quantised, if it is.
 
-    ``place`` is its path; ``read`` returns the content of a file beside it, or None if there is no such file.
-    Raises FlexQuantError, naming the file, for settings that are no JSON object.
+    ``place`` is its path; ``read`` returns the content of a file beside it, or None. Raises FlexQuantError
+    for settings that are no JSON object.
     """
     for key in SECTIONS:
         found = config.get(key)
@@ -87,20 +87,22 @@ def count_layers(config: JsonObject) -> int:
     """Return the number of decoder layers that a config states; raise FlexQuantError if it states none."""
     text = text_config(config)
     kinds = text.get("layers_block_type")  # all that transformers 5 writes for Nemotron-H
-    kinds_counted = len(kinds) if isinstance(kinds, list) else None
-    layers = text.get("num_hidden_layers", text.get("n_layer", kinds_counted))
-    if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MAX_LAYERS:
-        raise FlexQuantError(
-            f"the config has num_hidden_layers {layers!r}, expected a number from 1 to {MAX_LAYERS}"
-        )
+    counted = len(kinds) if isinstance(kinds, list) else None
+    layers = text.get("num_hidden_layers", text.get("n_layer", counted))
+    if type(layers) is not int or not 1 <= layers <= MAX_LAYERS:
+        allowed = f"a number from 1 to {MAX_LAYERS}"
+        raise FlexQuantError(f"the config has num_hidden_layers {layers!r}, expected {allowed}")
     return layers
 
 
-def complete_settings(section: JsonObject, place: str, method: str = GPTQ) -> JsonObject:
-    """Return a section with each setting of a linear by ``method``, under one name and of one type.
+def wrong_setting(place: str | Path, key: str, value: object, expected: str) -> FlexQuantError:
+    """Return the error for a value in a ``quantization_config``; its message begins with ``place``."""
+    problem = f"{place} has {key} {value!r}, expected {expected}, in its quantization_config"
+    return FlexQuantError(f"{problem}; correct it, or get the checkpoint again")
 
-    Raises FlexQuantError, which begins with ``place``, for a value of another type.
-    """
+
+def complete_settings(section: JsonObject, place: str | Path, method: str = GPTQ) -> JsonObject:
+    """Return a section with each setting by ``method`` once; raise FlexQuantError for one of another type."""
     found = {key: value for key, value in section.items() if value is not None}
     for key, (alias, default) in NUMBERS.items():
         number = found.setdefault(key, found.get(alias, default))
@@ -108,14 +110,29 @@ def complete_settings(section: JsonObject, place: str, method: str = GPTQ) -> Js
         if number in TEXTS:
             found[key] = number = int(number)
         if type(number) is not int:
-            raise FlexQuantError(
-                f"{place} has {key} {number!r}, expected a whole number, in its quantization_config; correct "
-                "it, or get the checkpoint again"
-            )
+            raise wrong_setting(place, key, number, "a whole number")
     for key, is_on in SWITCHES[method].items():
         if not isinstance(found.setdefault(key, is_on), bool):
-            raise FlexQuantError(
-                f"{place} has {key} {found[key]!r}, expected true or false, in its quantization_config; "
-                "correct it, or get the checkpoint again"
-            )
+            raise wrong_setting(place, key, found[key], "true or false")
     return found
+
+
+def integer_weights(bits: int, symmetric: bool, group_size: int) -> QuantizedNumbers:
+    """Return how INT weights in groups of so many inputs are quantised, of all inputs for -1."""
+    size = group_size if group_size > 0 else None
+    strategy: Literal["group", "channel"] = "group" if size else "channel"
+    return {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy, "group_size": size}
+
+
+def with_groups(section: JsonObject, place: str) -> JsonObject:
+    """Return a section with compressed-tensors' ``config_groups``, made up for AWQ and GPTQ."""
+    method = section.get("quant_method")
+    if method not in (AWQ, GPTQ):
+        groups = section.get("config_groups")
+        return {**section, "config_groups": groups if isinstance(groups, dict) else {}}
+    found = complete_settings(section, place, method)
+    symmetric = not found["zero_point"] if method == AWQ else found["sym"]
+    weights = integer_weights(found["bits"], symmetric, found["group_size"])
+    weights["actorder"] = "group" if weights["group_size"] and found.get("desc_act") else None
+    group = ConfigGroup(targets=["Linear"], weights=weights, input_activations=None)
+    return {**found, "config_groups": {"group_0": group}}

@@ -14,16 +14,12 @@ LAYER = re.compile(r"^(?P<stack>(?:.*?\.)?(?:layers|blocks|h)\.)(?P<index>[0-9]{
 EXPERTS = re.compile(r"^.*\.experts(?=\.)")
 """Matches the module of a layer's routed experts in the name of a module or tensor inside it."""
 LATENT_UP = re.compile(r"^.*\.self_attn\.kv_b_proj(?=\.)")
-"""Matches the linear that expands the latent cache in the name of a module or tensor inside it.
-
-vLLM's attention layer, which all variants share, holds this linear.
-"""
+"""Matches the linear that expands the latent cache, in a name inside it; vLLM's attention layer holds it."""
 OTHER_TOWERS = re.compile(r"vision|visual|audio|image|mtp", re.IGNORECASE)
 """Matches in the name of a stack of layers that is not the language model's decoder."""
 TOP = re.compile(r"^(?:model\.)?[^.]+(?=\.)")
 """Matches the outermost module below the model in a tensor's name."""
 ATTENTION = re.compile(r"\.((self_)?(attn|attention)|mixer\.k_proj)\.")
-"""Matches in the name of a tensor of an attention layer."""
 DRAFTS = re.compile(r"(^|[._])mtp|nextn")
 """Matches in the name of a head that predicts further tokens (MTP), unless it is a layer behind the last."""
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out)(\.|$)")
@@ -31,7 +27,6 @@ HEAD = re.compile(r"(^|\.)(lm_head|embed_out)(\.|$)")
 OF_TOKENS = ("embed_tokens", "embeddings", "embed_in", "word_embeddings", "wte")
 """Last parts of the names that embeddings of tokens have."""
 EMBEDDINGS = (*OF_TOKENS, "wpe")
-"""Last parts of the names that embeddings of tokens and positions have."""
 FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -69,10 +64,7 @@ def is_in(name: str, layers: Collection[int]) -> bool:
 
 
 def decoder_stacks(tensors: Iterable[str]) -> set[str]:
-    """Return what precedes the number in the names of decoder layers' tensors, e.g. ``model.layers.``.
-
-    A stack counts if one of its layers holds attention; a first layer may hold a state instead.
-    """
+    """Return what precedes the number of layers, e.g. ``model.layers.``, in stacks that have attention."""
     inside = (decoder_layer(name) for name in tensors if ATTENTION.search(name))
     return {match["stack"] for match in inside if match and match["stack"][:-1].endswith(STACKS)}
 
@@ -83,10 +75,7 @@ def above(stack: str) -> str:
 
 
 def tower(tensor: str, roots: Collection[str]) -> str | None:
-    """Return the module beside the language model that holds a tensor, e.g. ``model.vision_model``.
-
-    None for the language model's own tensors: those below ``roots``, and its lm_head.
-    """
+    """Return the module that holds a tensor beside the language model (``roots``, lm_head), if any."""
     if tensor.startswith(tuple(roots)) or HEAD.search(tensor):
         return None
     found = TOP.match(tensor)
@@ -124,3 +113,13 @@ def describe_range(run: range) -> str:
 def describe_ranges(numbers: Iterable[int]) -> str:
     """Return e.g. ``0-3,29``."""
     return ",".join(map(describe_range, ranges(numbers)))
+
+
+def holder(tensor: str) -> str | None:
+    """Return the module of a tensor if one instance can serve all variants, else None.
+
+    In a decoder layer, only experts and the projection that expands the latent KV cache can.
+    """
+    if inside := EXPERTS.match(tensor) or LATENT_UP.match(tensor):
+        return inside[0]
+    return None if LAYER.search(tensor) else tensor.rpartition(".")[0]

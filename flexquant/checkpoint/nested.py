@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, load_tensor
+from flexquant.checkpoint.safetensors_io import ComputedTensor, TensorRef, Tensors, load_tensor
 from flexquant.checkpoint.schemes import (
     COLUMN,
     DIFFERENCE,
@@ -27,10 +27,9 @@ from flexquant.checkpoint.schemes import (
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 LEAST, LARGEST = -128, 127
-"""Ends of the INT8 weights."""
 LOWEST, HIGHEST = -8, 7
 """Ends of the differences; one is stored as a nibble, minus LOWEST."""
 INPUTS_OF_AN_EXCEPTION = 128
@@ -54,11 +53,8 @@ class Int4Weight:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, TensorRef], module: str) -> Int4Weight | None:
-        """Return a module's weight, by original keys; None if it has no sound INT4 weight.
-
-        Raises FlexQuantError for a packed weight whose stored shape does not fit it.
-        """
+    def of(cls, tensors: Tensors, module: str) -> Int4Weight | None:
+        """Return a module's weight, None if it has no sound one; raise FlexQuantError for an unfit shape."""
         names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
         packed, scale, zero_point, stored = (tensors.get(f"{module}.{name}") for name in names)
         if packed is None or scale is None or packed.dtype != "I32" or len(packed.shape) != 2:
@@ -66,18 +62,14 @@ class Int4Weight:
         outputs, inputs = shape = unpacked_shape(packed, stored)
         groups = scale.shape[-1] if len(scale.shape) == 2 else 0
         words = (-(-outputs // INT4_IN_WORD) if zero_point and zero_point.dtype == "I32" else outputs, groups)
-        sound = (
-            outputs
-            and groups
-            and inputs % groups == 0
-            and packed.shape[1] == -(-inputs // INT4_IN_WORD)
-            and scale.shape == (outputs, groups)
-            and scale.dtype in FLOAT_DTYPES
-            and (zero_point is None or (zero_point.shape == words and zero_point.dtype in ("I32", "I8")))
-        )
+        if not outputs or not groups or inputs % groups or packed.shape[1] != -(-inputs // INT4_IN_WORD):
+            return None
+        if scale.shape != (outputs, groups) or scale.dtype not in FLOAT_DTYPES:
+            return None
+        sound = zero_point is None or (zero_point.shape == words and zero_point.dtype in ("I32", "I8"))
         return cls(packed, scale, zero_point, shape) if sound else None
 
-    def read(self, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, rows: range) -> tuple[Tensor, Tensor]:
         """Return rows of integers without their zero points, and scales.
 
         float32 [rows, groups, inputs of a group] and [rows, groups, 1].
@@ -102,7 +94,7 @@ class NestedWeight:
     """The INT8 weight of a nested variant's linear: what is stored of it, and the INT4 weight."""
 
     int4: Int4Weight
-    stored: Mapping[str, TensorRef]
+    stored: Tensors
     """By the last part of their names; types and shapes are those of :func:`nested_parts`."""
 
     @property
@@ -112,16 +104,13 @@ class NestedWeight:
         of_source = (int4.packed, int4.scale, int4.zero_point)
         return [*(ref for ref in of_source if ref is not None), *self.stored.values()]
 
-    def predicted(self, rows: range) -> torch.Tensor:
+    def predicted(self, rows: range) -> Tensor:
         """Return what rows of the INT4 weight predict, whole numbers, float32 [rows, inputs]."""
         row, column = load_tensor(self.stored[ROW], [rows]), load_tensor(self.stored[COLUMN])
         return predict(*self.int4.read(rows), row, column)
 
-    def read(self, rows: Sequence[range] | None) -> torch.Tensor:
-        """Return rows of the INT8 weight, or all, int8 [rows, inputs].
-
-        Raises FlexQuantError for integers beyond INT8's and for exceptions out of order or range.
-        """
+    def read(self, rows: Sequence[range] | None) -> Tensor:
+        """Return rows of the INT8 weight, int8 [rows, inputs]; raise FlexQuantError for damaged parts."""
         import torch
 
         found = []
@@ -156,11 +145,11 @@ def nested_parts(outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, .
     }
 
 
-def nested_weights(own: Mapping[str, TensorRef], source: Mapping[str, TensorRef]) -> dict[str, NestedWeight]:
+def nested_weights(own: Tensors, source: Tensors) -> dict[str, NestedWeight]:
     """Return the nested linears of a variant, by the original key of the weight that each has when served.
 
-    ``own`` and ``source`` are the stored tensors of the variant and of the one that it is nested in, by
-    original key. Raises FlexQuantError, naming the tensor, for parts that are missing or do not fit.
+    ``own`` and ``source`` are the stored tensors, by original key, of the variant and of the one that it is
+    nested in. Raises FlexQuantError, naming the tensor, for parts that are missing or do not fit.
     """
     found = {}
     for name, difference in own.items():
@@ -180,11 +169,10 @@ def nested_weights(own: Mapping[str, TensorRef], source: Mapping[str, TensorRef]
     return found
 
 
-def with_weights(own: Mapping[str, TensorRef], nested: Mapping[str, NestedWeight]) -> dict[str, TensorRef]:
+def with_weights(own: Tensors, nested: Mapping[str, NestedWeight]) -> dict[str, TensorRef]:
     """Return a nested variant's tensors as it is served: INT8 weights in place of what they come from."""
-    gone = {
-        f"{name}{part.removeprefix('weight')}" for name, weight in nested.items() for part in weight.stored
-    }
+    parts = [(name, part) for name, weight in nested.items() for part in weight.stored]
+    gone = {f"{name}{part.removeprefix('weight')}" for name, part in parts}
     found = {name: ref for name, ref in own.items() if name not in gone}
     for name, weight in nested.items():
         ref = weight.stored[DIFFERENCE]
@@ -200,39 +188,35 @@ def blocks(shape: tuple[int, ...], rows: Sequence[range] | None = None) -> Itera
             yield range(start, min(start + step, part.stop))
 
 
-def predict(
-    values: torch.Tensor, scale: torch.Tensor, row: torch.Tensor, column: torch.Tensor
-) -> torch.Tensor:
+def predict(values: Tensor, scale: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """Return the nearest integers, ties to even, of ``values * (scale * row) * column``.
 
-    ``values`` and ``scale`` are what :meth:`Int4Weight.read` returns; ``row`` [rows, 1] and ``column``
-    [inputs]. All are float32, as is the result [rows, inputs].
+    ``values`` and ``scale`` are as of :meth:`Int4Weight.read`; ``row`` [rows, 1], ``column`` [inputs], result
+    [rows, inputs]: all float32.
     """
     return scaled(values, scale, row, column).round_()
 
 
-def scaled(
-    values: torch.Tensor, scale: torch.Tensor, row: torch.Tensor, column: torch.Tensor
-) -> torch.Tensor:
+def scaled(values: Tensor, scale: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """Return the same before it is rounded to integers."""
     return (values * (scale * row.unsqueeze(-1))).flatten(1).mul_(column)
 
 
-def unpack_differences(stored: torch.Tensor) -> torch.Tensor:
+def unpack_differences(stored: Tensor) -> Tensor:
     """Return differences, int8 [rows, inputs], from U8 [rows, inputs / 2]."""
     import torch
 
     return unpack_nibbles(stored).to(torch.int8) + LOWEST
 
 
-def unpack_nibbles(stored: torch.Tensor) -> torch.Tensor:
+def unpack_nibbles(stored: Tensor) -> Tensor:
     """Return 4-bit values, uint8 [rows, inputs], from U8 [rows, inputs / 2]; a low nibble comes first."""
     import torch
 
     return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)
 
 
-def unpack(packed: torch.Tensor, num_bits: int, in_features: int) -> torch.Tensor:
+def unpack(packed: Tensor, num_bits: int, in_features: int) -> Tensor:
     """Unpack int32 words, lowest bits first, into signed integers, int8 [rows, in]."""
     import torch
 
@@ -243,7 +227,7 @@ def unpack(packed: torch.Tensor, num_bits: int, in_features: int) -> torch.Tenso
     return _unpack(packed, num_bits, (len(packed), in_features), 1)
 
 
-def load_zero_points(stored: TensorRef, num_bits: int, outputs: int) -> torch.Tensor:
+def load_zero_points(stored: TensorRef, num_bits: int, outputs: int) -> Tensor:
     """Return a linear's zero points as signed integers [outputs, groups]; int32 words are unpacked."""
     zero_points = load_tensor(stored)
     if stored.dtype != "I32":
@@ -251,8 +235,7 @@ def load_zero_points(stored: TensorRef, num_bits: int, outputs: int) -> torch.Te
     return _unpack(zero_points, num_bits, (outputs, zero_points.shape[1]), 0)
 
 
-def _unpack(packed: torch.Tensor, num_bits: int, shape: tuple[int, int], dimension: int) -> torch.Tensor:
-    """Unpack int32 words along a dimension into signed integers, int8 of a shape."""
+def _unpack(packed: Tensor, num_bits: int, shape: tuple[int, int], dimension: int) -> Tensor:
     import torch
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 

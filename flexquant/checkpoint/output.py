@@ -2,13 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Write an output all or nothing: beside its final place, where it is renamed once it is complete.
 
-A folder is written as ``.<name>.flexquant-tmp-<random>``, so that two writers of one output never mix their
-files: the later one removes what the earlier one has written, which then fails. A folder that may be replaced
-is renamed to ``.<name>.flexquant-old`` just before, and comes back if the new one cannot take its place, or
-at the next run if the process was killed between the two renames. A file is written as
-``.<name>.flexquant-new-<random>``, and the last of several writers has it. Nothing else beside an output is
-touched. A file, or a folder with files, that appears at the output's place meanwhile stays, unless it may be
-replaced.
+A folder is written as ``.<name>.flexquant-tmp-<random>``; a later writer of the same output removes it, and
+the earlier one fails. A folder to be replaced is renamed to ``.<name>.flexquant-old`` just before, and comes
+back if the new one cannot take its place, or at the next run after a kill. A file is written as
+``.<name>.flexquant-new-<random>``; the last of several writers has it. Nothing else beside an output is
+touched, and what appears at its place meanwhile stays, unless it may be replaced.
 """
 
 from __future__ import annotations
@@ -43,32 +41,23 @@ ABANDONED = 86_400
 
 
 def remove_leftovers(output: Path) -> None:
-    """Remove the leftovers of killed processes beside ``output``, but not ``output`` itself.
-
-    A folder that one of them had moved out of the way comes back. Raises FlexQuantError if something else has
-    taken its place.
-    """
+    """Remove killed processes' leftovers; raise FlexQuantError if a moved folder cannot come back."""
     target = _resolved(output)
     with _explained(output):
         old = _beside(target, OLD)
         if old.exists() and not os.path.lexists(target):
             os.rename(old, target)
         elif old.exists() and not _is_checkpoint(target):
-            raise FlexQuantError(
-                f"{old} is what a run that ended half way was to replace, and meanwhile {_describe(target)} "
-                f"appeared at {target}; move one of them away"
-            )
+            problem = f"{old} is what a run that ended half way was to replace"
+            meanwhile = f"and meanwhile {_describe(target)} appeared at {target}"
+            raise FlexQuantError(f"{problem}, {meanwhile}; move one of them away")
         for folder in (old, *_all_beside(target, STAGE)):
             if folder.exists():
                 shutil.rmtree(folder)
 
 
 def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> None:
-    """Remove the leftovers of killed processes beside ``output``, and check that it may be written.
-
-    Raises FlexQuantError if it exists and may not be replaced (an empty folder always may), or overlaps an
-    input.
-    """
+    """Remove leftovers; raise FlexQuantError if ``output`` may not be replaced, or overlaps an input."""
     remove_leftovers(output)
     target = _resolved(output)
     for folder in inputs:
@@ -80,9 +69,7 @@ def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> 
     if not overwrite:
         raise FlexQuantError(f"{output} exists; choose another folder, or replace it with --overwrite")
     if not _is_checkpoint(output):
-        raise FlexQuantError(
-            f"{output} is not a checkpoint folder, so it is not replaced; choose another folder"
-        )
+        raise FlexQuantError(f"{output} is not a checkpoint folder, so it stays; choose another folder")
 
 
 def check_free_space(output: Path, needed: int) -> None:
@@ -90,19 +77,17 @@ def check_free_space(output: Path, needed: int) -> None:
     existing = next(p for p in (output.resolve(), *output.resolve().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        raise FlexQuantError(
-            f"writing {output} needs {format_bytes(needed)} of free disk space, but {existing} has "
-            f"{format_bytes(free)}; free some or choose another disk"
-        )
+        problem = f"writing {output} needs {format_bytes(needed)} of free disk space"
+        there = f"but {existing} has {format_bytes(free)}"
+        raise FlexQuantError(f"{problem}, {there}; free some or choose another disk")
 
 
 @contextmanager
 def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder to write into, which takes the place of ``output`` at the end.
 
-    An empty folder that is at ``output`` by then is replaced and, with ``overwrite``, a checkpoint. Raises
-    FlexQuantError for anything else there, a full disk or another failure to write; ``output`` is then
-    unchanged.
+    An empty folder there is replaced and, with ``overwrite``, a checkpoint. Raises FlexQuantError for
+    anything else there and a failure to write; ``output`` is then unchanged.
     """
     remove_leftovers(output)
     target = _resolved(output)
@@ -123,10 +108,8 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         except FileNotFoundError as e:
             if stage.exists():
                 raise
-            raise FlexQuantError(
-                f"another process has begun to write {output} meanwhile, and removed what this one wrote; "
-                "let one write at a time"
-            ) from e
+            problem = f"another process has begun to write {output}, and removed what this one wrote"
+            raise FlexQuantError(f"{problem}; let one write at a time") from e
         finally:
             shutil.rmtree(stage, ignore_errors=True)
 
@@ -135,9 +118,8 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
 def staged_file(file: Path) -> Iterator[Path]:
     """Yield a path beside ``file`` to write to, which takes the place of ``file`` at the end.
 
-    If the process fails or dies before, ``file`` is unchanged; if it fails, the partial file is removed too.
-    A link is kept, and its target is replaced; a device or pipe is written to directly. Of several processes
-    that write one file at the same time, the last one has it. Raises FlexQuantError for a folder.
+    If the process fails before, ``file`` is unchanged. A link's target is replaced; a device or pipe is
+    written to directly. Raises FlexQuantError for a folder.
     """
     if file.is_dir():
         raise FlexQuantError(f"{file} is a folder; name a file")
@@ -178,9 +160,9 @@ def read_earlier(
 ) -> Content | None:
     """Return what an earlier run with the same ``inputs`` left in ``file``; None if there is no such file.
 
-    ``read`` returns the inputs that the file's text records, and the content. Raises ``error``: with the
-    message ``<file> <foreign>`` for a file that ``read`` cannot read, ``{}`` being the reason, and with
-    ``<file> <other>`` for one with other inputs, ``{}`` being their names.
+    ``read`` returns the inputs that a text records, and its content. Raises ``error`` with ``<file>
+    <foreign>`` if ``read`` cannot, ``{}`` being the reason, and with ``<file> <other>`` for other inputs,
+    ``{}`` being their names.
     """
     try:
         recorded, content = read(file.read_text(encoding="utf-8"))
@@ -237,20 +219,15 @@ def _explained(output: Path) -> Iterator[None]:
         place = f" ({e.filename})" if e.filename else ""
         problem = f"cannot write {output}: {e.strerror or e}{place}; choose a folder that can be written"
         if e.errno in DISK_FULL:
-            problem = (
-                f"the disk ran full while writing {output} ({e.strerror}); nothing is left of it, free some "
-                "space or choose another disk"
-            )
+            advice = "nothing is left of it, free some space or choose another disk"
+            problem = f"the disk ran full while writing {output} ({e.strerror}); {advice}"
         elif e.errno == errno.EBUSY:
             problem = f"{output} is where a disk is mounted; choose a folder on that disk"
         raise FlexQuantError(problem) from e
 
 
 def _put_in_place(stage: Path, target: Path, *, replaces: bool) -> None:
-    """Rename ``stage`` to ``target``, whose folder is deleted if the stage ``replaces`` it.
-
-    Raises FlexQuantError, with the folder at ``target`` as it was, if something there is not to be replaced.
-    """
+    """Rename ``stage`` to ``target``, which it ``replaces``; raise FlexQuantError for what may not go."""
     old = _beside(target, OLD)
     if replaces:
         os.rename(target, old)
@@ -259,10 +236,9 @@ def _put_in_place(stage: Path, target: Path, *, replaces: bool) -> None:
     except OSError as e:
         if e.errno not in TAKEN:
             raise
-        raise FlexQuantError(
-            f"{_describe(target)} appeared at {target} while it was being written, and stays; choose another "
-            "folder, or move away what is there and start again"
-        ) from e
+        problem = f"{_describe(target)} appeared at {target} while it was being written, and stays"
+        advice = "choose another folder, or move away what is there and start again"
+        raise FlexQuantError(f"{problem}; {advice}") from e
     finally:
         if replaces and not os.path.lexists(target):
             os.rename(old, target)
@@ -279,6 +255,5 @@ def _describe(path: Path) -> str:
     if path.is_symlink() or not path.is_dir():
         return "a link" if path.is_symlink() else "a file"
     names = sorted(os.listdir(path))
-    if not names:
-        return "an empty folder"
-    return f"a folder with {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    some = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    return f"a folder with {some}" if names else "an empty folder"

@@ -24,30 +24,32 @@ LEFT_OUT = "-:"
 """Begins an expression in GPTQModel's ``dynamic`` for linears that are not quantised; "+:" others."""
 SECONDS, MIB = 10, 1024
 """Processor time and memory that a checkpoint's expressions may take for all its names."""
+Fits = dict[str, frozenset[str]]
+"""What is written for an expression -> the names that it fits."""
 PROGRAM = Path(__file__).with_name("pattern_process.py")
 
 
-def fitting(
-    expressions: Mapping[str, str], names: Iterable[str], owner: str, place: str = ""
-) -> dict[str, frozenset[str]]:
+def fitting(expressions: Mapping[str, str], names: Iterable[str], owner: str, place: str = "") -> Fits:
     """Return those of ``names`` that each regular expression fits from their start.
 
-    The expressions have as keys what is written, by which the result has them too. Raises FlexQuantError,
-    which begins with ``owner``, for what is no regular expression, and for one that reaches the bound.
+    The keys of ``expressions`` are what is written. Raises FlexQuantError, which begins with ``owner``, for
+    what is no regular expression, and for one that reaches the bound.
     """
     if not expressions:
         return {}
-    found: dict[str, frozenset[str]] = {}
+    found: Fits = {}
     answers = _fitting(tuple(expressions.values()), tuple(dict.fromkeys(names)))
     for text, answer in zip_longest(expressions, answers):
         if isinstance(answer, frozenset):
             found[text] = answer
             continue
-        problem = f"takes more than {SECONDS} s or {MIB} MiB to match; write a simpler one, or list the names"
+        verdict, problem = "cannot be used", f"takes more than {SECONDS} s or {MIB} MiB to match"
+        advice = "write a simpler one, or list the names"
         if answer is not None:
-            problem = f"is no regular expression ({answer}); correct it, or get the checkpoint again"
-        verdict = "cannot be used" if answer is None else "is not understood"
-        raise FlexQuantError(f"{owner} has a quantization_config that {verdict}: {text!r}{place} {problem}")
+            verdict, problem = "is not understood", f"is no regular expression ({answer})"
+            advice = "correct it, or get the checkpoint again"
+        named = f"{owner} has a quantization_config that {verdict}: {text!r}{place}"
+        raise FlexQuantError(f"{named} {problem}; {advice}")
     return found
 
 
@@ -77,7 +79,7 @@ class Patterns:
         self._owner, self._names = owner, frozenset(names)
         self._fits = self._match(names)
 
-    def _match(self, names: Collection[str]) -> dict[str, frozenset[str]]:
+    def _match(self, names: Collection[str]) -> Fits:
         expressions = {p: p.removeprefix(PREFIX) for p in self._order if p.startswith(PREFIX)}
         return fitting(expressions, names, self._owner)
 
@@ -88,5 +90,4 @@ class Patterns:
         return sorted(found + [name] * (name in self._order), key=self._order.__getitem__)
 
     def first(self, name: str) -> str | None:
-        """Return the first pattern that fits a name."""
         return next(iter(self.fitting(name)), None)

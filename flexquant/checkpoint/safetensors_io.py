@@ -3,9 +3,7 @@
 """Read safetensors files as byte ranges: a strict header parser, and raw access to a tensor's bytes.
 
 A file has an 8-byte little-endian header length, that many bytes of JSON (name -> dtype, shape, data
-offsets), and the tensors' bytes, which tile the rest of the file without gap or overlap
-(https://github.com/huggingface/safetensors#format). Only :func:`load_tensor` and :func:`read_finite` decode
-tensors.
+offsets), and the tensors' bytes, without gap or overlap (https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
@@ -78,6 +76,10 @@ class TensorRef:
         return max(1, DTYPES[self.dtype][0] // 8)
 
 
+Tensors = Mapping[str, TensorRef]
+"""Tensors by name."""
+
+
 @dataclass(frozen=True, slots=True)
 class ComputedTensor(TensorRef):
     """A tensor that is computed whenever it is read; ``file`` holds a stored one that it comes from."""
@@ -89,11 +91,7 @@ class ComputedTensor(TensorRef):
 
 
 def read_header(path: Path) -> dict[str, TensorRef]:
-    """Return the tensors of a safetensors file by name.
-
-    Raises FlexQuantError, naming the file, for anything that the format does not allow: a truncated
-    file, a bad header, an unknown dtype, or tensors that do not tile the data exactly.
-    """
+    """Return the tensors of a safetensors file by name; raise FlexQuantError for what the format forbids."""
     try:
         with open(path, "rb") as f:
             file_bytes = os.fstat(f.fileno()).st_size
@@ -101,9 +99,7 @@ def read_header(path: Path) -> dict[str, TensorRef]:
                 raise _corrupt(path, f"it has {file_bytes} bytes, too few for a header")
             header_bytes = int.from_bytes(f.read(8), "little")
             if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
-                raise _corrupt(
-                    path, f"its header claims {header_bytes} bytes in a file of {file_bytes} bytes"
-                )
+                raise _corrupt(path, f"its header claims {header_bytes} bytes in a file of {file_bytes}")
             raw = f.read(header_bytes)
     except OSError as e:
         raise FlexQuantError(f"cannot read {path}: {e.strerror}") from e
@@ -130,10 +126,7 @@ def read_header(path: Path) -> dict[str, TensorRef]:
 
 
 def read_chunks(ref: TensorRef) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in chunks of CHUNK_BYTES (the last can be shorter), which reuse one buffer.
-
-    Raises FlexQuantError if the file can no longer be read or has become shorter.
-    """
+    """Yield a tensor's bytes in chunks that reuse a buffer; raise FlexQuantError if the file is too short."""
     if isinstance(ref, ComputedTensor):
         yield from _computed_chunks(ref)
         return
@@ -154,10 +147,8 @@ def read_finite(ref: TensorRef) -> Iterator[memoryview]:
     width, _, bits = DTYPES[ref.dtype]
     for chunk in read_chunks(ref):
         if bits and bool((np.frombuffer(chunk, f"<u{width // 8}") & bits == bits).any()):
-            raise FlexQuantError(
-                f"tensor '{ref.name}' in {ref.file} holds NaN or infinite numbers; fetch or quantise the "
-                "model again"
-            )
+            problem = f"tensor '{ref.name}' in {ref.file} holds NaN or infinite numbers"
+            raise FlexQuantError(f"{problem}; fetch or quantise the model again")
         yield chunk
 
 
@@ -171,7 +162,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-def total_bytes(tensors: Mapping[str, TensorRef]) -> int:
+def total_bytes(tensors: Tensors) -> int:
     return sum(ref.nbytes for ref in tensors.values())
 
 
@@ -186,8 +177,8 @@ def same_bytes(a: TensorRef, b: TensorRef) -> bool:
 def load_tensor(ref: TensorRef, rows: Sequence[range] | None = None) -> torch.Tensor:
     """Return the tensor on the CPU with its stored shape and dtype, reading only its bytes.
 
-    With ``rows``, ranges of the first dimension, only these rows are read and returned, concatenated.
-    Raises FlexQuantError for a dtype that torch lacks or a file that cannot be read.
+    ``rows``: only these ranges of the first dimension, concatenated. Raises FlexQuantError for a dtype that
+    torch lacks and an unreadable file.
     """
     import torch
 
@@ -212,10 +203,7 @@ def load_tensor(ref: TensorRef, rows: Sequence[range] | None = None) -> torch.Te
 
 
 def _computed_chunks(ref: ComputedTensor) -> Iterator[memoryview]:
-    """Yield the bytes of a computed tensor; only the rows that a chunk touches are computed at a time.
-
-    Chunks that touch the same rows, which are then longer than a chunk, share them.
-    """
+    """Yield the bytes of a computed tensor; only the rows that a chunk touches are computed at a time."""
     import torch
 
     if not ref.shape:
@@ -248,8 +236,7 @@ def _fill(buffer: memoryview, f: FileIO, ref: TensorRef) -> None:
     """Fill the buffer from the file; raise FlexQuantError if the file ends before."""
     filled = 0
     while filled < len(buffer):
-        got = f.readinto(buffer[filled:])
-        if not got:
+        if not (got := f.readinto(buffer[filled:])):
             raise _corrupt(ref.file, f"it ended inside tensor '{ref.name}' while it was read")
         filled += got
 

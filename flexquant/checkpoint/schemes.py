@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Find how a checkpoint is quantised (compressed-tensors): its parameters without packing, and the schemes.
-
-The shapes of the parameters of quantised Linears are checked against their schemes.
-"""
+"""Find how a checkpoint is quantised (compressed-tensors): its unpacked parameters, and its schemes."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import EMBEDDINGS, EXPERTS, FUSED, layer_of
 from flexquant.checkpoint.patterns import PREFIX, Patterns
-from flexquant.checkpoint.safetensors_io import TensorRef, read_chunks
+from flexquant.checkpoint.safetensors_io import TensorRef, Tensors, read_chunks
 from flexquant.errors import FlexQuantError, said_by
 
 if TYPE_CHECKING:
@@ -35,10 +32,9 @@ QUANTISATION_PARAMETER = re.compile(
     rf"|qzeros|scales|g_idx|{ROW}|{COLUMN}|{EXCEPTION}|{EXCEPTION_INPUT})$"
 )
 ROTATION = re.compile(r"\.[^.]+_input\.weight$")
-READABLE_FORMATS = frozenset(
-    {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
-)
-READABLE_STRATEGIES = frozenset({"tensor", "channel", "group", "block"})
+READABLE_FORMATS = {f"{kind}-quantized" for kind in ("pack", "int", "float", "naive")}
+READABLE_FORMATS |= {"mixed-precision", "dense"}
+READABLE_STRATEGIES = ("tensor", "channel", "group", "block")
 READABLE_BITS = {"int": (2, 4, 8), "float": (8,)}  # releases differ in how they pack other widths
 FLOAT_DTYPES = {"BF16": 7, "F16": 10, "F32": 23}  # stored bits of mantissa
 IN_ANOTHER_ORDER = (
@@ -51,12 +47,11 @@ CLASSES = {"lm_head": "ParallelLMHead"} | dict.fromkeys(EMBEDDINGS, "VocabParall
 ORDER = {part: number for number, part in enumerate(FUSED)}
 
 
-def logical_shapes(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...]]:
+def logical_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of the unquantised model, by name.
 
-    ``weight_packed`` counts as ``weight`` with the shape stored in ``weight_shape``, AWQ's and GPTQ's
-    ``qweight`` as ``weight`` with the outputs of ``scales``. Raises FlexQuantError for a ``weight_packed`` of
-    integers without that shape, or with one that does not fit it.
+    Packed and nested weights count as ``weight``. Raises FlexQuantError for a ``weight_packed`` of integers
+    without its ``weight_shape``, or with one that does not fit.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, ref in tensors.items():
@@ -79,70 +74,65 @@ def mantissa_bits(*tensors: TensorRef) -> int:
     return min(FLOAT_DTYPES[dtype] for dtype in chain.from_iterable(dtypes) if dtype in FLOAT_DTYPES)
 
 
+def transforms_at(section: JsonObject, locations: Collection[str]) -> JsonObject:
+    """Return the groups of a ``quantization_config``'s transforms with one at any of these locations."""
+    groups = (section.get("transform_config") or {}).get("config_groups") or {}
+    return {
+        name: group
+        for name, group in groups.items()
+        if any(apply.get("location") in locations for apply in group.get("apply", ()))
+    }
+
+
 def rotates_in_passes(section: JsonObject) -> bool:
     """Whether a ``quantization_config`` has rotations that are no part of the weights alone."""
-    groups = (section.get("transform_config") or {}).get("config_groups") or {}
-    locations = (apply.get("location") for group in groups.values() for apply in group.get("apply", ()))
-    return any(location in ("input", "output") for location in locations)
+    return bool(transforms_at(section, ("input", "output")))
 
 
-def _rotates_inputs(name: str, tensors: Mapping[str, TensorRef]) -> bool:
+def _rotates_inputs(name: str, tensors: Tensors) -> bool:
     """Whether a tensor is what the inputs of a linear are multiplied by before its weight."""
     linear = ROTATION.sub("", name)
     return linear != name and any(f"{linear}.{own}" in tensors for own in ("weight", "weight_packed"))
 
 
 def unpacked_shape(packed: TensorRef, stored: TensorRef | None) -> tuple[int, ...]:
-    """Return the shape of the parameter that ``packed`` holds; ``stored`` holds the shape.
-
-    Raises FlexQuantError if ``stored`` is missing, or does not fit the packed words.
-    """
+    """Return the shape in ``stored`` of what ``packed`` holds; raise FlexQuantError if it does not fit."""
     if stored is None and packed.dtype == "U8" and packed.shape:  # FP4 formats: two values a byte
         return (*packed.shape[:-1], packed.shape[-1] * 2)
     if stored is None:
-        raise FlexQuantError(
-            f"{packed.file} holds '{packed.name}' without '{packed.name.removesuffix(PACKED_SUFFIX)}_shape'; "
-            "quantise the model again"
-        )
+        lacks = packed.name.removesuffix(PACKED_SUFFIX) + "_shape"
+        problem = f"{packed.file} holds '{packed.name}' without '{lacks}'"
+        raise FlexQuantError(f"{problem}; quantise the model again")
     shape = _read_integers(stored, len(packed.shape))
     fits = packed.shape and shape[:-1] == packed.shape[:-1]
     if not fits or not 1 <= shape[-1] <= packed.shape[-1] * WORD_BITS:
-        raise FlexQuantError(
-            f"{stored.file} holds '{stored.name}' {list(shape)}, which does not fit '{packed.name}' of shape "
-            f"{list(packed.shape)}; quantise the model again"
-        )
+        problem = f"does not fit '{packed.name}' of shape {list(packed.shape)}; quantise the model again"
+        raise FlexQuantError(f"{stored.file} holds '{stored.name}' {list(shape)}, which {problem}")
     return shape
 
 
 def _read_integers(ref: TensorRef, count: int) -> tuple[int, ...]:
     codes: dict[str, Literal["q", "i"]] = {"I64": "q", "I32": "i"}
     if (code := codes.get(ref.dtype)) is None or ref.shape != (count,):
-        raise FlexQuantError(
-            f"{ref.file} holds '{ref.name}' as {ref.dtype} {list(ref.shape)}, expected I64 or I32 [{count}]"
-        )
+        found = f"'{ref.name}' as {ref.dtype} {list(ref.shape)}"
+        raise FlexQuantError(f"{ref.file} holds {found}, expected I64 or I32 [{count}]")
     return tuple(number for chunk in read_chunks(ref) for number in chunk.cast(code))
 
 
 class LinearSchemes:
     """The schemes by which vLLM loads a checkpoint's linears, by module name.
 
-    vLLM looks for a layer's own name, then for the names of all linears that it is made of, then for its
-    class.
+    vLLM looks for a layer's name, then for the names of all linears in it, then for its class.
     """
 
     def __init__(self, section: JsonObject, owner: str, tensors: Iterable[str]) -> None:
-        """Read ``section``, a ``quantization_config``, for a checkpoint with tensors of these names.
-
-        Raises FlexQuantError, which begins with ``owner``, for a section that compressed-tensors refuses.
-        """
+        """Read the ``section`` of a checkpoint with ``tensors``; raise FlexQuantError if it is refused."""
         self._owner = owner
         self._config, of_transforms = _parse(section, owner)
-        self.groups = {
-            name: group
-            for name, group in self._config.config_groups.items()
-            if not isinstance(group, list) and not _is_of_attention(group.targets)
-        }
-        """The settings of linears by the name of their group."""
+        groups = {k: group for k, group in self._config.config_groups.items() if not isinstance(group, list)}
+        alone = {k: group.targets[0] for k, group in groups.items() if len(group.targets) == 1}
+        self.groups = {k: of for k, of in groups.items() if not alone.get(k, "").endswith("Attention")}
+        """The settings of linears by the name of their group; vLLM passes over those of attention alone."""
         self._schemes = {target: group for group in self.groups.values() for target in group.targets}
         self.layers: dict[str, list[str]] = {}
         """Name of a layer in vLLM -> the modules that it is made of."""
@@ -150,22 +140,16 @@ class LinearSchemes:
         for module in modules:
             self.layers.setdefault(layer_of(module), []).append(module)
         names = dict.fromkeys([*modules, *self.layers, *CLASSES, *CLASSES.values(), LINEAR, ROUTED])
-        self._targets, self._ignored, _ = (
-            Patterns(patterns, names, owner)
-            for patterns in (self._schemes, self._config.ignore or (), of_transforms)
-        )
+        patterns = self._schemes, self._config.ignore or (), of_transforms
+        self._targets, self._ignored, _ = (Patterns(of, names, owner) for of in patterns)
         for parts in self.layers.values():
             parts.sort(key=lambda part: ORDER.get(part.rpartition(".")[2], 0))
 
     def format_of(self, scheme: QuantizationScheme) -> str:
-        """Return the storage format of a scheme's weights."""
         return str(getattr(scheme.format, "value", scheme.format) or self._config.format)
 
     def of(self, module: str) -> QuantizationScheme | None:
-        """Return the scheme of the layer that vLLM makes of a linear; None if it is left in 16 bits.
-
-        Raises FlexQuantError if only some of the linears that vLLM makes one layer of are left out.
-        """
+        """Return the scheme of a linear's layer in vLLM, or None; raise FlexQuantError if it has two."""
         layer = layer_of(module)
         parts = self.layers.get(layer, ())
         if len(parts) < 2 or EXPERTS.match(module):
@@ -196,15 +180,8 @@ class LinearSchemes:
 
 def unlike(owner: str, one: str, other: str) -> FlexQuantError:
     """Return the error for two linears of one layer that are quantised in different ways."""
-    return FlexQuantError(
-        f"{owner} has {one} and {other} quantised in different ways, and vLLM makes one layer of both; "
-        "quantise both alike, or neither"
-    )
-
-
-def _is_of_attention(targets: Sequence[str]) -> bool:
-    """Whether a group quantises attention alone, which vLLM passes over: a cache has its own settings."""
-    return len(targets) == 1 and targets[0].endswith("Attention")
+    problem = f"{owner} has {one} and {other} quantised in different ways, and vLLM makes one layer of both"
+    return FlexQuantError(f"{problem}; quantise both alike, or neither")
 
 
 def _parse(section: JsonObject, owner: str) -> tuple[QuantizationConfig, list[str]]:
@@ -218,10 +195,9 @@ def _parse(section: JsonObject, owner: str) -> tuple[QuantizationConfig, list[st
         config = QuantizationConfig.model_validate({"config_groups": {}, **section})
         transforms = TransformConfig.model_validate(section.get("transform_config") or {"config_groups": {}})
     except (ValueError, TypeError, KeyError, NotImplementedError, OverflowError) as e:
-        raise FlexQuantError(
-            f"{owner} has a quantization_config that is not understood ({said_by(e)}); quantise the model "
-            "again with a supported release of llmcompressor"
-        ) from e
+        problem = f"{owner} has a quantization_config that is not understood ({said_by(e)})"
+        advice = "quantise the model again with a supported release of llmcompressor"
+        raise FlexQuantError(f"{problem}; {advice}") from e
     applied = chain.from_iterable(scheme.apply for scheme in transforms.config_groups.values())
     return config, [pattern for args in applied for pattern in (*args.targets, *args.ignore)]
 
@@ -242,8 +218,8 @@ def stored_shape(weight: TensorRef, part: Callable[[str], TensorRef | None]) -> 
 def shape_problem(args: QuantizationArgs, weight: TensorRef, part: Callable[[str], TensorRef | None]) -> str:
     """Return how a Linear's parameters do not fit its scheme; empty if they do.
 
-    ``args`` describe INT weights of 2, 4 or 8 bits, or FP8; ``weight`` is the stored matrix. ``part`` returns
-    another parameter of the Linear by the last part of its name, e.g. ``weight_scale``.
+    ``args`` are of INT weights of 2, 4 or 8 bits, or FP8; ``weight`` is the stored matrix. ``part`` returns
+    another parameter by the last part of its name, e.g. ``weight_scale``.
     """
     rows, columns = shape = stored_shape(weight, part)
     if part("weight_g_idx") is not None:
@@ -259,19 +235,15 @@ def shape_problem(args: QuantizationArgs, weight: TensorRef, part: Callable[[str
         return f"has blocks of {list(args.block_structure)}, expected numbers from 1"
     if args.strategy == "group" and columns % args.group_size:
         return f"has groups of {args.group_size} inputs, which do not divide its {columns}"
-    of_scale = _scale_shapes(args, rows, columns)
-    zero_point = part("weight_zero_point")
     if part("weight_scale") is None:
         return "has no weight_scale"
+    zero_point, of_scale = part("weight_zero_point"), _scale_shapes(args, rows, columns)
     of_zero_point = of_scale
     if zero_point is not None and zero_point.dtype == "I32":  # packed along the rows
         of_zero_point = [(math.ceil(rows * args.num_bits / WORD_BITS), of_scale[0][-1])]
-    allowed: dict[str, list[tuple[int, ...]]] = {
-        "weight_scale": of_scale,
-        "weight_zero_point": of_zero_point,
-        "bias": [(rows,)],
-    }
-    for name, shapes in allowed.items():
+    of_bias: list[tuple[int, ...]] = [(rows,)]
+    allowed = ("weight_scale", of_scale), ("weight_zero_point", of_zero_point), ("bias", of_bias)
+    for name, shapes in allowed:
         if (ref := part(name)) is not None and ref.shape not in shapes:
             listed = " or ".join(str(list(shape)) for shape in shapes)
             return f"has a {name} of shape {list(ref.shape)}, expected {listed}"

@@ -2,8 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Count the bytes of weights that a merged checkpoint stores, and describe what it holds.
 
-Stored bytes are those of the safetensors files, scales and norms included, the same on every machine. What
-kernels hold of them in memory is counted in `serving/worker/weight_memory.py`.
+Stored bytes are those of the safetensors files; `serving/worker/weight_memory.py` counts those in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from types import MappingProxyType
 from flexquant.checkpoint.merged_config import SHARED, SHARED_PREFIX, MergedConfig, StoredVariant
 from flexquant.checkpoint.model_config import JsonObject, QuantizedNumbers
 from flexquant.checkpoint.module_names import EXPERTS, HEAD, describe_range, is_in, layer_number, ranges
-from flexquant.checkpoint.safetensors_io import TensorRef, total_bytes
+from flexquant.checkpoint.safetensors_io import TensorRef, Tensors, total_bytes
 from flexquant.checkpoint.schemes import DIFFERENCE, logical_shapes, rotates_in_passes
 from flexquant.documents.results import table_lines
 
@@ -64,9 +63,7 @@ class CheckpointReport:
     bytes_16bit: int
     """Bytes of the model at 16 bits a parameter."""
     layered_plans: bool
-    """Whether one plan can mix layers of all variants."""
     mixable: list[list[str]]
-    """Groups of variants whose layers one plan can mix."""
     policy: JsonObject | None
     """Default policy document; None: the built-in default."""
     kv_compatibility: JsonObject
@@ -84,14 +81,13 @@ class CheckpointReport:
 def report_checkpoint(
     merged: MergedConfig,
     num_layers: int,
-    tensors: Mapping[str, TensorRef],
+    tensors: Tensors,
     changed: Mapping[str, float] = NOTHING,
     added_noise: Mapping[str, float] = NOTHING,
 ) -> CheckpointReport:
     """Report on the tensors of a merged checkpoint, by merged key; only headers and shapes are read.
 
-    ``changed`` says of nested variants how many INT8 weights are not the source's, ``added_noise`` what their
-    squared error is of that of rounding to INT8.
+    ``changed`` and ``added_noise`` are what the provenance records of nested variants.
     """
     parts = _by_reader(merged, tensors)
     shared = parts.pop(SHARED)
@@ -122,11 +118,7 @@ def report_checkpoint(
 
 
 def _nested_report(
-    own: Mapping[str, TensorRef],
-    source: str,
-    of_source: Mapping[str, TensorRef],
-    changed: float | None,
-    added_noise: float | None,
+    own: Tensors, source: str, of_source: Tensors, changed: float | None, added_noise: float | None
 ) -> NestedReport:
     modules = {key.removesuffix(DIFFERENCE) for key in own if key.endswith(f".{DIFFERENCE}")}
     weights = sum(2 * own[f"{module}{DIFFERENCE}"].nbytes for module in modules) or 1
@@ -138,23 +130,19 @@ def _nested_report(
     return NestedReport(source, bits[0], sum(bits), share, added_noise)
 
 
-def weights_in_layers(tensors: Mapping[str, TensorRef]) -> int:
+def weights_in_layers(tensors: Tensors) -> int:
     """Return how many weights the decoder layers of a variant have, by its ``tensors``' original keys."""
     shapes = logical_shapes(tensors)
     return sum(math.prod(shape) for key, shape in shapes.items() if layer_number(key) is not None)
 
 
 def bytes_in_use(
-    merged: MergedConfig,
-    tensors: Mapping[str, TensorRef],
-    layers: Mapping[str, Collection[int]],
-    sources: Mapping[str, str],
+    merged: MergedConfig, tensors: Tensors, layers: Mapping[str, Collection[int]], sources: Mapping[str, str]
 ) -> BytesByRange:
     """Return the stored bytes that a policy loads; ``layers`` are the decoder layers of each variant.
 
-    ``sources`` maps a derived variant to its source, whose bytes it has. In layers where the source is loaded
-    too, the derived variant has only packed linears of its own, and shares the rest with the source. A nested
-    variant has its source's linears too, in layers where the source is not loaded.
+    ``sources`` maps a derived variant to its source, whose bytes it has; in layers where the source is loaded
+    too, it has packed linears alone. A nested variant has its source's linears too, unless loaded there.
     """
     parts = _by_reader(merged, tensors)
     found: BytesByRange = {}
@@ -162,23 +150,15 @@ def bytes_in_use(
         stored = sources.get(name, name)
         own = _without_copies(parts[stored], [merged.variants[stored]])
         of_source = layers.get(sources.get(name, ""))
-        loaded = {
-            key: ref
-            for key, ref in own.items()
-            if is_in(key, numbers)
-            and (of_source is None or not is_in(key, of_source) or _is_packed_linear(key, own))
-        }
+        loaded = {key: ref for key, ref in own.items() if is_in(key, numbers)}
+        if of_source is not None:
+            apart = {key for key in loaded if _is_packed_linear(key, own) or not is_in(key, of_source)}
+            loaded = {key: ref for key, ref in loaded.items() if key in apart}
         sizes = _by_layer(loaded)
         if (outer := merged.variants[stored].nested_in) is not None:
-            sizes += _by_layer(
-                {
-                    key: ref
-                    for key, ref in parts[outer].items()
-                    if layer_number(key) in numbers
-                    and layer_number(key) not in layers.get(outer, ())
-                    and _is_packed_linear(key, parts[outer])
-                }
-            )
+            packed = {key: ref for key, ref in parts[outer].items() if _is_packed_linear(key, parts[outer])}
+            missing = {*numbers} - {*layers.get(outer, ())}
+            sizes += _by_layer({key: ref for key, ref in packed.items() if layer_number(key) in missing})
         found[name] = by_range(sizes)
     shared = _without_copies(parts[SHARED], [merged.variants[sources.get(name, name)] for name in layers])
     return found | {SHARED: by_range(_by_layer(shared))}
@@ -213,31 +193,22 @@ def describe_bytes(nbytes: BytesByRange) -> str:
 def format_report(report: CheckpointReport) -> str:
     """Return the report as text for a terminal."""
     parameters = max(v.parameters for v in report.variants.values())
-    of_16_bit = (
-        f"{100 * report.total_bytes / max(1, report.bytes_16bit):.0f} % of the model in 16 bits "
-        f"({format_bytes(report.bytes_16bit)}, {parameters:,} parameters)"
-    )
-    rows = [
-        ["", "bytes", "bits/param", "scheme"],
-        *(
-            [describe_name(name, v), format_bytes(v.own_bytes), f"{v.bits_per_parameter:.2f}", v.scheme]
-            for name, v in report.variants.items()
-        ),
-        [SHARED, format_bytes(report.shared_bytes)],
-        ["total", format_bytes(report.total_bytes), "", of_16_bit],
+    share = f"{100 * report.total_bytes / max(1, report.bytes_16bit):.0f} % of the model in 16 bits"
+    of_16_bit = f"{share} ({format_bytes(report.bytes_16bit)}, {parameters:,} parameters)"
+    rows = [["", "bytes", "bits/param", "scheme"]]
+    for name, v in report.variants.items():
+        bits = f"{v.bits_per_parameter:.2f}"
+        rows.append([describe_name(name, v), format_bytes(v.own_bytes), bits, v.scheme])
+    rows.append([SHARED, format_bytes(report.shared_bytes)])
+    rows.append(["total", format_bytes(report.total_bytes), "", of_16_bit])
+    lines = [
+        f"{report.base_architecture}, {report.num_layers} layers, {len(report.variants)} variant(s)",
+        *("", *table_lines(rows, numbers=(1, 2)), "", *describe_nested(report)),
+        f"default policy: {report.policy_text}",
+        f"layers of different variants in one plan: {describe_mixing(report)}",
+        f"KV cache: {describe_kv(report.kv_compatibility)}",
     ]
-    return "\n".join(
-        [
-            f"{report.base_architecture}, {report.num_layers} layers, {len(report.variants)} variant(s)",
-            "",
-            *table_lines(rows, numbers=(1, 2)),
-            "",
-            *describe_nested(report),
-            f"default policy: {report.policy_text}",
-            f"layers of different variants in one plan: {describe_mixing(report)}",
-            f"KV cache: {describe_kv(report.kv_compatibility)}",
-        ]
-    )
+    return "\n".join(lines)
 
 
 def describe_name(name: str, variant: VariantReport) -> str:
@@ -247,29 +218,23 @@ def describe_name(name: str, variant: VariantReport) -> str:
 
 def describe_nested(report: CheckpointReport) -> list[str]:
     """Return a sentence on each nested variant."""
-    lines = []
-    for name, variant in report.variants.items():
-        if (nested := variant.nested) is not None:
-            share, noise = (
-                "an unrecorded share" if x is None else f"{100 * x:.2g} %"
-                for x in (nested.changed, nested.added_noise)
-            )
-            lines.append(
-                f"{name}: {nested.own_bits:.2f} bits a weight in its linears, {nested.bits_with_source:.2f} "
-                f"with {nested.source}'s; {share} of its integers changed, which adds {noise} to INT8's own "
-                "rounding noise"
-            )
-    return lines
+    found = ((name, variant.nested) for name, variant in report.variants.items())
+    return [_describe_nested(name, nested) for name, nested in found if nested is not None]
+
+
+def _describe_nested(name: str, nested: NestedReport) -> str:
+    missed = nested.changed, nested.added_noise
+    share, noise = ("an unrecorded share" if x is None else f"{100 * x:.2g} %" for x in missed)
+    bits = f"{nested.own_bits:.2f} bits a weight in its linears, {nested.bits_with_source:.2f}"
+    added = f"{share} of its integers changed, which adds {noise} to INT8's own rounding noise"
+    return f"{name}: {bits} with {nested.source}'s; {added}"
 
 
 def describe_scheme(quantization_config: JsonObject) -> str:
     """Return e.g. ``int4 weights (group 128), 16-bit activations``, one part for each distinct group."""
     groups = quantization_config.get("config_groups") or {"of 16 bit": {}}
-    parts = [
-        f"{_describe(g.get('weights'), 'weights')}, {_describe(g.get('input_activations'), 'activations')}"
-        for g in groups.values()
-        if isinstance(g, dict)
-    ]
+    kinds = [(g.get("weights"), g.get("input_activations")) for g in groups.values() if isinstance(g, dict)]
+    parts = [f"{_describe(w, 'weights')}, {_describe(a, 'activations')}" for w, a in kinds]
     if rotates_in_passes(quantization_config):
         parts.append("rotated in each pass")
     return "; ".join(dict.fromkeys(parts))
@@ -301,7 +266,7 @@ def _describe(arguments: QuantizedNumbers | None, what: str) -> str:
     return f"{arguments.get('type', 'int')}{arguments.get('num_bits', '')} {what}{extra}"
 
 
-def _by_reader(merged: MergedConfig, tensors: Mapping[str, TensorRef]) -> dict[str, dict[str, TensorRef]]:
+def _by_reader(merged: MergedConfig, tensors: Tensors) -> dict[str, dict[str, TensorRef]]:
     """Return variant or SHARED -> the tensors stored for it, by original key."""
     prefixes = {name: variant.prefix for name, variant in merged.variants.items()} | {SHARED: SHARED_PREFIX}
     return {
@@ -310,20 +275,18 @@ def _by_reader(merged: MergedConfig, tensors: Mapping[str, TensorRef]) -> dict[s
     }
 
 
-def _without_copies(
-    tensors: Mapping[str, TensorRef], variants: Iterable[StoredVariant]
-) -> dict[str, TensorRef]:
+def _without_copies(tensors: Tensors, variants: Iterable[StoredVariant]) -> dict[str, TensorRef]:
     """Leave out an lm_head that is a copy of the embedding and that none of the variants loads."""
     no_head = not any(variant.own_head for variant in variants)
     return {key: ref for key, ref in tensors.items() if not (no_head and HEAD.search(key))}
 
 
-def _is_packed_linear(key: str, tensors: Mapping[str, TensorRef]) -> bool:
+def _is_packed_linear(key: str, tensors: Tensors) -> bool:
     """Whether a tensor belongs to a linear with packed weights that is not an expert's."""
     return f"{key.rpartition('.')[0]}.weight_packed" in tensors and not EXPERTS.match(key)
 
 
-def _by_layer(tensors: Mapping[str, TensorRef]) -> Counter[int | None]:
+def _by_layer(tensors: Tensors) -> Counter[int | None]:
     sizes: Counter[int | None] = Counter()
     for key, ref in tensors.items():
         sizes[layer_number(key)] += ref.nbytes

@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Write tensors into safetensors shards: plan the files, then stream byte ranges into them.
 
-A few threads each take one tensor at a time: they read a chunk, write it at its place and add it to the hash.
-Python releases the GIL in all three steps, and each thread holds only one chunk in memory, or one tensor that
-is converted. The caller can do other work while shards are written, and can cancel.
+A few threads each take one tensor at a time, of which a chunk is in memory, or all if it is converted. The
+caller can do other work meanwhile, and can cancel.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import TypeVar
 
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE, check_finite
 from flexquant.checkpoint.output import check_free_space, staged_folder
-from flexquant.checkpoint.safetensors_io import METADATA_KEY, TensorRef, read_finite, total_bytes
+from flexquant.checkpoint.safetensors_io import METADATA_KEY, TensorRef, Tensors, read_finite, total_bytes
 
 Result = TypeVar("Result")
 
@@ -51,11 +50,11 @@ class Shard:
         return len(self.header) + sum(ref.nbytes for _, ref, _ in self.tensors)
 
 
-def plan_shards(groups: Sequence[Mapping[str, TensorRef]], max_shard_size: int) -> list[Shard]:
+def plan_shards(groups: Sequence[Tensors], max_shard_size: int) -> list[Shard]:
     """Return the files for groups of tensors; no file holds tensors of two groups.
 
-    A file's tensors have at most ``max_shard_size`` bytes, unless one tensor alone is larger. A single file
-    is named ``model.safetensors``, several ``model-00001-of-0000n.safetensors``.
+    A file's tensors have at most ``max_shard_size`` bytes, unless one alone is larger. A single file is
+    ``model.safetensors``, several are ``model-00001-of-0000n.safetensors``.
     """
     parts: list[dict[str, TensorRef]] = []
     for group in groups:
@@ -70,10 +69,8 @@ def plan_shards(groups: Sequence[Mapping[str, TensorRef]], max_shard_size: int) 
     parts = [part for part in parts if part]
     if len(parts) == 1:
         return [_lay_out(SINGLE_FILE, parts[0])]
-    return [
-        _lay_out(f"model-{number:05d}-of-{len(parts):05d}.safetensors", part)
-        for number, part in enumerate(parts, start=1)
-    ]
+    names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    return list(map(_lay_out, names, parts))
 
 
 Finish = Callable[[Progress | None], dict[str, str]]
@@ -85,7 +82,7 @@ cannot be read."""
 @contextmanager
 def writing_checkpoint(
     output: Path,
-    groups: Sequence[Mapping[str, TensorRef]],
+    groups: Sequence[Tensors],
     files: Mapping[str, Path],
     *,
     overwrite: bool,
@@ -93,8 +90,8 @@ def writing_checkpoint(
 ) -> Iterator[tuple[Path, Finish]]:
     """Begin to write tensors in other threads, and yield a temporary folder with ``files``, and Finish.
 
-    The folder takes the place of ``output`` at the end of the block. ``groups`` become shards by
-    :func:`plan_shards`. Raises FlexQuantError as :func:`staged_folder` does, and for too small a disk.
+    The folder takes the place of ``output`` at the end. ``groups`` become shards by :func:`plan_shards`.
+    Raises FlexQuantError as :func:`staged_folder` does, and for too small a disk.
     """
     shards = plan_shards(groups, max_shard_size)
     check_free_space(output, _needed_bytes(shards, files.values()))
@@ -122,9 +119,8 @@ def writing_shards(folder: Path, shards: Sequence[Shard]) -> Iterator[Finish]:
             written = {key: ref for shard in shards for key, ref, _ in shard.tensors}
             digests = results_of(copies, written, progress)
             if len(shards) > 1:
-                weight_map = {key: shard.file for shard in shards for key, _, _ in shard.tensors}
-                size = {"total_size": total_bytes(written)}
-                index = {"metadata": size, "weight_map": dict(sorted(weight_map.items()))}
+                weight_map = dict(sorted((key, s.file) for s in shards for key, _, _ in s.tensors))
+                index = {"metadata": {"total_size": total_bytes(written)}, "weight_map": weight_map}
                 write_json(folder / INDEX_FILE, index)
             return dict(sorted(digests.items()))
 
@@ -135,7 +131,7 @@ def writing_shards(folder: Path, shards: Sequence[Shard]) -> Iterator[Finish]:
 
 
 def results_of(
-    futures: Mapping[str, Future[Result]], tensors: Mapping[str, TensorRef], progress: Progress | None
+    futures: Mapping[str, Future[Result]], tensors: Tensors, progress: Progress | None
 ) -> dict[str, Result]:
     """Wait for what is done with each tensor, and return the results by the tensors' names."""
     results: dict[str, Result] = {}
@@ -168,7 +164,7 @@ def write_json(path: Path, content: object) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _lay_out(file: str, tensors: Mapping[str, TensorRef]) -> Shard:
+def _lay_out(file: str, tensors: Tensors) -> Shard:
     """Lay out a shard with the widest dtypes first, like the safetensors library, so that all are aligned."""
     placed: list[tuple[str, TensorRef, int]] = []
     header: dict[str, dict[str, object]] = {METADATA_KEY: {"format": "pt"}}
@@ -185,10 +181,7 @@ def _lay_out(file: str, tensors: Mapping[str, TensorRef]) -> Shard:
 
 
 def _copy(ref: TensorRef, path: Path, offset: int, stopped: Event) -> str:
-    """Copy a tensor's bytes, finite numbers all, to ``offset`` of an existing file; return their SHA-256.
-
-    Copying ends early once ``stopped`` is set; the result is then wrong, and nobody waits for it.
-    """
+    """Copy finite numbers to ``offset`` of a file, until ``stopped`` is set; return their SHA-256."""
     digest, position = hashlib.sha256(), offset
     fd = os.open(path, os.O_WRONLY)
     try:

@@ -72,10 +72,8 @@ NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="flexquant",
-        description="Merge quantised variants of one model and choose among them while serving.",
-    )
+    purpose = "Merge quantised variants of one model and choose among them while serving."
+    parser = argparse.ArgumentParser(prog="flexquant", description=purpose)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (configure, run) in SUBCOMMANDS.items():
         description = inspect.getdoc(run) or inspect.getdoc(inspect.getmodule(run)) or ""

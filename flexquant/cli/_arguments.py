@@ -52,10 +52,10 @@ def parse_size(text: str) -> int:
     return size
 
 
-def parse_count(text: str) -> int:
-    """Return a whole number of at least 1 (an argparse type)."""
-    if not COUNT.fullmatch(text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+def parse_count(text: str, least: int = 1) -> int:
+    """Return a whole number that is at least ``least`` (an argparse type)."""
+    if not COUNT.fullmatch(text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least {least}")
     return int(text)
 
 
@@ -93,9 +93,7 @@ def parse_number(text: str) -> float:
 
 def parse_seed(text: str) -> int:
     """Return the whole number of at least 0 (an argparse type)."""
-    if not COUNT.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 0")
-    return int(text)
+    return parse_count(text, least=0)
 
 
 def parse_share(text: str) -> float:
@@ -119,56 +117,35 @@ def add_json(parser: argparse.ArgumentParser, default: object = False) -> None:
 def add_counts(parser: argparse.ArgumentParser, options: Mapping[str, tuple[int, str]]) -> None:
     """Add options of whole numbers of at least 1: option -> its default and its help."""
     for option, (default, text) in options.items():
-        parser.add_argument(
-            option, type=parse_count, default=default, metavar="N", help=f"{text} (default: %(default)s)"
-        )
+        told = f"{text} (default: %(default)s)"
+        parser.add_argument(option, type=parse_count, default=default, metavar="N", help=told)
 
 
 def add_effort(add: Callable[..., object], measured: str) -> None:
     """Add the options of :class:`flexquant.evaluation.comparison.Effort`."""
-    add(
-        "--rounds",
-        type=parse_count,
-        metavar="N",
-        help=f"rounds of {measured} (default: by the machine); if given alone, no rounds are added",
-    )
+    text = f"rounds of {measured} (default: by the machine); if given alone, no rounds are added"
+    add("--rounds", type=parse_count, metavar="N", help=text)
     add("--max-rounds", type=parse_count, metavar="N", help="most rounds, added ones included")
-    add(
-        "--width",
-        type=parse_percent,
-        metavar="X%",
-        help="add rounds while the 95 %% interval of a ratio is wider than this (default: 3%%)",
-    )
+    text = "add rounds while the 95 %% interval of a ratio is wider than this (default: 3%%)"
+    add("--width", type=parse_percent, metavar="X%", help=text)
 
 
 def add_variants(add: Callable[..., object]) -> None:
     """Add the option of the variants that :func:`flexquant.tuning.candidates.find_variants` finds."""
-    add(
-        "--variants",
-        type=parse_names,
-        metavar="NAMES",
-        help="comma-separated variants to choose among, or policies of one variant such as w4a8 (default: "
-        "all variants of the checkpoint; if it has one alone, INT8 computed from it too)",
-    )
+    text = "comma-separated variants to choose among, or policies of one variant such as w4a8 (default: "
+    text += "all variants of the checkpoint; if it has one alone, INT8 computed from it too)"
+    add("--variants", type=parse_names, metavar="NAMES", help=text)
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype",
-        choices=tuple(CASTS),
-        help="cast what is in 16 bit, and scales of packed weights, to this dtype; vLLM casts what else "
-        "is in 32 bit (default: as it is)",
-    )
+    text = "cast what is in 16 bit, and scales of packed weights, to this dtype; vLLM casts what else "
+    text += "is in 32 bit (default: as it is)"
+    parser.add_argument("--dtype", choices=tuple(CASTS), help=text)
 
 
 def add_shard_size(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-shard-size",
-        type=parse_size,
-        default=DEFAULT_SHARD_SIZE,
-        metavar="SIZE",
-        help="most bytes of tensors in one file (default: 5GB)",
-    )
+    text, size = "most bytes of tensors in one file (default: 5GB)", DEFAULT_SHARD_SIZE
+    parser.add_argument("--max-shard-size", type=parse_size, default=size, metavar="SIZE", help=text)
 
 
 def add_subject(parser: argparse.ArgumentParser) -> None:
@@ -187,13 +164,8 @@ def add_rows(parser: argparse.ArgumentParser, defaults: Settings, full: str) -> 
         "--tokens": (defaults.tokens, "tokens of a row that are forced and scored"),
     }
     add_counts(parser, options)
-    parser.add_argument(
-        "--seed",
-        type=parse_seed,
-        default=defaults.seed,
-        metavar="N",
-        help="seed of the rows (default: %(default)s)",
-    )
+    text = "seed of the rows (default: %(default)s)"
+    parser.add_argument("--seed", type=parse_seed, default=defaults.seed, metavar="N", help=text)
 
 
 def add_study(parser: argparse.ArgumentParser, files: str) -> None:
@@ -208,17 +180,13 @@ def add_study(parser: argparse.ArgumentParser, files: str) -> None:
 
 
 def study_of(args: argparse.Namespace, settings: Settings | None = None) -> Study:
-    """Return the study that the options describe, in other ``settings`` if these are given.
-
-    Raises FlexQuantError for inputs that cannot be measured.
-    """
+    """Return the study of the options, or in other ``settings``; raise FlexQuantError for bad inputs."""
     from flexquant.evaluation.inputs import Subject
     from flexquant.layers.sensitivity import Study
     from flexquant.tuning.candidates import find_variants
 
-    settings = settings or Settings(
-        (args.batch_size,), args.samples, args.prompt_tokens, args.tokens, args.seed
-    )
+    rows = args.samples, args.prompt_tokens, args.tokens, args.seed
+    settings = settings or Settings((args.batch_size,), *rows)
     subject = Subject(args.folder)
     variants = find_variants(subject.checkpoint.merged, args.variants)
     return Study(subject, variants, args.text, args.reference, settings)
@@ -226,10 +194,7 @@ def study_of(args: argparse.Namespace, settings: Settings | None = None) -> Stud
 
 @contextmanager
 def progress_bar(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of (done, total) that shows a bar on stderr, from its first call to the block's end.
-
-    ``unit`` is what is counted; without it the numbers are bytes.
-    """
+    """Yield a function of (done, total) in ``unit``, or in bytes, that shows a bar on stderr in the block."""
     from tqdm import tqdm
 
     bar: tqdm | None = None

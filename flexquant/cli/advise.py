@@ -26,37 +26,20 @@ from flexquant.planning.roofline import Batches
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "config",
-        metavar="MODEL",
-        help="folder or Hugging Face id of the model, of which only config.json is read",
-    )
-    add(
-        "--device",
-        required=True,
-        metavar="NAME|FILE",
-        help=f"built-in device ({', '.join(builtin_devices())}) or device file",
-    )
-    add(
-        "--concurrency",
-        type=parse_counts,
-        default=(1, 8, 32),
-        metavar="LIST",
-        help="requests that arrive at once, one number for each load (default: 1,8,32)",
-    )
+    text = "folder or Hugging Face id of the model, of which only config.json is read"
+    add("config", metavar="MODEL", help=text)
+    text = f"built-in device ({', '.join(builtin_devices())}) or device file"
+    add("--device", required=True, metavar="NAME|FILE", help=text)
+    text = "requests that arrive at once, one number for each load (default: 1,8,32)"
+    add("--concurrency", type=parse_counts, default=(1, 8, 32), metavar="LIST", help=text)
     counts = {
         "--input-len": (1024, "tokens of a prompt"),
         "--output-len": (256, "tokens of an answer"),
         "--tensor-parallel-size": (1, "devices that share the model"),
     }
     add_counts(parser, counts)
-    add(
-        "--gpu-memory-utilization",
-        type=parse_share,
-        default=0.9,
-        metavar="SHARE",
-        help="share of the memory that vLLM may take (default: %(default)s)",
-    )
+    text = "share of the memory that vLLM may take (default: %(default)s)"
+    add("--gpu-memory-utilization", type=parse_share, default=0.9, metavar="SHARE", help=text)
 
 
 def run(args: argparse.Namespace) -> JsonObject:

@@ -13,13 +13,7 @@ from flexquant.checkpoint.folder import recipe_name
 from flexquant.checkpoint.measured_loss import loss_lines, read_losses
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject, count_layers
-from flexquant.checkpoint.weight_bytes import (
-    BytesByRange,
-    describe_bytes,
-    format_bytes,
-    format_report,
-    report_checkpoint,
-)
+from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes, format_report, report_checkpoint
 from flexquant.cli._arguments import add_dtype, add_shard_size, parse_folders, pick, progress_bar
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
@@ -44,10 +38,9 @@ def convert(args: argparse.Namespace) -> JsonObject:
     """
     from flexquant.merge import convert_checkpoint
 
+    how = pick(args, "dtype", "overwrite")
     with progress_bar("converting") as progress:
-        result = convert_checkpoint(
-            args.folder, args.output, dtype=args.dtype, overwrite=args.overwrite, progress=progress
-        )
+        result = convert_checkpoint(args.folder, args.output, progress=progress, **how)
     print(f"{args.output}: {result['linears']} linears, converted from {result['from']}")
     return result
 
@@ -55,43 +48,30 @@ def convert(args: argparse.Namespace) -> JsonObject:
 def configure_merge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("variants", nargs="+", metavar="NAME=DIR", help="a variant's name and its checkpoint")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
-    parser.add_argument(
-        "--policy",
-        metavar="NAME|FILE",
-        help="policy to store as the default, a built-in name or a YAML file (default: none; serving then "
-        "uses its built-in default)",
-    )
-    for what, part in (
-        ("config", "config"),
-        ("tokenizer", "tokenizer and chat template"),
-        ("generation", "generation settings"),
-        ("processor", "processor of images"),
-    ):
-        parser.add_argument(
-            f"--{what}-from",
-            metavar="NAME",
-            help=f"variant whose {part} the merged model gets (default: they must not differ)",
-        )
+    text = "policy to store as the default, a built-in name or a YAML file (default: none; serving then "
+    text += "uses its built-in default)"
+    parser.add_argument("--policy", metavar="NAME|FILE", help=text)
+    parts = {
+        "config": "config",
+        "tokenizer": "tokenizer and chat template",
+        "generation": "generation settings",
+        "processor": "processor of images",
+    }
+    for what, part in parts.items():
+        text = f"variant whose {part} the merged model gets (default: they must not differ)"
+        parser.add_argument(f"--{what}-from", metavar="NAME", help=text)
     add_dtype(parser)
-    for option, mode, text in (
+    for option, mode, missed in (
         ("--nested", "near", "take the nearest integer where it does not reach"),
         ("--nested-exact", "exact", "refuse variants with an integer out of reach"),
     ):
-        parser.add_argument(
-            option,
-            dest="nested",
-            action="store_const",
-            const=mode,
-            help="store 4 bits for each INT8 weight of W8A8, its difference to INT4's, store whole the 1/128 "
-            f"that this misses by most, and {text}",
-        )
+        text = "store 4 bits for each INT8 weight of W8A8, its difference to INT4's, store whole the 1/128 "
+        text += f"that this misses by most, and {missed}"
+        parser.add_argument(option, dest="nested", action="store_const", const=mode, help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
-    parser.add_argument(
-        "--allow-incompatible-kv",
-        action="store_true",
-        help="merge even though the variants' KV caches are not interchangeable (for experiments); a server "
-        "takes policies of several variants with its option allow_incompatible_kv alone",
-    )
+    text = "merge even though the variants' KV caches are not interchangeable (for experiments); a server "
+    text += "takes policies of several variants with its option allow_incompatible_kv alone"
+    parser.add_argument("--allow-incompatible-kv", action="store_true", help=text)
     add_shard_size(parser)
 
 
@@ -108,16 +88,9 @@ def merge(args: argparse.Namespace) -> JsonObject:
     from flexquant.merge import merge_checkpoints
 
     folders = parse_folders(args.variants)
-    chosen = (
-        "config_from",
-        "tokenizer_from",
-        "generation_from",
-        "processor_from",
-        "dtype",
-        "policy",
-        "nested",
-    )
-    how = pick(args, *chosen, "overwrite", "allow_incompatible_kv", "max_shard_size")
+    chosen = (f"{part}_from" for part in ("config", "tokenizer", "generation", "processor"))
+    how = pick(args, *chosen, "dtype", "policy", "nested")
+    how |= pick(args, "overwrite", "allow_incompatible_kv", "max_shard_size")
     comparing = progress_bar("comparing the KV caches", unit=" layers")
     with comparing as kv_progress, progress_bar("merging") as progress:
         report = merge_checkpoints(folders, args.output, progress=progress, kv_progress=kv_progress, **how)
@@ -147,12 +120,11 @@ def inspect(args: argparse.Namespace) -> JsonObject:
     recorded = checkpoint.provenance
     missed = recorded.changed_integers, recorded.added_noise
     report = report_checkpoint(merged, layers, checkpoint.tensors, *missed)
-    loaded: BytesByRange = {}
+    loaded: JsonObject = {}
     try:
         policy = choose_policy(None, merged.policy)
-        routes = build_route_table(
-            policy, merged.variants, layers, sys.maxsize, merged.mixable_groups, merged.nested
-        )
+        mixing = merged.mixable_groups, merged.nested
+        routes = build_route_table(policy, merged.variants, layers, sys.maxsize, *mixing)
         loaded = routes.stored_bytes(checkpoint, routes.plans)
         said = describe_bytes(loaded)
     except FlexQuantError as e:
@@ -167,12 +139,8 @@ def inspect(args: argparse.Namespace) -> JsonObject:
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="OUT", help="merged checkpoint")
-    parser.add_argument(
-        "arguments",
-        nargs="*",
-        metavar="ARGUMENT",
-        help="after --: arguments of vllm serve for the engine, not for the API server",
-    )
+    text = "after --: arguments of vllm serve for the engine, not for the API server"
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help=text)
 
 
 def doctor(args: argparse.Namespace) -> JsonObject:
@@ -192,22 +160,14 @@ def doctor(args: argparse.Namespace) -> JsonObject:
     for finding in examine(args.folder, args.arguments):
         print(finding.line(), flush=True)
         findings.append(finding)
-    return {
-        "model": args.folder,
-        "findings": [asdict(finding) for finding in findings],
-        "failed": any(finding.level == "problem" for finding in findings),
-    }
+    failed = any(finding.level == "problem" for finding in findings)
+    return {"model": args.folder, "findings": [asdict(finding) for finding in findings], "failed": failed}
 
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="merged checkpoint")
-    parser.add_argument(
-        "--against",
-        nargs="+",
-        default=[],
-        metavar="NAME=DIR",
-        help="compare bit by bit with these sources instead of the recorded hashes",
-    )
+    text = "compare bit by bit with these sources instead of the recorded hashes"
+    parser.add_argument("--against", nargs="+", default=[], metavar="NAME=DIR", help=text)
 
 
 def verify(args: argparse.Namespace) -> JsonObject:

@@ -44,25 +44,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("list", "list the built-in policies")
     add("schema", "print the JSON Schema of policies, for editors")
     show = add("show", "show which plan serving takes for each forward pass")
-    show.add_argument(
-        "policy",
-        nargs="?",
-        metavar="NAME|FILE",
-        help=f"built-in name or policy file (default: the model's stored policy, else {DEFAULT_POLICY})",
-    )
-    show.add_argument(
-        "--model",
-        type=Path,
-        metavar="OUT",
-        help="merged checkpoint, to check the policy's variants and layers against",
-    )
-    show.add_argument(
-        "--max-tokens",
-        type=parse_count,
-        default=sys.maxsize,
-        metavar="N",
-        help="most tokens in one pass, vLLM's --max-num-batched-tokens (default: no limit)",
-    )
+    text = f"built-in name or policy file (default: the model's stored policy, else {DEFAULT_POLICY})"
+    show.add_argument("policy", nargs="?", metavar="NAME|FILE", help=text)
+    text = "merged checkpoint, to check the policy's variants and layers against"
+    show.add_argument("--model", type=Path, metavar="OUT", help=text)
+    text = "most tokens in one pass, vLLM's --max-num-batched-tokens (default: no limit)"
+    show.add_argument("--max-tokens", type=parse_count, default=sys.maxsize, metavar="N", help=text)
     validate = add("validate", "check a policy file without a model")
     validate.add_argument("policy", metavar="FILE", help="policy file, or a built-in name")
     apply = add("apply", f"change a live server's policy (the environment's {ADMIN_KEY} is the server's key)")
@@ -87,10 +74,8 @@ def _list(args: argparse.Namespace) -> JsonObject:
     policies = {name: load_policy(name).description for name in builtin_policies()}
     marks = {DEFAULT_POLICY: " (default)"}
     print("\n".join(table_lines([[name, f"{text}{marks.get(name, '')}"] for name, text in policies.items()])))
-    return {
-        "policies": [{"name": name, "description": text} for name, text in policies.items()],
-        "default": DEFAULT_POLICY,
-    }
+    listed = [{"name": name, "description": text} for name, text in policies.items()]
+    return {"policies": listed, "default": DEFAULT_POLICY}
 
 
 def _validate(args: argparse.Namespace) -> JsonObject:
@@ -110,9 +95,8 @@ def _show(args: argparse.Namespace) -> JsonObject:
     else:
         config, num_layers = read_merged_config(args.model)
         policy = choose_policy(args.policy, config.policy)
-        table = build_route_table(
-            policy, config.variants, num_layers, args.max_tokens, mixable=config.mixable_groups
-        )
+        mixable = config.mixable_groups
+        table = build_route_table(policy, config.variants, num_layers, args.max_tokens, mixable)
         rows = {phase: [(*row[:2], row.plan.name) for row in table.intervals(phase)] for phase in PHASES}
         result = {"num_layers": num_layers, "plans": table.layers_by_plan()}
 
@@ -122,22 +106,19 @@ def _show(args: argparse.Namespace) -> JsonObject:
         origin = policy.measured.origin
         print(f"\nmeasured: {origin.get('model')}, {device_name(origin)}, {origin.get('date')}")
         print("\n".join(format_times(policy.measured, lambda phase, size: _plan(rows[phase], size))))
-    return {
-        "policy": policy.name,
-        "description": policy.description,
-        "routes": [
-            {
-                "phase": phase,
-                "min_tokens": first,
-                "max_tokens": None if last == sys.maxsize else last,
-                "plan": plan,
-            }
-            for phase in PHASES
-            for first, last, plan in rows[phase]
-        ],
-        "measured": None if policy.measured is None else policy.measured.to_data(),
-        **result,
-    }
+    routes = [
+        {
+            "phase": phase,
+            "min_tokens": first,
+            "max_tokens": None if last == sys.maxsize else last,
+            "plan": plan,
+        }
+        for phase in PHASES
+        for first, last, plan in rows[phase]
+    ]
+    measured = None if policy.measured is None else policy.measured.to_data()
+    shown = {"policy": policy.name, "description": policy.description, "routes": routes, "measured": measured}
+    return shown | result
 
 
 def _table(rows: Mapping[str, Rows]) -> list[str]:
@@ -151,7 +132,6 @@ def _table(rows: Mapping[str, Rows]) -> list[str]:
 
 
 def _plan(rows: Rows, size: int) -> str:
-    """Return the name of the plan for a pass of ``size`` tokens."""
     return next((plan for first, last, plan in rows if first <= size <= last), "-")
 
 

@@ -21,6 +21,7 @@ from flexquant.cli._arguments import (
     parse_counts,
     parse_names,
     parse_number,
+    pick,
     save_plot,
     study_of,
     tell,
@@ -33,20 +34,12 @@ def configure_eval(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
     add = parser.add_argument
     add_subject(parser)
-    add(
-        "--policies",
-        type=parse_names,
-        metavar="NAMES",
-        help="comma-separated variants, built-in policies, policy files, 'stored' for the checkpoint's own "
-        "(default: every variant, and the checkpoint's default policy)",
-    )
-    add(
-        "--batch-sizes",
-        type=parse_counts,
-        default=",".join(map(str, defaults.batch_sizes)),
-        metavar="LIST",
-        help="sequences in a decode pass, comma-separated (default: %(default)s)",
-    )
+    text = "comma-separated variants, built-in policies, policy files, 'stored' for the checkpoint's own "
+    text += "(default: every variant, and the checkpoint's default policy)"
+    add("--policies", type=parse_names, metavar="NAMES", help=text)
+    sizes = ",".join(map(str, defaults.batch_sizes))
+    text = "sequences in a decode pass, comma-separated (default: %(default)s)"
+    add("--batch-sizes", type=parse_counts, default=sizes, metavar="LIST", help=text)
     add_rows(parser, defaults, "every")
     add_counts(parser, {"--answer-tokens": (defaults.answer_tokens, "most tokens of an answer")})
     questions = parser.add_mutually_exclusive_group()
@@ -83,15 +76,8 @@ def eval_policies(args: argparse.Namespace) -> JsonObject:
     if args.questions:
         questions = read_questions(args.questions)
     with writable_folder(args.output, "--output") if args.output else nullcontext():
-        document = evaluate(
-            args.folder,
-            args.text,
-            reference=args.reference,
-            policies=args.policies,
-            questions=questions,
-            settings=settings,
-            progress=tell,
-        )
+        how: JsonObject = {"settings": settings, "progress": tell, **pick(args, "reference", "policies")}
+        document = evaluate(args.folder, args.text, questions=questions, **how)
     print(format_quality_table(document))
     if args.output:
         write_results(document, args.output)
@@ -132,23 +118,14 @@ def sensitivity(args: argparse.Namespace) -> JsonObject:
 
 def configure_search(parser: argparse.ArgumentParser) -> None:
     add_study(parser, "searched.yaml, searched.md and searched.png, beside sensitivity.json")
-    parser.add_argument(
-        "--policy",
-        metavar="POLICY",
-        help="policy with measured times, from 'flexquant tune' (default: the one stored in the checkpoint)",
-    )
+    text = "policy with measured times, from 'flexquant tune' (default: the one stored in the checkpoint)"
+    parser.add_argument("--policy", metavar="POLICY", help=text)
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--max-kl", type=parse_number, metavar="X", help="most KL divergence, nats a token")
-    budget.add_argument(
-        "--max-slowdown",
-        type=parse_number,
-        metavar="X",
-        help="e.g. 0.1: 10 %% slower than the fastest variant",
-    )
+    text = "e.g. 0.1: 10 %% slower than the fastest variant"
+    budget.add_argument("--max-slowdown", type=parse_number, metavar="X", help=text)
     budget.add_argument("--layers", type=parse_count, metavar="N", help="number of layers to raise")
-    sequences = (
-        "sequences in the decode pass whose time counts; passes with --batch-size sequences are scored"
-    )
+    sequences = "sequences in the decode pass whose time counts; passes with --batch-size ones are scored"
     add_counts(parser, {"--sequences": (1, sequences)})
 
 
@@ -168,12 +145,7 @@ def search(args: argparse.Namespace) -> JsonObject:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.checkpoint.output import write_text
     from flexquant.evaluation.report import writable_folder
-    from flexquant.layers.report import (
-        draw_search,
-        format_search_table,
-        policy_text,
-        searched_policy_document,
-    )
+    from flexquant.layers import report
     from flexquant.layers.searching import Budget, Search
     from flexquant.policy.plans import describe_layers
     from flexquant.policy.rules import choose_policy
@@ -182,18 +154,16 @@ def search(args: argparse.Namespace) -> JsonObject:
     study = study_of(args)
     base = choose_policy(args.policy, study.subject.checkpoint.merged.policy)
     if base.measured is None:
-        raise UsageError(
-            f"the policy '{base.name}' has no measured times (key 'measured'); give as --policy one that "
-            "'flexquant tune' wrote"
-        )
+        problem = f"the policy '{base.name}' has no measured times (key 'measured')"
+        raise UsageError(f"{problem}; give as --policy one that 'flexquant tune' wrote")
     searching = Search(study, base.measured, budget, args.sequences)
     with writable_folder(args.output, "--output") as folder:
         found = searching.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
-    document = searched_policy_document(base, found, dict(study.variants), budget, args.sequences)
-    table = format_search_table(found)
+    document = report.searched_policy_document(base, found, dict(study.variants), budget, args.sequences)
+    table = report.format_search_table(found)
     print(table)
-    for name, text in (("searched.yaml", policy_text(document, found)), ("searched.md", table + "\n")):
+    for name, text in (("searched.yaml", report.policy_text(document, found)), ("searched.md", table + "\n")):
         write_text(folder / name, text)
     print(f"chosen: {describe_layers(found.chosen.layers)}; wrote {folder / 'searched.yaml'}")
-    save_plot(folder / "searched.png", partial(draw_search, found))
+    save_plot(folder / "searched.png", partial(report.draw_search, found))
     return document

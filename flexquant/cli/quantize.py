@@ -5,15 +5,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import TextIO
+
+from tqdm import tqdm
 
 from flexquant.checkpoint.measured_loss import MAX_LOSS, PROMPT_TOKENS, LossByKind, loss_lines
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import format_bytes, format_report
 from flexquant.cli._arguments import add_shard_size, parse_names, parse_number, parse_seed, pick
-from flexquant.cli._stages import Stages
 from flexquant.quantization.quantizing import STAGES_BEFORE_VARIANTS, quantize_variants
 from flexquant.quantization.recipe import DEFAULT_RECIPE, builtin_recipes, load_recipe
 from flexquant.quantization.report import QuantizedVariant
@@ -24,12 +27,8 @@ def configure_quantize(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
     add("--output", required=True, metavar="DIR", help="folder to write the variants into")
     _add_recipe(parser)
-    add(
-        "--variants",
-        type=parse_names,
-        metavar="NAMES",
-        help="comma-separated variants of the recipe to make (default: all)",
-    )
+    text = "comma-separated variants of the recipe to make (default: all)"
+    add("--variants", type=parse_names, metavar="NAMES", help=text)
     add("--overwrite", action="store_true", help="replace variants that exist")
     add("--resume", action="store_true", help="keep variants that an interrupted, equal run has finished")
 
@@ -40,49 +39,30 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, metavar="DIR", help="merged checkpoint to write")
     add("--variants-folder", metavar="DIR", help="where the variants stay (default: DIR-variants)")
     add("--policy", metavar="NAME|FILE", help="policy to store as the default (default: the recipe's)")
-    add(
-        "--nested",
-        action="store_true",
-        help="store W8A8 as what INT4 lacks for it, as 'flexquant merge --nested' does, and measure what "
-        "it lost so",
-    )
+    text = "store W8A8 as what INT4 lacks for it, as 'flexquant merge --nested' does, and measure what "
+    text += "it lost so"
+    add("--nested", action="store_true", help=text)
     add("--overwrite", action="store_true", help="replace existing folders that other inputs made")
     _add_recipe(parser)
     add_shard_size(parser)
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how a model is quantised."""
     add = parser.add_argument
-    add(
-        "--recipe",
-        default=DEFAULT_RECIPE,
-        metavar="NAME|FILE",
-        help=f"how each variant is made: {', '.join(builtin_recipes())}, or a YAML file (default: "
-        f"{DEFAULT_RECIPE})",
-    )
-    add(
-        "--calibration",
-        metavar="FILE|DIR|DATASET|self",
-        help="text or .jsonl file, folder of them, dataset id, or 'self': text of which the model writes "
-        "half (default: the recipe's; built-in recipes: self)",
-    )
+    text = f"how each variant is made: {', '.join(builtin_recipes())}, or a YAML file (default: "
+    text += f"{DEFAULT_RECIPE})"
+    add("--recipe", default=DEFAULT_RECIPE, metavar="NAME|FILE", help=text)
+    text = "text or .jsonl file, folder of them, dataset id, or 'self': text of which the model writes "
+    text += "half (default: the recipe's; built-in recipes: self)"
+    add("--calibration", metavar="FILE|DIR|DATASET|self", help=text)
     add("--samples", type=int, metavar="N", help="calibration samples (default: the recipe's)")
     add("--length", type=int, metavar="N", help="tokens in a sample (default: the recipe's)")
     add("--seed", type=parse_seed, metavar="N", help="seed of the samples (default: the recipe's)")
-    add(
-        "--max-loss",
-        type=parse_number,
-        default=100 * MAX_LOSS,
-        metavar="PERCENT",
-        help="growth of the perplexity (or 100 times the KL divergence), on any kind of text, above which a "
-        f"variant is said to lose too much (default: {100 * MAX_LOSS:g})",
-    )
-    add(
-        "--verbose",
-        action="store_true",
-        help="also show the progress bars, logs and warnings of llmcompressor",
-    )
+    text = "growth of the perplexity (or 100 times the KL divergence), on any kind of text, above which a "
+    text += f"variant is said to lose too much (default: {100 * MAX_LOSS:g})"
+    add("--max-loss", type=parse_number, default=100 * MAX_LOSS, metavar="PERCENT", help=text)
+    text = "also show the progress bars, logs and warnings of llmcompressor"
+    add("--verbose", action="store_true", help=text)
 
 
 def quantize(args: argparse.Namespace) -> JsonObject:
@@ -102,7 +82,7 @@ def quantize(args: argparse.Namespace) -> JsonObject:
     recipe = load_recipe(args.recipe)
     wanted = recipe.variants if args.variants is None else set(args.variants)
     how = {**_how(args, STAGES_BEFORE_VARIANTS + len(wanted)), **pick(args, "variants", "resume")}
-    with contextlib.redirect_stdout(sys.stderr):  # llmcompressor prints
+    with redirect_stdout(sys.stderr):  # llmcompressor prints
         variants = quantize_variants(args.model, args.output, recipe, **how)
     _print_variants(variants, args.max_loss)
     return {"output": args.output, "variants": {v.name: v.model_dump() for v in variants}}
@@ -121,9 +101,8 @@ def build(args: argparse.Namespace) -> JsonObject:
 
     recipe = load_recipe(args.recipe)
     stages = STAGES_BEFORE_VARIANTS + len(recipe.variants) + STAGES_AFTER_QUANTISING
-    how = _how(args, stages)
-    how |= pick(args, "variants_folder", "policy", "nested", "max_shard_size")
-    with contextlib.redirect_stdout(sys.stderr):  # llmcompressor prints
+    how = _how(args, stages) | pick(args, "variants_folder", "policy", "nested", "max_shard_size")
+    with redirect_stdout(sys.stderr):  # llmcompressor prints
         built = build_checkpoint(args.model, args.output, recipe, **how)
     _print_variants(built.variants, args.max_loss, built.nested_losses)
     on = f"answers to prompts of {PROMPT_TOKENS} tokens, as served,"
@@ -142,9 +121,7 @@ def build(args: argparse.Namespace) -> JsonObject:
 
 
 def _dump(losses: Mapping[str, LossByKind]) -> JsonObject:
-    return {
-        name: {kind: loss.model_dump() for kind, loss in by_kind.items()} for name, by_kind in losses.items()
-    }
+    return {name: {kind: x.model_dump() for kind, x in kinds.items()} for name, kinds in losses.items()}
 
 
 def _how(args: argparse.Namespace, number_of_stages: int) -> JsonObject:
@@ -157,21 +134,48 @@ def _how(args: argparse.Namespace, number_of_stages: int) -> JsonObject:
 def _print_variants(
     variants: Sequence[QuantizedVariant], max_loss: float, nested: Mapping[str, LossByKind] | None = None
 ) -> None:
-    """Print a line for each variant and each search that its recipe made, and what all variants lost.
-
-    A loss above ``max_loss`` percent is said to be too much. ``nested``: what variants lost that are stored
-    nested.
-    """
+    """Print each variant, and what all lost, nested or not; above ``max_loss`` percent is too much."""
     for v in variants:
         took = "kept from an earlier run" if v.kept else f"{v.seconds:.0f} s"
         group = f", groups of {v.group_size}" if v.group_size else ""
         smoothed = f", {v.smoothed} groups of linears smoothed" if v.smoothed else ""
         print(f"{v.name}: {v.folder}, {format_bytes(v.num_bytes)}, {took}{group}{smoothed}")
         if v.mse_gain is not None:
-            print(
-                f"{v.name}: alpha searched per layer: quantisation MSE {v.mse_gain:.2g}x below one alpha 0.5"
-            )
+            gain = f"quantisation MSE {v.mse_gain:.2g}x below one alpha 0.5"
+            print(f"{v.name}: alpha searched per layer: {gain}")
     losses = {v.name: v.losses for v in variants if v.losses}
     losses |= {f"{name} nested": of_variant for name, of_variant in (nested or {}).items()}
     for line in loss_lines(losses, max_loss / 100):
         print(line)
+
+
+class Stages:
+    """Prints a command's stages, ``[2/5] w8a8: ...``, on stderr, and on a terminal the progress of one."""
+
+    def __init__(self, total: int) -> None:
+        self._stream: TextIO = sys.stderr
+        self._total = total
+        self._begun = 0
+
+    def note(self, message: str) -> None:
+        tqdm.write(message, file=self._stream)
+        self._stream.flush()
+
+    @contextmanager
+    def stage(self, title: str, *, unit: str = "") -> Iterator[Callable[[int, int], None]]:
+        """Begin the next stage; yield a function of (done, total), counted in ``unit`` or as a percentage."""
+        self._begun += 1
+        line = f"[{self._begun}/{self._total}] {title} ..."
+        self.note(line)
+        started = time.monotonic()
+        form = f"{{n_fmt}} of {{total_fmt}}{unit}" if unit else "{percentage:.0f}%"
+        form = f"{{desc}} {form}, {{elapsed}}"
+        with tqdm(desc=line, bar_format=form, file=self._stream, disable=None, leave=False) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            yield show
+        seconds = time.monotonic() - started
+        self.note(f"{line} {seconds:.{0 if seconds >= 10 else 1}f} s")

@@ -40,50 +40,26 @@ from flexquant.tuning.samples import CPU, GPU, QUICK_CPU, QUICK_GPU
 def configure_tune(parser: argparse.ArgumentParser) -> None:
     _add_goal(parser)
     add = parser.add_argument
-    add(
-        "--max-quality-loss",
-        type=parse_number,
-        metavar="X",
-        help="largest KL divergence to 16 bit, in nats a token, measured on --text; if a variant loses more, "
-        "decode takes the fastest plan within the limit, which can mix layers of variants",
-    )
-    add(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help="text or .jsonl file on which to measure the loss, with the defaults of 'flexquant search'",
-    )
-    add(
-        "--reference",
-        metavar="MODEL",
-        help="folder or Hugging Face id of the 16-bit model, for --text (default: the most precise variant)",
-    )
+    text = "largest KL divergence to 16 bit, in nats a token, measured on --text; if a variant loses more, "
+    text += "decode takes the fastest plan within the limit, which can mix layers of variants"
+    add("--max-quality-loss", type=parse_number, metavar="X", help=text)
+    text = "text or .jsonl file on which to measure the loss, with the defaults of 'flexquant search'"
+    add("--text", type=Path, metavar="FILE", help=text)
+    text = "folder or Hugging Face id of the 16-bit model, for --text (default: the most precise variant)"
+    add("--reference", metavar="MODEL", help=text)
     _add_measuring(parser)
 
 
 def configure_fit(parser: argparse.ArgumentParser) -> None:
     _add_goal(parser)
     memory = parser.add_mutually_exclusive_group(required=True)
-    memory.add_argument(
-        "--memory",
-        type=parse_size,
-        metavar="SIZE",
-        help="memory of each GPU, or of the CPU, for weights: as many layers as fit have W8A8 of their own, "
-        "and the others compute INT8 weights from INT4",
-    )
-    memory.add_argument(
-        "--kv-tokens",
-        type=parse_count,
-        metavar="N",
-        help="the same, but for the memory that a KV cache of so many tokens leaves for weights",
-    )
-    parser.add_argument(
-        "--sensitivity",
-        type=Path,
-        metavar="FILE",
-        help="sensitivity.json of 'flexquant sensitivity', by which layers are chosen (default: from the "
-        "first)",
-    )
+    text = "memory of each GPU, or of the CPU, for weights: as many layers as fit have W8A8 of their own, "
+    text += "and the others compute INT8 weights from INT4"
+    memory.add_argument("--memory", type=parse_size, metavar="SIZE", help=text)
+    text = "the same, but for the memory that a KV cache of so many tokens leaves for weights"
+    memory.add_argument("--kv-tokens", type=parse_count, metavar="N", help=text)
+    text = "sensitivity.json of 'flexquant sensitivity', by which layers are chosen (default: from the first)"
+    parser.add_argument("--sensitivity", type=Path, metavar="FILE", help=text)
     _add_measuring(parser)
 
 
@@ -92,25 +68,15 @@ def _add_goal(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="OUT", help="merged checkpoint")
     add("--output", type=Path, required=True, metavar="FILE", help="policy to write, ending in .yaml")
-    add(
-        "--overwrite",
-        action="store_true",
-        help="replace an existing output, and the samples of an interrupted run with other arguments",
-    )
+    text = "replace an existing output, and the samples of an interrupted run with other arguments"
+    add("--overwrite", action="store_true", help=text)
     goal = parser.add_mutually_exclusive_group()
-    goal.add_argument(
-        "--objective",
-        choices=OBJECTIVES,
-        default="balanced",
-        help="latency: the fastest variant at every size; balanced: the same, without variants that gain "
-        "less than 5 %% at every size; throughput: the variants that decode most tokens a second at the "
-        "largest batch that fits into memory beside them (default: %(default)s)",
-    )
-    goal.add_argument(
-        "--slo",
-        metavar="BOUNDS",
-        help="bounds such as ttft=300ms,tpot=30ms: the most precise variants whose passes keep them",
-    )
+    text = "latency: the fastest variant at every size; balanced: the same, without variants that gain "
+    text += "less than 5 %% at every size; throughput: the variants that decode most tokens a second at the "
+    text += "largest batch that fits into memory beside them (default: %(default)s)"
+    goal.add_argument("--objective", choices=OBJECTIVES, default="balanced", help=text)
+    text = "bounds such as ttft=300ms,tpot=30ms: the most precise variants whose passes keep them"
+    goal.add_argument("--slo", metavar="BOUNDS", help=text)
     tokens = "tokens of a request, prompt and answer, for --objective throughput"
     add_counts(parser, {"--request-tokens": (2048, tokens)})
     add_variants(add)
@@ -124,12 +90,9 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
     add("--max-batch", type=parse_count, metavar="N", help="sequences of the largest batch")
     add("--max-tokens", type=parse_count, metavar="N", help="tokens of the longest prompt")
     add("--tensor-parallel-size", type=parse_count, default=1, metavar="N", help="GPUs")
-    add(
-        "--enforce-eager",
-        action=argparse.BooleanOptionalAction,
-        help="measure without compilation and CUDA graphs; choose as you will serve (default: on CPUs, where "
-        "compiling takes minutes)",
-    )
+    text = "measure without compilation and CUDA graphs; choose as you will serve (default: on CPUs, where "
+    text += "compiling takes minutes)"
+    add("--enforce-eager", action=argparse.BooleanOptionalAction, help=text)
 
 
 def tune(args: argparse.Namespace) -> JsonObject:
@@ -164,9 +127,8 @@ def tune(args: argparse.Namespace) -> JsonObject:
     if study is not None:
         from flexquant.layers.searching import limit_loss
 
-        tuned = limit_loss(
-            tuned, study, args.max_quality_loss, output.sensitivity, overwrite=args.overwrite, progress=tell
-        )
+        how: JsonObject = {**pick(args, "overwrite"), "progress": tell}
+        tuned = limit_loss(tuned, study, args.max_quality_loss, output.sensitivity, **how)
     return _write(measured, tuned, output)
 
 

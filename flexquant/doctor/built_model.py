@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
     """Yield a finding for each kernel of a variant that is built without weights.
 
-    A group of linears with one name, shape and kernel has the inputs and outputs of one rank, and under
-    ``better`` the kernels that vLLM prefers, each with the reason why vLLM did not take it.
+    Linears with one name, shape (inputs and outputs of one rank) and kernel are one group. Under ``better``
+    it has the kernels that vLLM prefers, each with the reason why vLLM did not take it.
     """
     names = ("name", "inputs", "outputs", "kernel")
     shapes: dict[tuple[object, ...], JsonObject] = {}
@@ -76,11 +76,8 @@ def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
 def _better(kernel: LinearKernel) -> dict[str, str]:
     """Return the kernels that vLLM tries before this one on this device, and why it does not take them."""
     here = current_platform._enum
-    registers: list[Sequence[type[LinearKernel]]] = [
-        _POSSIBLE_KERNELS.get(here, []),
-        _POSSIBLE_INT8_KERNELS.get(here, []),
-        _POSSIBLE_FP8_KERNELS.get(here, []),
-    ]
+    registers: list[Sequence[type[LinearKernel]]] = [_POSSIBLE_KERNELS.get(here, [])]
+    registers += [_POSSIBLE_INT8_KERNELS.get(here, []), _POSSIBLE_FP8_KERNELS.get(here, [])]
     for candidates in registers:
         if type(kernel) in candidates:
             before = candidates[: candidates.index(type(kernel))]
@@ -109,10 +106,9 @@ def examine_memory(
 ) -> Iterator[Finding]:
     """Yield how much memory the weights take on one rank, and how much is left for the KV cache.
 
-    Weights count as stored in the checkpoint; an lm_head that a CPU's kernels pack counts twice, and each
-    scale has a zero point beside it in PyTorch's INT4 kernel. Another kernel's layout can be a little larger.
-    A variant that computes its weights in each pass takes memory to write them to.
-    Memory of activations and CUDA graphs is unknown before a start.
+    Weights count as stored; an lm_head that a CPU's kernels pack counts twice, and PyTorch's INT4 kernel has
+    a zero point beside each scale. A variant that computes weights in each pass takes memory to write them
+    to. Memory of activations and CUDA graphs is unknown before a start.
     """
     memory = memory_of_weights(variants)
     sizes, by_layers = memory.nbytes(), memory.nbytes_by_range()
@@ -127,18 +123,15 @@ def examine_memory(
     per_token += states // longest
     asked, (free, _) = asked_for_cache(vllm_config, weights), free_and_total_bytes()
     tokens = max(0, asked) // per_token
-    text = (
-        f"{format_bytes(asked)} for the KV cache are {tokens} tokens ({per_token} bytes each), "
-        f"{tokens / longest:.1f} requests of {longest}; {format_bytes(free)} are free for it and the weights"
-    )
+    room = f"{tokens} tokens ({per_token} bytes each), {tokens / longest:.1f} requests of {longest}"
+    there = f"{format_bytes(free)} are free for it and the weights"
+    text = f"{format_bytes(asked)} for the KV cache are {room}; {there}"
     details = {"kv_cache_bytes": asked, "bytes_per_token": per_token, "tokens": tokens, "free_bytes": free}
     if tokens >= longest and weights + asked <= free:
         yield Finding("ok", "memory", text, details)
         return
-    advice = (
-        ": too little; free memory, lower --max-model-len, or raise --gpu-memory-utilization "
-        "(VLLM_CPU_KVCACHE_SPACE on a CPU), or take a policy of fewer variants"
-    )
+    advice = ": too little; free memory, lower --max-model-len, or raise --gpu-memory-utilization "
+    advice += "(VLLM_CPU_KVCACHE_SPACE on a CPU), or take a policy of fewer variants"
     yield Finding("problem", "memory", text + advice, details)
 
 

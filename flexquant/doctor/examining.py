@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Do what ``vllm serve`` does before it loads weights; report findings, and count what plans would take.
 
-vLLM itself makes the configuration from the same arguments, and FlexQuant's own model class is built on the
-meta device, where tensors have shapes but no memory. So anything that would refuse to serve refuses here too.
+vLLM makes the configuration from the same arguments, and FlexQuant's model is built on the meta device, where
+tensors have no memory. So anything that would refuse to serve refuses here too.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ if TYPE_CHECKING:
 
 
 def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
-    """Yield findings about serving the merged checkpoint ``folder`` with these arguments of vllm serve.
-
-    The findings end with the first problem that keeps vLLM from starting.
-    """
+    """Yield findings about serving ``folder`` with these arguments, up to the first problem at the start."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     here = {"machine": describe_machine(), "versions": describe_versions()}
     said = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
@@ -117,10 +114,8 @@ def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
     args, unknown = parser.parse_known_args(["--model", folder, "--config-format", QUANT_METHOD, *arguments])
     if unknown:
-        raise FlexQuantError(
-            f"'{' '.join(unknown)}' is no argument of vLLM's engine; leave out what is for the API server, "
-            "such as --port"
-        )
+        problem = f"'{' '.join(unknown)}' is no argument of vLLM's engine"
+        raise FlexQuantError(f"{problem}; leave out what is for the API server, such as --port")
     return EngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
 
 
@@ -128,9 +123,8 @@ def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:
 def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausalLM]:
     """Yield the model as the first rank builds it, on the meta device.
 
-    The process groups hold this rank alone, and wait for no other. They report the full number of ranks.
-    vLLM caches rotary embeddings for the next model in the process; those built here have no memory, and are
-    removed.
+    The process groups hold this rank alone, and report the full number of ranks. The rotary embeddings that
+    vLLM caches for the next model in the process have no memory here, and are removed.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -191,17 +185,13 @@ def _graphs(vllm_config: VllmConfig, model: FlexQuantForCausalLM) -> Finding:
     mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes or []
     if not mode or not sizes:
         return Finding("ok", "graphs", "no CUDA graphs: by --enforce-eager, or the device has none")
-    pieces = (
-        sum(len(model.routes.reachable(size)) for size in sizes) if mode.has_piecewise_cudagraphs() else 0
-    )
+    in_pieces = sizes if mode.has_piecewise_cudagraphs() else []
+    pieces = sum(len(model.routes.reachable(size)) for size in in_pieces)
     whole = len(sizes) if mode.has_full_cudagraphs() else 0
-    text = (
-        f"{mode.name}, {len(sizes)} sizes of {min(sizes)} to {max(sizes)} tokens: {pieces} captures in "
-        f"pieces (sizes x plans) and up to {whole} of whole passes; their memory is logged at the start"
-    )
-    return Finding(
-        "ok", "graphs", text, {"mode": mode.name, "sizes": sizes, "pieces": pieces, "whole": whole}
-    )
+    text = f"{mode.name}, {len(sizes)} sizes of {min(sizes)} to {max(sizes)} tokens: {pieces} captures in "
+    text += f"pieces (sizes x plans) and up to {whole} of whole passes; their memory is logged at the start"
+    details = {"mode": mode.name, "sizes": sizes, "pieces": pieces, "whole": whole}
+    return Finding("ok", "graphs", text, details)
 
 
 @dataclass(frozen=True)
@@ -231,16 +221,11 @@ class LoadedBytes:
         return 8 * sum(inside) / self.weights
 
     def most_beside(self, tokens: int) -> int:
-        """Return the most bytes of weights beside which the KV cache has ``tokens`` tokens.
-
-        It is no more than all weights together take. Raises FlexQuantError if the cache has no room for so
-        many tokens even without weights.
-        """
+        """Return the most bytes of weights beside ``tokens`` of cache; raise FlexQuantError if none fit."""
         if self.cache_tokens(0) < tokens:
-            raise FlexQuantError(
-                f"there is memory for a KV cache of {self.cache_tokens(0):,} tokens without any weights, and "
-                f"{tokens:,} are asked for; give fewer --kv-tokens, or more --tensor-parallel-size"
-            )
+            there = f"a KV cache of {self.cache_tokens(0):,} tokens without any weights"
+            problem = f"there is memory for {there}, and {tokens:,} are asked for"
+            raise FlexQuantError(f"{problem}; give fewer --kv-tokens, or more --tensor-parallel-size")
         weights = sum(sum(sizes.values()) for sizes in self.by_layer.values())
         sizes = range(1 + weights + max(self.written.values(), default=0))
         return bisect_left(sizes, True, key=lambda nbytes: self.cache_tokens(nbytes) < tokens) - 1
@@ -255,10 +240,7 @@ class LoadedBytes:
 
 
 def count_bytes(folder: Path, policy: JsonObject, devices: int) -> LoadedBytes:
-    """Count for a merged checkpoint and a policy that takes all layers of the variants in question.
-
-    Raises FlexQuantError if the policy cannot be served here.
-    """
+    """Count for a policy that takes all layers of its variants; raise FlexQuantError if it is not served."""
     level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory() as work, environment(VLLM_LOGGING_LEVEL=level):
         file = Path(work, "policy.json")

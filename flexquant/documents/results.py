@@ -45,14 +45,10 @@ def different_keys(wanted: Mapping[str, object], found: Mapping[str, object]) ->
 
 
 def align_cells(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> list[list[str]]:
-    """Return the rows with each cell as wide as its column; the columns ``numbers`` are aligned at the right.
-
-    A row may lack cells at its end.
-    """
+    """Return rows with cells as wide as their column, columns ``numbers`` to the right; rows may be short."""
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
-    return [
-        [f"{cell:{'>' if i in numbers else '<'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows
-    ]
+    forms = [f"{'>' if i in numbers else '<'}{width}" for i, width in enumerate(widths)]
+    return [[format(cell, form) for cell, form in zip(row, forms, strict=False)] for row in rows]
 
 
 def table_lines(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> list[str]:

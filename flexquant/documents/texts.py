@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Read text for calibration or evaluation, and cut it into rows of token ids.
 
-The text comes from files, from a dataset, or from the corpus of many kinds that comes with FlexQuant. Its
-folder has a file for each kind, and one for each language but English. A line of equal signs stands between
-two documents. A document whose first line begins with "User:" is a conversation. Every fourth document of a
-file is held out: nothing calibrates on it, and quantising measures with it.
+The corpus that comes with FlexQuant has a file for each kind of text, and one for each language but English.
+A line of equal signs stands between two documents. A document whose first line begins with "User:" is a
+conversation. Every fourth document of a file is held out: nothing calibrates on it, and quantising measures
+with it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TextOrMessages = str | list[dict[str, str]]
-"""Plain text, or the messages of one conversation."""
 
 # Read this many times the tokens that are needed, and draw rows from them: a corpus can be large.
 POOL = 8
@@ -42,7 +42,6 @@ HELD_OUT = 4
 """Number of documents in a row of which the last one is held out."""
 LANGUAGES = "languages/"
 TEMPLATE_SECONDS = 10
-"""How long a chat template may render one document."""
 TURN = re.compile(r"^(User|Assistant): ", re.MULTILINE)
 
 Corpus = dict[str, list[TextOrMessages]]
@@ -52,10 +51,9 @@ Corpus = dict[str, list[TextOrMessages]]
 def read_documents(source: str | Path | None) -> Iterator[TextOrMessages]:
     """Yield the documents of a text file, a ``.jsonl`` file, a folder of such files or a dataset id.
 
-    A text file is one document; so is the ``messages`` or ``text`` of each JSONL line or dataset record. A
-    folder's ``.txt``, ``.md`` and ``.jsonl`` files are read in the order of their names. None gives the
-    language reference that CPython ships (``pydoc_data.topics``), so that a first try needs no download.
-    Raises FlexQuantError for a source that cannot be read.
+    A text file is one document; so is the ``messages`` or ``text`` of each JSONL line or dataset record. None
+    gives the language reference that CPython ships, so that a first try needs no download. Raises
+    FlexQuantError for a source that cannot be read.
     """
     if source is None:
         from pydoc_data.topics import topics
@@ -100,10 +98,8 @@ def draw_rows(
     if not tokens:
         raise FlexQuantError(f"{name} has no text; give text like your users' requests")
     if len(tokens) < needed:
-        raise FlexQuantError(
-            f"{name} has {len(tokens):,} tokens, but {samples} samples of {length} tokens need "
-            f"{needed:,}; give more text, or lower the samples or their length"
-        )
+        found = f"{name} has {len(tokens):,} tokens, but {samples} samples of {length} tokens need {needed:,}"
+        raise FlexQuantError(f"{found}; give more text, or lower the samples or their length")
     starts = range(0, len(tokens) - body + 1, body)
     chosen = random.Random(seed).sample(starts, samples)
     return [start + tokens[i : i + body] for i in chosen]
@@ -112,10 +108,8 @@ def draw_rows(
 def tokens_needed(tokenizer: PreTrainedTokenizerBase, *, samples: int, length: int) -> int:
     """Return the tokens of text that :func:`draw_rows` needs; raise FlexQuantError for empty samples."""
     if samples < 1 or length < 2:
-        raise FlexQuantError(
-            f"calibration takes at least 1 sample of 2 tokens, not {samples} of {length}; "
-            "the defaults are 128 of 512"
-        )
+        problem = f"calibration takes at least 1 sample of 2 tokens, not {samples} of {length}"
+        raise FlexQuantError(f"{problem}; the defaults are 128 of 512")
     return samples * (length - len(start_of_row(tokenizer)))
 
 
@@ -142,14 +136,12 @@ def _as_text(document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name:
     if isinstance(document, str):
         return document
     if not tokenizer.chat_template:
-        raise FlexQuantError(
-            f"{name} has 'messages', but the model's tokenizer has no chat template; give records with 'text'"
-        )
+        problem = f"{name} has 'messages', but the model's tokenizer has no chat template"
+        raise FlexQuantError(f"{problem}; give records with 'text'")
     try:
         with _stopped_after(TEMPLATE_SECONDS):
-            return str(
-                tokenizer.apply_chat_template(document, tokenize=False, add_generation_prompt=to_answer)
-            )
+            render = partial(tokenizer.apply_chat_template, tokenize=False)
+            return str(render(document, add_generation_prompt=to_answer))
     except Exception as e:  # a template is a program by the model's author, and can raise anything
         raise FlexQuantError(f"the model's chat template refuses messages of {name} ({said_by(e)})") from e
 
@@ -183,10 +175,8 @@ def plain_text(document: TextOrMessages) -> str:
 def _read_folder(folder: Path) -> Iterator[TextOrMessages]:
     files = sorted(f for f in folder.iterdir() if f.suffix in TEXT_SUFFIXES and f.is_file())
     if not files:
-        raise FlexQuantError(
-            f"the folder {folder} has no {', '.join(TEXT_SUFFIXES)} file; put text into it, or "
-            "name a file or a dataset id"
-        )
+        problem = f"the folder {folder} has no {', '.join(TEXT_SUFFIXES)} file"
+        raise FlexQuantError(f"{problem}; put text into it, or name a file or a dataset id")
     return chain.from_iterable(map(_read_file, files))
 
 
@@ -240,9 +230,8 @@ def read_corpus(*, held_out: bool) -> Corpus:
     corpus: Corpus = {}
     for kind in sorted(files):
         documents = files[kind].read_text(encoding="utf-8").strip("\n").split(SEPARATOR)
-        corpus[kind] = [
-            _parse(text) for number, text in enumerate(documents, 1) if (number % HELD_OUT == 0) == held_out
-        ]
+        numbered = enumerate(documents, 1)
+        corpus[kind] = [_parse(text) for i, text in numbered if (i % HELD_OUT == 0) == held_out]
     return corpus
 
 
@@ -251,8 +240,5 @@ def _parse(text: str) -> TextOrMessages:
     if not text.startswith("User: "):
         return text
     _, *parts = TURN.split(text)
-    roles, contents = parts[::2], parts[1::2]
-    return [
-        {"role": role.lower(), "content": content.strip()}
-        for role, content in zip(roles, contents, strict=True)
-    ]
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": role.lower(), "content": content.strip()} for role, content in turns]

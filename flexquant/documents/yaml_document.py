@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Read policies, recipes and devices: YAML files, by name or path, and the pydantic models that check them.
 
-A mapping of a document is a :class:`Section`, whose fields are the keys. A field gives with :func:`says` the
-advice for a wrong value. Messages name the file and line of a key, what is allowed and what to do. The same
-models make the JSON Schema for editors.
+A mapping of a document is a :class:`Section`, whose fields are the keys. Messages name the file and line of a
+key, what is allowed and what to do. The same models make the JSON Schema for editors.
 """
 
 from __future__ import annotations
@@ -84,10 +83,7 @@ def from_data(data: object, source: str, kind: str) -> Document:
 
 
 def from_yaml(text: bytes, source: str, kind: str, keys: Sequence[str]) -> Document:
-    """Parse YAML; raise :class:`FlexQuantError` for bad syntax, duplicate keys, an empty and a large file.
-
-    ``keys`` are the keys that the message for an empty file asks for.
-    """
+    """Parse YAML; raise FlexQuantError for bad syntax, duplicate keys, and large and empty files."""
     if len(text) > MAX_BYTES:
         raise FlexQuantError(f"{source}: the {kind} has {len(text)} bytes; write one of at most {MAX_BYTES}")
     try:
@@ -105,16 +101,12 @@ def from_yaml(text: bytes, source: str, kind: str, keys: Sequence[str]) -> Docum
     except yaml.YAMLError as e:
         raise FlexQuantError(f"{source}: not valid YAML ({said_by(e)}); save it as UTF-8 text") from e
     except RecursionError as e:
-        raise FlexQuantError(
-            f"{source}: nested too deeply, or an alias that contains itself; write it flat"
-        ) from e
+        problem = "nested too deeply, or an alias that contains itself"
+        raise FlexQuantError(f"{source}: {problem}; write it flat") from e
 
 
 class _DatesAsText(yaml.SafeLoader):
-    """Loads dates as text, as JSON does.
-
-    lm-format-enforcer, which vLLM can import, changes how :class:`yaml.SafeLoader` itself constructs dates.
-    """
+    """Loads dates as text, as JSON does; lm-format-enforcer changes how yaml.SafeLoader itself does."""
 
     yaml_constructors = {
         **yaml.SafeLoader.yaml_constructors,
@@ -123,10 +115,7 @@ class _DatesAsText(yaml.SafeLoader):
 
 
 def to_yaml(data: Mapping[str, object], comments: Sequence[str] | None = None) -> str:
-    """Return a document as YAML that :func:`from_yaml` reads back, with keys in the given order.
-
-    With ``comments``, lines that come first, lists and mappings without nested ones are on one line.
-    """
+    """Return YAML that :func:`from_yaml` reads back; with ``comments`` first, flat lists are on one line."""
     style = False if comments is None else None
     return "".join(f"# {line}".rstrip() + "\n" for line in comments or ()) + yaml.dump(
         data, Dumper=_PlainDumper, sort_keys=False, width=110, allow_unicode=True, default_flow_style=style
@@ -149,9 +138,8 @@ def _read(loader: yaml.SafeLoader, root: yaml.Node, source: str, kind: str) -> D
         nonlocal values
         values += 1
         if values > MAX_VALUES:
-            document.fail(
-                (), f"holds more than {MAX_VALUES} values, aliases written out; write a smaller one"
-            )
+            most = f"{MAX_VALUES} values, aliases written out"
+            document.fail((), f"holds more than {most}; write a smaller one")
         if len(path) > MAX_DEPTH:
             raise RecursionError
         lines.setdefault(path, node.start_mark.line + 1)
@@ -222,9 +210,8 @@ def builtin_names(package: str) -> list[str]:
 def read_named(name_or_path: str, package: str, kind: str) -> tuple[bytes, str]:
     """Return a YAML file's content, and the name that messages give it.
 
-    A built-in's name is a name. Other text is a path if it has a ``/``, ends in a suffix of YAML or names an
-    existing file. ``kind`` is the kind of file, e.g. policy. Raises FlexQuantError for an unknown name and a
-    file that cannot be read.
+    What is no built-in's name is a path if it has a ``/``, ends in a suffix of YAML or names an existing
+    file. Raises FlexQuantError for an unknown name and a file that cannot be read.
     """
     builtins = builtin_names(package)
     if name_or_path in builtins:
@@ -233,17 +220,19 @@ def read_named(name_or_path: str, package: str, kind: str) -> tuple[bytes, str]:
     path = Path(name_or_path).expanduser()
     known = ", ".join(builtins)
     if "/" not in name_or_path and path.suffix not in YAML and not path.is_file():
-        raise FlexQuantError(
-            f"unknown {kind} '{name_or_path}': the built-in ones are {known}; give one of them, or the path "
-            f"of a {kind} file (with a '/' or ending in {YAML[0]})"
-        )
+        advice = f"give one of them, or the path of a {kind} file (with a '/' or ending in {YAML[0]})"
+        raise FlexQuantError(f"unknown {kind} '{name_or_path}': the built-in ones are {known}; {advice}")
     try:
         return path.read_bytes(), name_or_path
     except OSError as e:
-        raise FlexQuantError(
-            f"{name_or_path}: the {kind} file cannot be read ({e.strerror}); give the path of a file, or one "
-            f"of the built-in ones {known}"
-        ) from e
+        problem = f"{name_or_path}: the {kind} file cannot be read ({e.strerror}); give the path of a file"
+        raise FlexQuantError(f"{problem}, or one of the built-in ones {known}") from e
+
+
+def load_document(name_or_path: str, package: str, kind: str, keys: Sequence[str]) -> Document:
+    """Read a built-in YAML document by name, or a file by path; raise as read_named and from_yaml do."""
+    content, source = read_named(name_or_path, package, kind)
+    return from_yaml(content, source, kind, keys)
 
 
 class Problem(ValueError):
@@ -258,7 +247,7 @@ def says(advice: str, whole: bool = False) -> WrapValidator:
     """Refuse a wrong value with the message ``is VALUE; ADVICE``.
 
     A problem inside of a value gets its own message, unless the advice is for the ``whole`` value. Null is
-    always wrong, as a key with a default can be left out.
+    wrong.
     """
 
     def validate(value: object, handler: ValidatorFunctionWrapHandler) -> object:
@@ -276,11 +265,8 @@ def says(advice: str, whole: bool = False) -> WrapValidator:
 
 POSITIVE = "give a whole number of at least 1"
 Positive = Annotated[int, Field(strict=True, ge=1), says(POSITIVE)]
-"""A whole number of at least 1."""
 OptionalPositive = Annotated[Positive | SkipJsonSchema[None], says(POSITIVE)]
-"""The same, for a field whose default is None."""
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True), says("give a number of at least 0")]
-"""A number of at least 0."""
 Text = Annotated[str, Field(strict=True), says("give text, in quotes if need be")]
 KEYS_AS_GIVEN = {"additionalProperties": False}
 """JSON Schema of a mapping whose keys must all match the pattern of its keys."""

@@ -20,13 +20,16 @@ from flexquant.policy.rules import Policy, find_policies, load_policy, parse_pol
 from flexquant.policy.schema import SCHEMA, Phase
 
 MARGIN = 0.08
-"""Share of a request's time that a prediction cannot tell from none.
-
-What two copies save was predicted within so much of what they saved in the committed runs.
-"""
+"""Share of a request's time that a prediction cannot tell from none, as in the committed runs."""
 SCHEMES = ("bf16", "fp8", "w8a8", "w4a16")
 FROM_16_BIT, ONE_COPY, INT4_TWICE = "from 16 bit", "one copy", "INT4 twice"
 NESTED, TWO_COPIES = "nested", "two copies"
+REASONS = {
+    NESTED: "INT8 and answers read INT4 weights, which are in memory with INT8's differences from them.",
+    FROM_16_BIT: "8 bit, from the 16-bit weights that answers read; nothing is quantised before.",
+    INT4_TWICE: "W4A8 and answers in W4A16, of whose INT4 weights memory holds a copy for each.",
+    ONE_COPY: "INT8 and answers read INT4 weights, which are in memory once.",
+}
 WIDTH = 110
 
 
@@ -36,7 +39,6 @@ class Way:
 
     name: str
     schemes: tuple[str, ...]
-    """The schemes that the checkpoint holds."""
     policy: Policy
     is_flexquant: bool
     """Whether it takes FlexQuant; stock vLLM serves the others."""
@@ -66,45 +68,42 @@ def ways(device: Device) -> list[Way]:
     """Return the ways to serve a model, the simplest first.
 
     Two copies have W8A8 beside W4A16, or FP8 on a device without an INT8 kernel. INT4 twice has W4A8 beside
-    W4A16, from the same weights, with FP8 activations or, without a kernel for these, INT8. A device file
-    without kernels for W4A8 leaves it out. Nested has W8A8's differences from W4A16; a device without an INT8
-    kernel cannot serve it. From 16 bit, prompts compute in 8 bit; a CPU holds a copy in INT8 for them.
+    W4A16, by FP8 activations or, without a kernel for these, INT8. Nested has W8A8's differences from W4A16
+    and needs an INT8 kernel. From 16 bit, prompts compute in 8 bit; a CPU holds a copy in INT8 for them.
     """
-    eight, policy = ("w8a8", "phase-batch") if "w8a8" in device.kernels else ("fp8", "fp8-phase-batch")
-    schemes = [*SCHEMES, *([W4A8] if W4A8 in device.kernels else [])]
+    has_int8, has_w4a8 = "w8a8" in device.kernels, W4A8 in device.kernels
+    eight, policy = ("w8a8", "phase-batch") if has_int8 else ("fp8", "fp8-phase-batch")
+    schemes = [*SCHEMES, W4A8] if has_w4a8 else [*SCHEMES]
     static = find_policies(schemes, schemes).items()
-    by_fp8 = {"w4a8": {"from": "w4a16", "activations": "fp8"}}
     twice = load_policy("single-copy")
-    if W4A8 in device.kernels:
-        twice = parse_policy({**twice.document, "derive": by_fp8}, INT4_TWICE)
+    if has_w4a8:
+        derive = {"w4a8": {"from": "w4a16", "activations": "fp8"}}
+        twice = parse_policy({**twice.document, "derive": derive}, INT4_TWICE)
     of_16_bit = Way(FROM_16_BIT, ("bf16",), load_policy("prefill-8-bit"), True)
     if not device.is_gpu:
         rules = [*of_16_bit.policy.document["rules"][:-1], {"use": "w8a8"}]
         with_copy = parse_policy({"schema": SCHEMA, "rules": rules}, FROM_16_BIT)
         of_16_bit = Way(FROM_16_BIT, ("bf16", "w8a8"), with_copy, True)
-    return [
-        *(Way(f"stock {scheme.upper()}", (scheme,), policy, False) for scheme, policy in static),
-        of_16_bit,
-        Way(ONE_COPY, ("w4a16",), load_policy("one-copy"), True),
-        *([Way(INT4_TWICE, ("w4a16",), twice, True)] if {W4A8, W4A8_INT8} & device.kernels.keys() else []),
-        *([Way(NESTED, (eight, "w4a16"), load_policy(policy), True)] if eight == "w8a8" else []),
-        Way(TWO_COPIES, (eight, "w4a16"), load_policy(policy), True),
-    ]
+    found = [Way(f"stock {scheme.upper()}", (scheme,), policy, False) for scheme, policy in static]
+    found += [of_16_bit, Way(ONE_COPY, ("w4a16",), load_policy("one-copy"), True)]
+    if has_w4a8 or W4A8_INT8 in device.kernels:
+        found.append(Way(INT4_TWICE, ("w4a16",), twice, True))
+    of_two = [NESTED, TWO_COPIES] if has_int8 else [TWO_COPIES]
+    return found + [Way(name, (eight, "w4a16"), load_policy(policy), True) for name in of_two]
 
 
 def try_ways(
     model: PlannedModel, device: Device, batches: Batches, devices: int, utilization: float
 ) -> list[Outcome]:
-    """Return what each of :func:`ways` comes to; raise FlexQuantError for a model that cannot be predicted.
+    """Return what each of :func:`ways` comes to on ``devices``; raise FlexQuantError where none is predicted.
 
-    ``devices`` share the model; ``utilization`` is the share of the memory that vLLM may take.
+    ``utilization`` is the share of the memory that vLLM may take.
     """
     limits = Limits.of(device, devices)
 
     def serve_by(way: Way, shape: ModelShape, tokens: int) -> dict[int, Load]:
-        routes = build_route_table(
-            way.policy, way.schemes, 1, max_tokens=limits.tokens, max_decode_tokens=limits.sequences
-        )
+        decoding = limits.sequences
+        routes = build_route_table(way.policy, way.schemes, 1, limits.tokens, max_decode_tokens=decoding)
 
         def seconds(phase: Phase, batch: Batch) -> float:
             (variant,) = routes.lookup(phase, batch.tokens).layers
@@ -132,7 +131,7 @@ def try_ways(
 def kv_cache_tokens(model: ModelShape, device: Device, utilization: float, request_tokens: int) -> int:
     """Return how many tokens the KV cache holds beside the weights, below 0 if these do not fit.
 
-    They are those of requests with ``request_tokens`` tokens, each of which has its states beside them.
+    Requests of ``request_tokens`` tokens have their states in it too.
     """
     left = device.memory_bytes * utilization - model.resident_bytes - device.reserve_bytes
     return int(left // (model.kv_bytes_per_token + model.state_bytes / request_tokens))
@@ -140,10 +139,10 @@ def kv_cache_tokens(model: ModelShape, device: Device, utilization: float, reque
 
 def _problem(shape: ModelShape, device: Device, group_size: int) -> str:
     every = [linear for linears in shape.linears.values() for linear in linears]
-    needed = {scheme_on(device, linear, linear.scheme) for linear in every}
-    if "fp8" in needed and "fp8" not in device.kernels:
+    lacking = {scheme_on(device, linear, linear.scheme) for linear in every} - device.kernels.keys()
+    if "fp8" in lacking:
         return "the device has no FP8 arithmetic"
-    if "w8a8" in needed and "w8a8" not in device.kernels:
+    if "w8a8" in lacking:
         return "vLLM has no INT8 kernel for the device"
     for linear in every:
         if linear.scheme == W4A8 and (linear.experts > 1 or group_size != 128):
@@ -158,7 +157,7 @@ def _problem(shape: ModelShape, device: Device, group_size: int) -> str:
 def choose(outcomes: Sequence[Outcome]) -> Outcome | None:
     """Return the simplest way that is as good as the fastest, within the margin; None if none is possible.
 
-    With FlexQuant it is also better, by the margin, than every way without.
+    One with FlexQuant is also better, by the margin, than all without.
     """
     stock, ours = (fastest_way(outcomes, is_flexquant=which).seconds for which in (False, True))
     most = min(stock, ours) / (1 - MARGIN)
@@ -176,7 +175,6 @@ def fastest_way(outcomes: Sequence[Outcome], *, is_flexquant: bool) -> Outcome:
 
 
 def find_way(outcomes: Sequence[Outcome], name: str) -> Outcome:
-    """Return what the way of that name comes to."""
     return next(outcome for outcome in outcomes if outcome.way.name == name)
 
 
@@ -214,30 +212,24 @@ def explain(outcomes: Sequence[Outcome]) -> str:
     """Return the choice and why, in a sentence or two."""
     choice = choose(outcomes)
     if choice is None:
-        return (
-            "None of these can serve the model on this device: take a larger device, a larger "
-            "--tensor-parallel-size or shorter requests."
-        )
+        advice = "take a larger device, a larger --tensor-parallel-size or shorter requests"
+        return f"None of these can serve the model on this device: {advice}."
     ours, stock = (fastest_way(outcomes, is_flexquant=which) for which in (True, False))
     if not stock.loads:
         return f"Take {choice.way.name}: nothing without FlexQuant serves the model on this device."
     if choice.way.is_flexquant:
-        gain = 1 - choice.seconds / stock.seconds
-        return (
-            f"Take {choice.way.name}: a request takes {gain:.0%} less time (geometric mean over the columns) "
-            f"than with {stock.way.name}, the best without FlexQuant, as prompts compute in "
-            f"{_reason(choice, find_way(outcomes, TWO_COPIES))}"
-        )
+        gain = f"{1 - choice.seconds / stock.seconds:.0%} less time (geometric mean over the columns)"
+        than = f"{stock.way.name}, the best without FlexQuant"
+        why = f"as prompts compute in {_reason(choice, find_way(outcomes, TWO_COPIES))}"
+        return f"Take {choice.way.name}: a request takes {gain} than with {than}, {why}"
     start = f"FlexQuant will not help you here: take {choice.way.name}"
     if not ours.loads:
         return f"{start}, as neither one copy nor two can be served on this device."
     gain = 1 - ours.seconds / choice.seconds
     if gain <= 0:
         return f"{start}, as a request takes {-gain:.1%} more time with {ours.way.name}."
-    return (
-        f"{start}, as {ours.way.name} would save {gain:.1%} of a request's time, and a prediction cannot "
-        f"tell less than {MARGIN:.0%} from nothing."
-    )
+    saved = f"{ours.way.name} would save {gain:.1%} of a request's time"
+    return f"{start}, as {saved}, and a prediction cannot tell less than {MARGIN:.0%} from nothing."
 
 
 def _reason(choice: Outcome, two: Outcome) -> str:
@@ -245,16 +237,8 @@ def _reason(choice: Outcome, two: Outcome) -> str:
     if choice is two:
         eight = "FP8" if "fp8" in choice.way.schemes else "INT8"
         return f"{eight} and answers read INT4 weights, both of which are in memory."
-    if choice.way.name == NESTED:
-        return "INT8 and answers read INT4 weights, which are in memory with INT8's differences from them."
-    if choice.way.name == FROM_16_BIT:
-        return (
-            "8 bit, with weights rounded from the 16-bit ones that answers read; nothing is quantised before."
-        )
-    if choice.way.name == INT4_TWICE:
-        return "W4A8 and answers in W4A16, of whose INT4 weights memory holds a copy for each."
-    reason = "INT8 and answers read INT4 weights, which are in memory once."
-    if two.loads:
+    reason = REASONS[choice.way.name]
+    if choice.way.name == ONE_COPY and two.loads:
         gain, memory = 1 - two.seconds / choice.seconds, two.weights_gib - choice.weights_gib
         reason += f" Two copies would save {max(gain, 0):.1%} more, for {memory:.1f} GiB more of weights."
     return reason
@@ -276,24 +260,20 @@ def _table(outcomes: Sequence[Outcome], batches: Batches) -> list[str]:
     return [f"{line}  {problem}".rstrip() for line, problem in zip(lines, problems, strict=True)]
 
 
-def _notes(
-    outcomes: Sequence[Outcome], model: PlannedModel, device: Device, batches: Batches
-) -> Iterator[str]:
-    choice, one = choose(outcomes), find_way(outcomes, ONE_COPY)
+def _notes(found: Sequence[Outcome], model: PlannedModel, device: Device, batches: Batches) -> Iterator[str]:
+    choice, one = choose(found), find_way(found, ONE_COPY)
     yield "this is predicted; 'flexquant tune' measures. Quality is not compared; 'flexquant eval' does that"
     if choice is not None and choice.kv_cache_tokens is not None:
         fit = choice.kv_cache_tokens // batches.request_tokens
         if fit < max(batches.concurrency):
-            yield (
-                f"the KV cache of {choice.way.name} holds {fit} requests at once, and further ones wait; a "
-                "larger --tensor-parallel-size or device would hold more"
-            )
+            held = f"the KV cache of {choice.way.name} holds {fit} requests at once, and further ones wait"
+            yield f"{held}; a larger --tensor-parallel-size or device would hold more"
     if HUMMING in device.kernels:
         yield (
             "W4A16 has the time of its fastest kernel, mostly Humming, which vLLM takes if asked to "
             "(--linear-backend humming); one copy has that of Marlin or Humming"
         )
-    if any(outcome.way.name == INT4_TWICE for outcome in outcomes):
+    if any(outcome.way.name == INT4_TWICE for outcome in found):
         which = "FP8 activations, by CUTLASS" if W4A8 in device.kernels else "INT8 activations, by Humming"
         yield f"W4A8 has {which}; {INT4_TWICE} holds a second copy of W4A16's INT4 weights for it"
     if one.loads and device.is_gpu:

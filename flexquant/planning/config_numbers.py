@@ -34,7 +34,6 @@ class LayerCache:
     width: int = 0
     """Numbers of a key and a value."""
     queries: int = 0
-    """Heads of queries."""
     is_shared: bool = False
     """Whether its keys and values are those of an earlier layer."""
 
@@ -48,10 +47,9 @@ class LayerCache:
             return
         few, many = sorted((self.heads, devices))
         if self.queries % devices or many % few:
-            raise FlexQuantError(
-                f"{source} has {self.queries} attention heads and {self.heads} KV heads, which {devices} "
-                "devices cannot share evenly; give a --tensor-parallel-size that divides them"
-            )
+            heads = f"{self.queries} attention heads and {self.heads} KV heads"
+            problem = f"{source} has {heads}, which {devices} devices cannot share evenly"
+            raise FlexQuantError(f"{problem}; give a --tensor-parallel-size that divides them")
 
 
 def read_caches(model: Any, config: PretrainedConfig) -> list[LayerCache]:
@@ -78,8 +76,7 @@ def read_caches(model: Any, config: PretrainedConfig) -> list[LayerCache]:
     for layer, of_layer in zip(kept, configs, strict=False):
         cache = LayerCache(sum(_states(layer)))
         if (keys := getattr(layer, "keys", None)) is not None:
-            width = keys.shape[-1] + layer.values.shape[-1]
-            heads = keys.shape[1]
+            width, heads = keys.shape[-1] + layer.values.shape[-1], keys.shape[1]
             heads = min(heads, getattr(of_layer, "num_kv_heads", heads))  # Falcon keeps some several times
             cache = LayerCache(cache.states, heads, width, of_layer.num_attention_heads)
         found.append(cache)
@@ -92,10 +89,9 @@ def read_caches(model: Any, config: PretrainedConfig) -> list[LayerCache]:
 
 def _states(layer: Any) -> Iterator[int]:
     """Yield the numbers of each state of a layer; transformers keeps a column more of a convolution."""
-    for kept in getattr(layer, "recurrent_states", {}).values():
-        yield 0 if kept is None else kept.numel()
-    for kept in getattr(layer, "conv_states", {}).values():
-        yield 0 if kept is None else kept[..., 1:].numel()
+    recurrent, convolved = (getattr(layer, f"{kind}_states", {}).values() for kind in ("recurrent", "conv"))
+    yield from (kept.numel() for kept in recurrent if kept is not None)
+    yield from (kept[..., 1:].numel() for kept in convolved if kept is not None)
 
 
 def active_experts(config: object, source: str | Path) -> int:
@@ -104,9 +100,7 @@ def active_experts(config: object, source: str | Path) -> int:
     stated = next((number for number in found if number is not None), None)
     each = stated if isinstance(stated, list) else [stated]
     if not each or any(type(number) is not int or number < 1 or number != each[0] for number in each):
-        raise FlexQuantError(
-            f"{source} has experts, and {' or '.join(ACTIVE_EXPERTS)} {stated!r} does not say how many of "
-            "them every token goes through, so passes cannot be predicted; measure them with 'flexquant tune'"
-        )
-    number: int = each[0]
-    return number
+        problem = "does not say how many of them every token goes through, so passes cannot be predicted"
+        found = f"{source} has experts, and {' or '.join(ACTIVE_EXPERTS)} {stated!r}"
+        raise FlexQuantError(f"{found} {problem}; measure them with 'flexquant tune'")
+    return int(each[0])

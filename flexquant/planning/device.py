@@ -21,9 +21,8 @@
 
 ``efficiency`` and ``bandwidth`` are the fractions of the data sheet's rate and bandwidth that a kernel
 reaches; a measured device gives ``tflops`` and ``gb_per_s`` instead. ``tiles`` is for kernels without
-split-K: it maps a largest number of tokens to output tiles of rows x columns; the last entry also holds for
-more tokens. A kernel may have a ``call_us`` of its own. ``overlap`` 1 adds the times of bytes and of
-operations; 2 takes the square root of the sum of their squares.
+split-K: it maps a largest number of tokens to output tiles of rows x columns. A kernel may have its own
+``call_us``. ``overlap`` 1 adds the times of bytes and operations; 2 takes the root of the sum of squares.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, WrapValidator, model_validator
 
 from flexquant.documents.yaml_document import (
+    Document,
     Problem,
     Section,
     Text,
     builtin_names,
-    from_yaml,
-    read_named,
+    load_document,
     read_section,
     says,
     show,
@@ -83,6 +82,7 @@ def within(low: float, high: float, unit: str, scale: float = 1) -> WrapValidato
 
 Bandwidth = Annotated[float, within(1, 100_000, "GB/s", 1e9)]
 Rate = Annotated[float, within(0.001, 100_000, "TFLOPS", 1e12)]
+Processors = Annotated[int, Field(strict=True, ge=1, le=10_000), says("give a whole number from 1 to 10000")]
 Overhead = Annotated[float, within(0, 1_000_000, "microseconds", 1e-6)]
 
 
@@ -124,10 +124,8 @@ class Kernel(Section):
     @model_validator(mode="after")
     def _check(self) -> Kernel:
         given = self.model_fields_set
-        for fraction, field, key in (
-            ("efficiency", "flops_per_s", "tflops"),
-            ("bandwidth", "bytes_per_s", "gb_per_s"),
-        ):
+        pairs = ("efficiency", "flops_per_s", "tflops"), ("bandwidth", "bytes_per_s", "gb_per_s")
+        for fraction, field, key in pairs:
             if (fraction in given) == (field in given):
                 found = "has both" if fraction in given else "has neither"
                 raise Problem(f"{found} '{fraction}' and '{key}'; give one of the two")
@@ -145,20 +143,17 @@ class Rates(Section):
     def _check(self) -> Rates:
         for key, rate in self:
             if 0 < rate < self.bf16 / 10:
-                raise Problem(
-                    f"is {rate / 1e12:g}, less than a tenth of the bf16 rate {self.bf16 / 1e12:g}; give both "
-                    "in TFLOPS (10^12 operations a second), or leave the type out if the device lacks it",
-                    [key],
-                )
+                problem = f"is {rate / 1e12:g}, less than a tenth of the bf16 rate {self.bf16 / 1e12:g}"
+                advice = "give both in TFLOPS (10^12 operations a second), or leave the type out"
+                raise Problem(f"{problem}; {advice} if the device lacks it", [key])
         return self
 
 
 def _check_schemes(value: object) -> object:
     if not isinstance(value, dict) or "bf16" not in value:
         raise Problem(f"is {show(value)}; give bf16 at least, of {', '.join(RATES)}")
-    for scheme in value:
-        if scheme not in RATES:
-            raise Problem(f"is an unknown key; the allowed ones here are {', '.join(RATES)}", [scheme])
+    if unknown := [scheme for scheme in value if scheme not in RATES]:
+        raise Problem(f"is an unknown key; the allowed ones here are {', '.join(RATES)}", unknown[:1])
     return value
 
 
@@ -174,9 +169,7 @@ class Device(Section):
     tflops: Rates
     kernels: Annotated[dict[str, Kernel], BeforeValidator(_check_schemes)]
     """Scheme -> kernel, for the schemes that the device can run; bf16 is always one of them."""
-    processors: Annotated[
-        int, Field(strict=True, ge=1, le=10_000), says("give a whole number from 1 to 10000")
-    ] = 1
+    processors: Processors = 1
     attention_flops_per_s: Rate = Field(0, alias="attention_tflops")
     call_seconds: Overhead = Field(0, alias="call_us")
     call_in_pass_seconds: Overhead = Field(0, alias="call_in_pass_us")
@@ -199,19 +192,14 @@ class Device(Section):
         for scheme, kernel in self.kernels.items():
             at, speed = ("kernels", scheme), kernel.bytes_per_s / 1e9
             if not kernel.flops_per_s and not self.rate(scheme):
-                raise Problem(
-                    f"needs the {RATES[scheme]} rate, which 'tflops' lacks; add it, or remove the kernel", at
-                )
+                problem = f"needs the {RATES[scheme]} rate, which 'tflops' lacks"
+                raise Problem(f"{problem}; add it, or remove the kernel", at)
             if speed > CACHE * bandwidth:
-                raise Problem(
-                    f"is {speed:g}; give a number from 1 to {CACHE * bandwidth:g} (GB/s, up to {CACHE} x "
-                    "memory_gb_per_s)",
-                    (*at, "gb_per_s"),
-                )
+                allowed = f"1 to {CACHE * bandwidth:g} (GB/s, up to {CACHE} x memory_gb_per_s)"
+                raise Problem(f"is {speed:g}; give a number from {allowed}", (*at, "gb_per_s"))
             if kernel.tiles and "processors" not in self.model_fields_set:
-                raise Problem(
-                    "need to know how many 'processors' the device has; add that key", (*at, "tiles")
-                )
+                problem = "need to know how many 'processors' the device has; add that key"
+                raise Problem(problem, (*at, "tiles"))
         return self
 
     @property
@@ -228,11 +216,10 @@ class Device(Section):
         if scheme == MARLIN and scheme not in self.kernels:
             scheme = "w4a16"
         if scheme not in self.kernels:
-            raise FlexQuantError(
-                f"device {self.name} has no kernel for {scheme}, only for {', '.join(self.kernels)}; choose "
-                "another device or a checkpoint in these schemes, or give its rate under 'tflops' and its "
-                "kernel under 'kernels'"
-            )
+            problem = f"device {self.name} has no kernel for {scheme}, only for {', '.join(self.kernels)}"
+            added = "give its rate under 'tflops' and its kernel under 'kernels'"
+            advice = f"choose another device or a checkpoint in these schemes, or {added}"
+            raise FlexQuantError(f"{problem}; {advice}")
         return self.kernels[scheme]
 
 
@@ -242,19 +229,13 @@ def builtin_devices() -> list[str]:
 
 
 def load_device(name_or_path: str) -> Device:
-    """Load a built-in device by name, or a device file by path.
-
-    :func:`~flexquant.documents.yaml_document.read_named` tells names from paths. Raises
-    :class:`FlexQuantError` for an unknown name, an unreadable file, and a missing or absurd number, with its
-    file, line and key.
-    """
-    content, source = read_named(name_or_path, PACKAGE, "device")
-    return parse_device(content, source, name_or_path)
+    """Load a device by name or path; raise FlexQuantError for an unknown name, missing and absurd numbers."""
+    document = load_document(name_or_path, PACKAGE, "device", ("schema", "memory_gb_per_s"))
+    return parse_device(document, name_or_path)
 
 
-def parse_device(content: bytes, source: str, name: str) -> Device:
-    """Validate a device's YAML; ``source`` opens the message of the FlexQuantError for a bad document."""
-    document = from_yaml(content, source, "device", ("schema", "memory_gb_per_s"))
+def parse_device(document: Document, name: str) -> Device:
+    """Validate a device's document; raise FlexQuantError for a bad one."""
     device = read_section(Device, document)
     kernels = {scheme: _filled_in(kernel, scheme, device) for scheme, kernel in device.kernels.items()}
     attention = device.attention_flops_per_s or kernels["bf16"].flops_per_s
@@ -264,11 +245,10 @@ def parse_device(content: bytes, source: str, name: str) -> Device:
 def _filled_in(kernel: Kernel, scheme: str, device: Device) -> Kernel:
     call = (kernel if "call_seconds" in kernel.model_fields_set else device).call_seconds
     in_pass = device.call_in_pass_seconds if "call_in_pass_seconds" in device.model_fields_set else call
-    return kernel.model_copy(
-        update={
-            "flops_per_s": kernel.flops_per_s or kernel.efficiency * device.rate(scheme),
-            "bytes_per_s": kernel.bytes_per_s or kernel.bandwidth * device.bytes_per_s,
-            "call_seconds": call,
-            "call_in_pass_seconds": in_pass,
-        }
-    )
+    own = {
+        "flops_per_s": kernel.flops_per_s or kernel.efficiency * device.rate(scheme),
+        "bytes_per_s": kernel.bytes_per_s or kernel.bandwidth * device.bytes_per_s,
+        "call_seconds": call,
+        "call_in_pass_seconds": in_pass,
+    }
+    return kernel.model_copy(update=own)

@@ -3,8 +3,7 @@
 """Work out from a ``config.json`` alone what a model would be in each scheme, before it is quantised.
 
 transformers builds the model without memory for its weights. Its linears in decoder layers, experts included,
-get the bytes of a scheme; the rest stays in 16 bits, as in FlexQuant's recipes. A quantisation that the
-config tells of is ignored.
+get the bytes of a scheme; the rest stays in 16 bits. A quantisation in the config is ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ GROUP_SIZES = (128, 64, 32)
 """Group sizes of INT4 weights; the first that divides all linears' inputs is taken, as in the recipes."""
 INT4 = ("w4a16", W4A8, W4A8_INT8)
 INT4_KERNELS = ("w4a16", MARLIN, HUMMING)
-"""Kernels of W4A16, the fastest of which is chosen."""
 LAYOUTS_OF_ONE_COPY = (MARLIN, HUMMING)
 """Kernels of W4A16 whose layout one copy reads."""
 MARLIN_TILES = ((64, 128), (128, 64))
@@ -51,6 +49,9 @@ REPLICATED = frozenset(
 """Last parts of the names of linears that every rank has whole."""
 QKV = frozenset(("qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv"))
 """Last parts of the names of linears of queries, keys and values; no rank has less than a KV head of them."""
+
+
+Built = tuple["PretrainedConfig", list[LayerCache], dict[str, tuple[int, ...]], set[str]]
 
 
 @dataclass(frozen=True)
@@ -93,20 +94,15 @@ class Linear:
         return replace(self, outputs=outputs, weight_bytes=self.weight_bytes * outputs / self.outputs)
 
     def share(self, name: str, devices: int) -> Linear:
-        """Return one device's part, as vLLM splits the linear ``name`` under tensor parallelism.
-
-        Raises FlexQuantError for a size that the devices cannot share evenly.
-        """
+        """Return one device's part, as vLLM splits the linear; raise FlexQuantError for an uneven size."""
         leaf = name.rpartition(".")[2]
         if leaf in REPLICATED:
             return self
         by_inputs = leaf in ROW_PARALLEL
-        size = self.inputs if by_inputs else self.outputs
+        size, what = (self.inputs, "inputs") if by_inputs else (self.outputs, "outputs")
         if size % devices:
-            raise FlexQuantError(
-                f"the {size} {'inputs' if by_inputs else 'outputs'} of '{name}' cannot be shared evenly by "
-                f"{devices} devices; give a --tensor-parallel-size that divides them"
-            )
+            problem = f"the {size} {what} of '{name}' cannot be shared evenly by {devices} devices"
+            raise FlexQuantError(f"{problem}; give a --tensor-parallel-size that divides them")
         if not by_inputs:
             return self.with_outputs(size // devices)
         return replace(self, inputs=size // devices, weight_bytes=self.weight_bytes / devices)
@@ -114,8 +110,7 @@ class Linear:
     def derived(self, derivation: Derivation) -> Linear:
         """Return the linear of a variant that is derived from this one's, or this one if none is.
 
-        Experts stay as they are, and what is in 16 bits in a variant in INT4. One copy, and a variant from
-        16 bit, compute an INT8 weight in each pass.
+        Experts, and in INT4 variants what is in 16 bits, stay. One copy computes an INT8 weight in each pass.
         """
         source = "bf16" if derivation.source == "bf16" else "w4a16"
         if self.scheme != source or self.experts > 1:
@@ -134,7 +129,6 @@ class Linear:
 
 
 def plain_linear(outputs: int, inputs: int) -> Linear:
-    """Return a linear in 16 bits."""
     return Linear(outputs, inputs, 2 * outputs * inputs, "bf16")
 
 
@@ -152,7 +146,6 @@ class ModelShape:
     linears: Mapping[str, Mapping[Linear, int]]
     """Variant -> linear of the decoder layers -> calls in a pass."""
     head: Linear
-    """lm_head."""
     own_bytes: Mapping[str, float]
     """Variant -> bytes of the tensors that no other variant has."""
     shared_bytes: float
@@ -163,45 +156,35 @@ class ModelShape:
         return self.shared_bytes + sum(self.own_bytes.values())
 
     def with_nested(self, name: str, source: str) -> ModelShape:
-        """Return the model with the W8A8 variant ``name`` nested in the INT4 weights of ``source``.
-
-        It takes memory for its largest INT8 weight, and the source's passes run on a kernel whose layout it
-        reads.
-        """
+        """Return the model with the W8A8 variant ``name`` nested in the INT4 weights of ``source``."""
         of_shape = {(x.outputs, x.inputs): x for x in self.linears[source]}
         linears = {
             x.nested_in(of_shape[x.outputs, x.inputs]) if x.scheme == "w8a8" else x: n
             for x, n in self.linears[name].items()
         }
-        own = sum(x.difference_bytes * n for x, n in linears.items())
-        largest = max(x.weight_bytes for x in linears if x.source_bytes)
-        stored = {replace(x, choice=LAYOUTS_OF_ONE_COPY): n for x, n in self.linears[source].items()}
-        return replace(
-            self,
-            linears={**self.linears, source: stored, name: linears},
-            own_bytes={**self.own_bytes, name: own + largest},
-        )
+        return self._with_one_copy(name, source, linears)
 
     def with_derived(self, name: str, derivation: Derivation) -> ModelShape:
-        """Return the model with a variant ``name`` derived from one in INT4 or in 16 bits.
-
-        W4A8 has a second copy of the INT4 weights in another kernel's layout. One copy takes memory for its
-        largest INT8 weight, and its source's passes in INT4 run on a kernel whose layout it reads.
-        """
-        stored = self.linears[derivation.source]
+        """Return the model with a derived variant; W4A8 has a second copy of the INT4 weights."""
         linears: Counter[Linear] = Counter()
-        for linear, count in stored.items():
+        for linear, count in self.linears[derivation.source].items():
             linears[linear.derived(derivation)] += count
         if derivation.is_one_copy:
-            own = max(linear.weight_bytes for linear in linears if linear.source_bytes)
-            stored = {replace(x, choice=LAYOUTS_OF_ONE_COPY): n for x, n in stored.items()}
-        else:
-            own = sum(x.weight_bytes * n for x, n in linears.items() if x.scheme in (W4A8, W4A8_INT8))
-        return replace(
-            self,
-            linears={**self.linears, derivation.source: stored, name: linears},
-            own_bytes={**self.own_bytes, name: own},
-        )
+            return self._with_one_copy(name, derivation.source, linears)
+        own = sum(x.weight_bytes * n for x, n in linears.items() if x.scheme in (W4A8, W4A8_INT8))
+        own_bytes = {**self.own_bytes, name: own}
+        return replace(self, linears={**self.linears, name: linears}, own_bytes=own_bytes)
+
+    def _with_one_copy(self, name: str, source: str, linears: Mapping[Linear, int]) -> ModelShape:
+        """Return the model with a variant that computes its weights in each pass from those of ``source``.
+
+        It takes memory for its largest one, and the source's passes run on a kernel whose layout it reads.
+        """
+        own = sum(x.difference_bytes * n for x, n in linears.items())
+        own += max(x.weight_bytes for x in linears if x.source_bytes)
+        stored = {replace(x, choice=LAYOUTS_OF_ONE_COPY): n for x, n in self.linears[source].items()}
+        of_all = {**self.linears, source: stored, name: linears}
+        return replace(self, linears=of_all, own_bytes={**self.own_bytes, name: own})
 
 
 @dataclass(frozen=True)
@@ -209,11 +192,9 @@ class PlannedModel:
     """A model whose linears are not quantised yet."""
 
     source: str
-    """The model's name in messages."""
     config: PretrainedConfig
     """The language model's, with transformers' defaults for what ``config.json`` leaves out."""
     caches: Sequence[LayerCache]
-    """What each decoder layer keeps of a request."""
     linears: Mapping[str, Linear]
     """Name, as vLLM fuses it -> linear of a decoder layer, in 16 bits."""
     kept: frozenset[str]
@@ -226,10 +207,7 @@ class PlannedModel:
 
     @classmethod
     def read(cls, model: str) -> PlannedModel:
-        """Read the ``config.json`` of a folder or of a Hugging Face id, and nothing else.
-
-        Raises FlexQuantError for a folder without one, and for a model that transformers cannot build.
-        """
+        """Read the ``config.json`` of a folder or id; raise FlexQuantError if no model is built by it."""
         folder = find_model(model, (CONFIG_FILE,))
         check_folder(folder)
         whole = read_json(confined_file(folder, CONFIG_FILE))
@@ -253,10 +231,8 @@ class PlannedModel:
             if name not in quantised:
                 kept.add(call)
         if not linears.keys() - kept:
-            raise FlexQuantError(
-                f"{model} has no linears in decoder layers, which the cost model is about; give a causal "
-                "language model"
-            )
+            problem = f"{model} has no linears in decoder layers, which the cost model is about"
+            raise FlexQuantError(f"{problem}; give a causal language model")
         matrices = (shape for shape in parameters.values() if len(shape) == 2)
         head = plain_linear(*(parameters.get("lm_head.weight") or next(matrices)))
         return cls(model, config, caches, linears, frozenset(kept), head, rest, reads_more_than_text(whole))
@@ -274,10 +250,9 @@ class PlannedModel:
         """
         with_attention = [cache for cache in self.caches if cache.heads]
         if not with_attention or getattr(self.config, "kv_lora_rank", None):
-            raise FlexQuantError(
-                f"{self.source} has {'multi-head latent' if with_attention else 'no'} attention, and passes "
-                "of such a model cannot be predicted; measure them with 'flexquant tune'"
-            )
+            problem = f"{self.source} has {'multi-head latent' if with_attention else 'no'} attention"
+            advice = "measure them with 'flexquant tune'"
+            raise FlexQuantError(f"{problem}, and passes of such a model cannot be predicted; {advice}")
         for cache in with_attention:
             cache.check(devices, self.source)
         stored = (cache for cache in with_attention if not cache.is_shared)
@@ -310,10 +285,8 @@ class PlannedModel:
         weights = linear.outputs * linear.inputs
         if name in self.kept or scheme == "bf16":
             return replace(linear, weight_bytes=2 * weights)
-        if scheme in INT4:
-            nbytes = weights / 2 + 2 * weights / self.group_size
-        else:
-            nbytes = weights + 2 * linear.outputs
+        of_int4 = weights / 2 + 2 * weights / self.group_size
+        nbytes = of_int4 if scheme in INT4 else weights + 2 * linear.outputs
         return replace(linear, scheme=scheme, weight_bytes=nbytes)
 
     @property
@@ -324,13 +297,10 @@ class PlannedModel:
         return next(fitting, GROUP_SIZES[-1])
 
 
-def _build(
-    config: JsonObject, source: str
-) -> tuple[PretrainedConfig, list[LayerCache], dict[str, tuple[int, ...]], set[str]]:
+def _build(config: JsonObject, source: str) -> Built:
     """Return a language model's config, caches, shapes of parameters, and those that a recipe quantises.
 
-    A linear's shape ends with its outputs and inputs, as most models hold it. Of a model that also reads
-    images, ``config`` is the part of the language model.
+    A linear's shape ends with outputs and inputs. ``config`` is the language model's part.
     """
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
@@ -347,19 +317,14 @@ def _build(
     except FlexQuantError as e:
         raise FlexQuantError(f"{source}: {e}") from e
     except Exception as e:  # a class of transformers can raise anything
-        raise FlexQuantError(
-            f"{source}: transformers cannot build the model ({said_by(e)}); give a causal "
-            "language model of a type that it knows"
-        ) from e
+        problem = f"{source}: transformers cannot build the model ({said_by(e)})"
+        raise FlexQuantError(f"{problem}; give a causal language model of a type that it knows") from e
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if not has_head and not getattr(text, "tie_word_embeddings", True):
         shapes["lm_head.weight"] = (text.vocab_size, text.hidden_size)
     turned = tuple(f"{n}." for n, module in model.named_modules() if getattr(module, "is_transposed", False))
-    linears = {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and decoder_layer(name)
-    }
+    named = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    linears = {f"{name}.weight" for name in named if decoder_layer(name)}
     experts = {name for name, shape in shapes.items() if ".experts." in name and len(shape) == 3}
     shapes |= {n: (shapes[n][0], *shapes[n][:0:-1]) for n in experts if n.startswith(turned)}
     return text, caches, shapes, linears | experts

@@ -7,18 +7,15 @@ A linear with N outputs and K inputs takes for M tokens
     time = call + ((bytes / bandwidth) ^ p + (operations / rate) ^ p) ^ (1 / p)
 
 *bytes* are the stored weight with its scales, the activations and the 16-bit outputs. *operations* are
-2 M N K, except for kernels with tiles: these cover M x N with whole tiles, and the tiles run in whole waves
-over the processors ("tile and wave quantization", NVIDIA's Matrix Multiplication Background User's Guide), so
-33 tokens in tiles of 64 rows cost as much as 64. The kernels of W4A16 are taken to spread their work evenly.
-*p* is a device file's ``overlap``. With 1 the parts are added; kernels measured on an H200 overlap them (2).
-Rates and bandwidths are the data sheets'. W8A8 is taken as FP8 on all GPUs that have FP8.
+2 M N K, except for kernels with tiles: these cover M x N with whole tiles, in whole waves over the processors
+("tile and wave quantization", NVIDIA's Matrix Multiplication Background User's Guide). *p* is a device file's
+``overlap``: with 1 the parts are added; kernels measured on an H200 overlap them (2). Rates and bandwidths
+are the data sheets'. W8A8 is taken as FP8 on all GPUs that have FP8.
 
-On Hopper the kernels' fractions of them are fitted to this repository's runs on an H200 and an H100: by model
-and number of tokens, the ratios of W4A16, W4A8 and one copy to W8A8 are within 15 % of those measured on the
-H200. Elsewhere W8A8 is assumed to reach 0.6 of the rate and 0.9 of the bandwidth, and W4A16's ``call_us`` and
-``efficiency`` are calibrated on published gains and losses of Marlin (N = K = 8192). Crossovers are predicted
-there, within the published brackets, also if W8A8 reaches 0.55 to 0.75 of the rate and W4A16's efficiency
-changes in proportion.
+On Hopper the kernels' fractions of them are fitted to this repository's runs on an H200 and an H100: the
+ratios of W4A16, W4A8 and one copy to W8A8 are within 15 % of those measured. Elsewhere W8A8 is assumed to
+reach 0.6 of the rate and 0.9 of the bandwidth, and W4A16 is calibrated on published gains and losses of
+Marlin (N = K = 8192), whose crossovers it predicts within the published brackets.
 """
 
 from __future__ import annotations
@@ -55,11 +52,9 @@ def pass_seconds(model: ModelShape, variant: str, batch: Batch, device: Device) 
     seconds = linear_seconds(model.head, batch.sequences, device, in_pass=True)
     for linear, count in model.linears[variant].items():
         between = 2 * batch.tokens * linear.active_experts * (linear.inputs + linear.outputs)
-        seconds += count * (
-            linear_seconds(linear, batch.tokens, device, in_pass=True)
-            + preparation_seconds(linear, batch.tokens, device)
-            + between / device.between_bytes_per_s
-        )
+        call = linear_seconds(linear, batch.tokens, device, in_pass=True)
+        call += preparation_seconds(linear, batch.tokens, device)
+        seconds += count * (call + between / device.between_bytes_per_s)
     moved = batch.cached * model.kv_bytes_per_token + 2 * batch.sequences * model.state_bytes
     seconds += moved / device.kernel("bf16").bytes_per_s
     seconds += batch.pairs * model.attention_flops / device.attention_flops_per_s
@@ -74,8 +69,8 @@ def scheme_on(device: Device, linear: Linear, scheme: str) -> str:
 def linear_seconds(linear: Linear, tokens: int, device: Device, in_pass: bool = False) -> float:
     """Return the time of one call with activations [tokens, inputs], or of all experts together.
 
-    The fastest of its kernels runs it. The model assumes that tokens choose their experts evenly and
-    independently. ``in_pass`` tells whether other calls come before and after this one.
+    The fastest of its kernels runs it; tokens choose their experts evenly and independently. ``in_pass``
+    tells whether other calls come before and after this one.
     """
     schemes = [scheme_on(device, linear, scheme) for scheme in linear.kernels]
     kernels = [device.kernel(scheme) for scheme in schemes if scheme != HUMMING or scheme in device.kernels]
@@ -177,22 +172,18 @@ def serve(
     """Serve ``count`` requests that arrive at once; ``seconds`` returns the time of a pass.
 
     As many requests as the KV cache holds to their end, one at least, are served together: first their
-    prompts, in passes with as many tokens as a pass may have, then all decode. The next ones come after them.
-    Left out: vLLM also decodes the first of them beside the prompts of the others, admits more than the KV
-    cache holds in the end, and pads passes; the server works between them.
+    prompts, in full passes, then all decode. The next ones come after them. vLLM's decoding beside prompts,
+    padding and work between passes are left out.
     """
     prompt, steps = batches.input_tokens, batches.output_tokens - 1
     together = min(limits.sequences, kv_cache_tokens // batches.request_tokens)
-    first_tokens: list[float] = []
-    last_tokens: list[float] = []
-    now = 0.0
+    first_tokens, last_tokens, now = list[float](), list[float](), 0.0
     while len(last_tokens) < count:
         number = min(together, count - len(last_tokens))
         full, rest = divmod(number * prompt, limits.tokens)
-        passes = [
-            seconds("prefill", Batch(n, ceil(n / prompt), pairs=n * (prompt + 1) / 2))
-            for n in [limits.tokens] * full + [rest] * (rest > 0)
-        ]
+        sizes = [limits.tokens] * full + [rest] * (rest > 0)
+        batches_of = (Batch(n, ceil(n / prompt), pairs=n * (prompt + 1) / 2) for n in sizes)
+        passes = [seconds("prefill", batch) for batch in batches_of]
         ends = list(accumulate(passes, initial=now))
         first_tokens += [ends[ceil(n * prompt / limits.tokens)] for n in range(1, number + 1)]
         # The time of a pass is linear in the tokens that it reads, so the mean pass reads their mean.

@@ -1,28 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Judge whether two matrices differ by quantisation noise only.
-
-Matrices are read as chunks of rows with their scales and variances beside them, which enter the sums as
-vectors in matrix-vector products. The bounds follow from the variance of rounding that `dequantize` predicts,
-so they are wider for INT4 than for INT8; BOUNDS.md says how they were found.
+"""Judge whether two matrices differ by quantisation noise only; BOUNDS.md says how the bounds were found.
 
 Every row that writes the KV cache is compared. What is to be found in the other matrices and the embeddings
-(another basis, scales moved between two matrices, other weights) changes every row. So their rows form blocks
-of 16, and of every k blocks one is compared, in k consecutive layers each. k is at most 16, and 1 for up to
-255 rows: with 128 rows the gain of a column is known to 2 % for INT4, and the median over all columns, which
-is compared, much better.
-
-A difference is always found if it changes every row or column, more than 16 (k - 1) consecutive rows, or the
-same rows in k consecutive layers; one in m rows anywhere with a probability of 1 - (1 - 1/k)^m, for k = 16 a
-sixteenth for one row and 95 % for 48.
+(another basis, moved scales, other weights) changes every row. So their rows form blocks of 16, and of every
+k blocks one is compared, in k consecutive layers each. k is at most 16, and 1 for up to 255 rows: with 128
+rows the gain of a column is known to 2 % for INT4, and the median over all columns much better. A difference
+is always found if it changes every row or column, more than 16 (k - 1) consecutive rows, or the same rows in
+k consecutive layers; one in m rows anywhere with a probability of 1 - (1 - 1/k)^m.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 BLOCK_ROWS = 16
 LEAST_ROWS = 128
@@ -51,16 +45,13 @@ TINY = 1e-30
 
 
 def sample_rows(count: int, turn: int, least: int = LEAST_ROWS) -> list[range]:
-    """Return blocks of rows to compare among ``count`` rows; ``turn`` chooses which blocks.
-
-    The blocks hold at least ``least`` rows and a sixteenth of all, give or take a block, or all rows.
-    """
+    """Return blocks of ``least`` rows and a sixteenth of all, or all; ``turn`` chooses which blocks."""
     every = max(1, min(LEAST_SHARE, count // least))
     starts = range(turn % every * BLOCK_ROWS, count, every * BLOCK_ROWS)
     return [range(start, min(start + BLOCK_ROWS, count)) for start in starts]
 
 
-def row_numbers(blocks: Sequence[range]) -> torch.Tensor:
+def row_numbers(blocks: Sequence[range]) -> Tensor:
     """Return the row numbers in the blocks, int64 [rows]."""
     return torch.cat([torch.arange(block.start, block.stop) for block in blocks])
 
@@ -69,23 +60,23 @@ def row_numbers(blocks: Sequence[range]) -> torch.Tensor:
 class ScaledRows:
     """Rows W of a weight: W[r, c] = rows[r] * values[r, c]. All float32."""
 
-    values: torch.Tensor
+    values: Tensor
     """Values before the row factors, [n, in]."""
-    variance: torch.Tensor
+    variance: Tensor
     """Expected squared rounding error of ``values``, [n or 1, groups]; a group has in / groups columns."""
-    rows: torch.Tensor
+    rows: Tensor
     """Factor of each row, [n]."""
 
-    def matrix(self) -> torch.Tensor:
+    def matrix(self) -> Tensor:
         """Return W, [n, in]."""
         return self.values * self.rows[:, None]
 
-    def variances(self) -> torch.Tensor:
+    def variances(self) -> Tensor:
         """Return the expected squared rounding error of every number of W, [n, in]."""
         width = self.values.shape[1] // self.variance.shape[1]
         return self.variance.repeat_interleave(width, dim=1) * self.rows[:, None] ** 2
 
-    def noise_of_rows(self, column_squares: torch.Tensor) -> torch.Tensor:
+    def noise_of_rows(self, column_squares: Tensor) -> Tensor:
         """Return each row's sum of variances times the squared column factors [in]; [n]."""
         in_groups = column_squares.view(self.variance.shape[1], -1).sum(1)
         return self.rows * self.rows * (self.variance @ in_groups)
@@ -96,53 +87,50 @@ class ScaledMatrix:
     """Rows of a weight in chunks, and factors of its columns; the chunks can be iterated once."""
 
     chunks: Iterator[ScaledRows]
-    columns: torch.Tensor
+    columns: Tensor
     """Factor of each column, float32 [in]."""
 
-    def times_columns(self, factors: torch.Tensor) -> ScaledMatrix:
+    def times_columns(self, factors: Tensor) -> ScaledMatrix:
         """Return the matrix with its columns multiplied by ``factors``, [in]."""
         return ScaledMatrix(self.chunks, self.columns * factors)
 
-    def rotated(self, rotation: torch.Tensor) -> ScaledMatrix:
+    def rotated(self, rotation: Tensor) -> ScaledMatrix:
         """Return the matrix times the transpose of ``rotation`` [in, in]; a row's noise is spread evenly."""
-        return ScaledMatrix(map(self._rotate(rotation), self.chunks), torch.ones_like(self.columns))
-
-    def _rotate(self, rotation: torch.Tensor) -> Callable[[ScaledRows], ScaledRows]:
-        turned = self.columns[:, None] * rotation.T
-        squares = self.columns**2
+        turned, squares = self.columns[:, None] * rotation.T, self.columns**2
 
         def rotate(chunk: ScaledRows) -> ScaledRows:
             variance = chunk.noise_of_rows(squares)[:, None] / len(squares)
             return ScaledRows(chunk.matrix() @ turned, variance, torch.ones_like(chunk.rows))
 
-        return rotate
+        return ScaledMatrix(map(rotate, self.chunks), torch.ones_like(self.columns))
 
 
 @dataclass(frozen=True)
 class Sums:
     """Sums over each row, or each column, of two matrices a and b; float64 [n], n rows or columns."""
 
-    aa: torch.Tensor
-    """Sums of a * a."""
-    ab: torch.Tensor
-    """Sums of a * b."""
-    bb: torch.Tensor
-    """Sums of b * b."""
-    bb_noise: torch.Tensor
+    aa: Tensor
+    ab: Tensor
+    bb: Tensor
+    bb_noise: Tensor
     """Sums of b * b * v, where v is the variance that rounding gives a - b: the variance of <b, a - b>.
 
     Storage in bfloat16 is left out: it adds at most 0.003 to a gain's error, a tenth of the tightest bound.
     """
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Sums:
-        return Sums(*(function(getattr(self, f.name)) for f in fields(self)))
+    @classmethod
+    def of(cls, terms: Tensor) -> Sums:
+        """Return the sums of the terms of :func:`_sums_of_chunk`, [5, n]."""
+        return cls(*terms[:3], terms[3] + terms[4])
 
-    def gains(self) -> torch.Tensor:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Sums:
+        return Sums(*map(function, vars(self).values()))
+
+    def gains(self) -> Tensor:
         """Return the gain g of every row or column in a = g * b + noise, [n].
 
-        Least squares of a on b underestimates the gain if b is noisy, and least squares of b on a
-        overestimates it. The true gain lies between the two; the value nearest 1 is returned, so that
-        quantisation noise explains as much as it can. Rows with more noise than signal get exactly 1.
+        Least squares of a on b underestimates it if b is noisy, and of b on a overestimates it. The value
+        between them that is nearest 1 is returned. Rows with more noise than signal get exactly 1.
         """
         low = self.ab / self.bb
         high = torch.where(self.ab > 0, self.aa / self.ab, low)
@@ -154,7 +142,7 @@ class Sums:
 class MatrixSums:
     rows: Sums
     columns: Sums
-    noise: torch.Tensor
+    noise: Tensor
     """Sums over each row of the variance that rounding gives a - b; float64 [rows]."""
 
 
@@ -176,12 +164,12 @@ def sum_products(a: ScaledMatrix, b: ScaledMatrix) -> MatrixSums:
     column_sums *= torch.stack(weights)
     bb = rows[2]
     noise = torch.cat(noise_parts).double() + bb * (2 * STORAGE_NOISE**2 / 3)
-    return MatrixSums(_as_sums(rows), _as_sums(column_sums), noise)
+    return MatrixSums(Sums.of(rows), Sums.of(column_sums), noise)
 
 
 def _sums_of_chunk(
-    a: ScaledRows, b: ScaledRows, weights: tuple[torch.Tensor, ...], memory: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    a: ScaledRows, b: ScaledRows, weights: tuple[Tensor, ...], memory: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the sums over rows [5, n], and over columns [5, in], the latter without the columns' weights.
 
     ``memory`` [2, n, in] is overwritten: allocating it for each chunk would cost as much as a product.
@@ -207,10 +195,6 @@ def _sums_of_chunk(
         sums.append((factor * (product @ weight), factor @ product))
     rows, columns = zip(*sums, strict=True)
     return torch.stack(rows), torch.stack(columns)
-
-
-def _as_sums(terms: torch.Tensor) -> Sums:
-    return Sums(terms[0], terms[1], terms[2], terms[3] + terms[4])
 
 
 @dataclass(frozen=True)
@@ -251,7 +235,7 @@ def judge_matrices(
     head_rows: int | None = None,
     noise_factor: float = NOISE_FACTOR,
     row_gain: float = ROW_GAIN,
-    row_numbers: torch.Tensor | None = None,
+    row_numbers: Tensor | None = None,
 ) -> MatrixDistance:
     """Return how far two matrices are apart; heads of ``head_rows`` rows are also judged one by one.
 
@@ -270,7 +254,7 @@ def judge_matrices(
     return MatrixDistance(error, columns, max(candidates, key=lambda e: e.ratio))
 
 
-def _error(sums: Sums, noise: torch.Tensor, what: str, noise_factor: float) -> Excess:
+def _error(sums: Sums, noise: Tensor, what: str, noise_factor: float) -> Excess:
     """Return |a - b| / |b| and its bound, ``noise_factor`` times the noise, for the worst part."""
     size = sums.bb.clamp_min(TINY)
     measured = ((sums.aa - 2 * sums.ab + sums.bb).clamp_min(0) / size).sqrt()
@@ -280,17 +264,17 @@ def _error(sums: Sums, noise: torch.Tensor, what: str, noise_factor: float) -> E
     return Excess(name, float(measured[worst]), float(allowed[worst]))
 
 
-def unexplained_gains(rows: Sums) -> torch.Tensor:
+def unexplained_gains(rows: Sums) -> Tensor:
     """Return the gain of each row, [rows]; 1 for rows whose gain noise explains."""
     gains = rows.gains()
     return torch.where((gains - 1).abs() > _allowed_gain(rows, ROW_GAIN), gains, 1.0)
 
 
-def _allowed_gain(rows: Sums, band: float) -> torch.Tensor:
+def _allowed_gain(rows: Sums, band: float) -> Tensor:
     return (ROW_GAIN_SIGMAS * _gain_sigma(rows)).clamp_min(band)
 
 
-def _worst_gain(rows: Sums, band: float, numbers: torch.Tensor | None) -> Excess:
+def _worst_gain(rows: Sums, band: float, numbers: Tensor | None) -> Excess:
     """Return |gain - 1| and its bound for the row whose gain noise explains least."""
     off = (rows.gains() - 1).abs()
     allowed = _allowed_gain(rows, band)
@@ -306,6 +290,6 @@ def _typical_gain(columns: Sums) -> Excess:
     return Excess("median gain error of the columns", float(off), float(allowed))
 
 
-def _gain_sigma(sums: Sums) -> torch.Tensor:
+def _gain_sigma(sums: Sums) -> Tensor:
     """Return the standard deviation that rounding noise gives each least-squares gain, [n]."""
     return sums.bb_noise.sqrt() / sums.bb.clamp_min(TINY)

@@ -2,16 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Decide whether variants can share one KV cache, and whether one plan can mix their layers.
 
-A variant reads cache entries that another variant wrote, so every layer must compute the same K and V, or the
-same state, up to quantisation noise. Rounding and folds of a norm (SmoothQuant) keep K and V; scaling them
-(AWQ's v -> o smoothing) or rotating them (SpinQuant's R2 and R3) does not: each such model is right on its
-own cache, and silently wrong on the other's.
+A variant reads cache entries that another one wrote, so every layer must compute the same K and V, or the
+same state, up to quantisation noise. Folding a norm (SmoothQuant) keeps them; scaling (AWQ's v -> o
+smoothing) or rotating K and V (SpinQuant's R2 and R3) does not.
 
-These forbid a shared cache: a difference in a row that reaches the cache, in a parameter, in a 16-bit matrix,
-or in a module outside of the layers; another matrix that differs by more than quantisation ever explains; and
-columns that are larger or smaller on the whole, because the layers behind them then cache something else. A
-matrix that differs by more than noise, but by less than that, forbids only plans that mix layers, and so does
-another residual basis.
+These forbid a shared cache: a difference in a row that reaches the cache, a parameter, a 16-bit matrix or a
+module outside of the layers; another matrix that differs by more than quantisation ever explains; columns
+that are larger or smaller on the whole. A matrix that differs by more than noise, but less than that, forbids
+only plans that mix layers, and so does another residual basis.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ import torch
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import decoder_layer
 from flexquant.checkpoint.safetensors_io import load_tensor
+from flexquant.checkpoint.schemes import transforms_at
 from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError, said_by
 from flexquant.merge.formats import Source
@@ -42,10 +41,7 @@ KV_ADVICE = (
 )
 RESIDUAL_ADVICE = "use plans that run all layers in one variant, or quantise both without rotation"
 CACHE_TRANSFORMS = ("k_cache", "q_attn", "output")
-"""Locations (compressed_tensors.transform.TransformLocation) of transforms that run with the model.
-
-Those of inputs are undone where a linear's weight is read.
-"""
+"""Locations (TransformLocation) of transforms that run with the model, but for those of linears' inputs."""
 ALIKE = ("llama", "qwen3", "phi3")
 """transformers models that can stand in for a missing one: plain, with norms of Q and K, fused matrices."""
 WITH_BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -87,9 +83,8 @@ class Pair:
         return f"{self.names} cannot share a KV cache: {difference}; {KV_ADVICE}"
 
     def forbid_mixing(self, difference: str) -> None:
-        self.residual_message = (
-            f"{self.names} cannot be mixed layer by layer: {difference}; {RESIDUAL_ADVICE}"
-        )
+        problem = f"{self.names} cannot be mixed layer by layer: {difference}"
+        self.residual_message = f"{problem}; {RESIDUAL_ADVICE}"
 
     def compare_layer(self, layer: int) -> LayerComparison:
         weights = (self.variant, self.reference)
@@ -98,28 +93,16 @@ class Pair:
         except FlexQuantError:
             raise
         except Exception as e:  # the code of a model in transformers can raise anything
-            raise FlexQuantError(
-                f"layer {layer} of {self.names} cannot be run by transformers ({type(e).__name__}: "
-                f"{said_by(e)}), so its cache cannot be compared; update transformers"
-            ) from e
+            said = f"{type(e).__name__}: {said_by(e)}"
+            problem = f"layer {layer} of {self.names} cannot be run by transformers ({said})"
+            raise FlexQuantError(f"{problem}, so its cache cannot be compared; update transformers") from e
 
 
 def rotation_difference(variant: Source, reference: Source) -> str:
     """Return how the run-time rotations of K (SpinQuant's R3), or of outputs, differ; empty if not."""
-    found: list[JsonObject] = []
-    for source in (variant, reference):
-        groups = (source.quantization_config.get("transform_config") or {}).get("config_groups") or {}
-        found.append(
-            {
-                name: group
-                for name, group in groups.items()
-                if any(apply.get("location") in CACHE_TRANSFORMS for apply in group.get("apply", ()))
-            }
-        )
-    a, b = found
-    if a == b:
-        return ""
-    return f"rotation of the KV cache is {b!r} in '{reference.name}' and {a!r} in '{variant.name}'"
+    a, b = (transforms_at(of.quantization_config, CACHE_TRANSFORMS) for of in (variant, reference))
+    names = reference.name, variant.name
+    return "" if a == b else f"rotation of the KV cache is {b!r} in '{names[0]}' and {a!r} in '{names[1]}'"
 
 
 def scale_difference(variant: Source, reference: Source) -> str:
@@ -145,16 +128,6 @@ class Closest(TypedDict):
     share_of_bound: float
 
 
-class KVVerdict(TypedDict):
-    """A :class:`KVReport` in the merged config."""
-
-    compatible: bool
-    layered_plans: bool
-    message: str
-    residual_message: str
-    worst: dict[str, Closest]
-
-
 @dataclass
 class KVReport:
     """Result of the comparison. The first source is the reference for all others."""
@@ -176,7 +149,6 @@ class KVReport:
 
     @property
     def layered_plans(self) -> bool:
-        """Whether layers of all variants can be mixed."""
         return self.compatible and len(self.mixable) == 1
 
     def refuse(self, sources: Sequence[Source], message: str) -> KVReport:
@@ -184,7 +156,7 @@ class KVReport:
         self.message, self.rescaled = message, [source.name for source in sources[1:]]
         return self
 
-    def to_json(self) -> KVVerdict:
+    def to_json(self) -> JsonObject:
         return {
             "compatible": self.compatible,
             "layered_plans": self.layered_plans,
@@ -262,9 +234,9 @@ def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None 
 
 @contextmanager
 def workers() -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool of as many threads as PyTorch uses; inside each, PyTorch computes on one thread.
+    """Yield as many threads as PyTorch uses; in each, PyTorch computes on one.
 
-    On leaving, tasks that have not begun are cancelled, and PyTorch's number of threads is restored.
+    Waiting tasks are cancelled.
     """
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
@@ -278,18 +250,15 @@ def workers() -> Iterator[ThreadPoolExecutor]:
 def build_skeleton(source: Source) -> Skeleton:
     """Return the skeleton of a source's model.
 
-    If transformers cannot build or run the model, the first model of ``ALIKE`` whose layers have the same
-    matrices takes its place, marked ``stands_in``. Raises FlexQuantError if there is none.
+    If transformers cannot build or run it, the first model of ``ALIKE`` whose layers have the same matrices
+    takes its place, marked ``stands_in``. Raises FlexQuantError if there is none.
     """
     try:
         return Skeleton(source.config)
     except Exception as e:  # the code of a model in transformers can raise anything
         reason = f"{type(e).__name__}: {said_by(e)}"
-    names = {
-        WEIGHT.sub("", name[found.end() :])
-        for name in source.tensors
-        if (found := decoder_layer(name)) is not None and found["index"] == "0" and WEIGHT.search(name)
-    }
+    weights = [(name, decoder_layer(name)) for name in source.tensors if WEIGHT.search(name)]
+    names = {WEIGHT.sub("", name[at.end() :]) for name, at in weights if at and at["index"] == "0"}
     for kind in ALIKE:
         try:
             skeleton = Skeleton({**source.config, **WITH_BIASES, "model_type": kind}, stands_in=True)
@@ -297,8 +266,6 @@ def build_skeleton(source: Source) -> Skeleton:
             continue
         if skeleton.matrices[0].keys() <= names:
             return skeleton
-    raise FlexQuantError(
-        f"transformers cannot build the {source.architecture} of variant '{source.name}' ({reason}), and its "
-        f"layers are not those of {', '.join(ALIKE)} either, so its KV cache cannot be compared; update "
-        "transformers"
-    )
+    problem = f"transformers cannot build the {source.architecture} of variant '{source.name}' ({reason})"
+    other = f"and its layers are not those of {', '.join(ALIKE)} either, so its KV cache cannot be compared"
+    raise FlexQuantError(f"{problem}, {other}; update transformers")

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
 
 from flexquant.checkpoint.nested import load_zero_points, unpack
 from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor
@@ -50,20 +51,15 @@ class WeightReader:
         return out_features, in_features
 
     def weight_args(self, module: str) -> QuantizationArgs:
-        """Return how a Linear's weight is quantised.
-
-        Raises FlexQuantError for 16 bit, another scheme, and parameters of other shapes than it asks for.
-        """
+        """Return how a Linear's weight is quantised; raise FlexQuantError for 16 bit and unfit shapes."""
         scheme, stored = self.schemes.of(module), self.stored(module)
         if scheme is None or scheme.weights is None:
             raise self.error(module, f"is stored as {stored.dtype}, but no config group quantises it")
         args, form = scheme.weights, self.schemes.format_of(scheme)
         if not is_readable(args, form):
-            raise self.error(
-                module,
-                f"has the scheme {form} ({args.num_bits}-bit {args.type}, {args.strategy}), "
-                "which cannot be compared; use INT4, INT8 or FP8 weights",
-            )
+            scheme_text = f"{form} ({args.num_bits}-bit {args.type}, {args.strategy})"
+            advice = "which cannot be compared; use INT4, INT8 or FP8 weights"
+            raise self.error(module, f"has the scheme {scheme_text}, {advice}")
         if problem := shape_problem(args, stored, partial(self.ref, module)):
             raise self.error(module, f"{problem}; quantise it again")
         return args
@@ -76,9 +72,9 @@ class WeightReader:
         """Whether a Linear's weight is stored in fewer than 16 bits."""
         return not _is_float(self.stored(module))
 
-    def as_floats(self, raw: torch.Tensor) -> torch.Tensor:
+    def as_floats(self, raw: Tensor) -> Tensor:
         """Return a matrix as float32, in a buffer that the thread's next call overwrites."""
-        buffer: torch.Tensor | None = getattr(self._memory, "floats", None)
+        buffer: Tensor | None = getattr(self._memory, "floats", None)
         if buffer is None or buffer.numel() < raw.numel():
             buffer = self._memory.floats = torch.empty(raw.numel(), dtype=torch.float32)
         return buffer[: raw.numel()].view(raw.shape).copy_(raw)
@@ -121,10 +117,7 @@ class StoredLinear:
             self._zero_point = load_zero_points(stored, self._args.num_bits, self.shape[0]).float()
 
     def read(self, rows: Sequence[range] | None = None) -> ScaledRows:
-        """Return the rows in these ranges, or all; the thread's next read overwrites them.
-
-        Raises FlexQuantError, naming the module, for NaN or infinite weights among them.
-        """
+        """Return rows, or all, until the thread's next read; raise FlexQuantError for NaN or infinity."""
         stored = self._read(rows)
         return stored if self._rotation is None else turned_back(stored, self._rotation)
 
@@ -154,7 +147,7 @@ class StoredLinear:
         _in_groups(variance, scale).mul_(scale[:, :, None] ** 2)
         return ScaledRows(values, variance, ones)
 
-    def _of_rows(self, per_group: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def _of_rows(self, per_group: Tensor, index: Tensor) -> Tensor:
         """Return scales or zero points of the rows at ``index``, [rows or 1, groups of equal width]."""
         if per_group.numel() == 1:
             return per_group.reshape(1, 1)
@@ -165,7 +158,7 @@ class StoredLinear:
             return per_group
         return per_group.repeat_interleave(width, dim=1)[:, : self.shape[1]]  # the last block is narrower
 
-    def _finite(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _finite(self, numbers: Tensor) -> Tensor:
         if not is_finite(numbers):
             problem = "holds NaN or infinite weights or scales; quantise it again"
             raise self._reader.error(self._module, problem)
@@ -177,16 +170,15 @@ def _is_packed(weight: TensorRef) -> bool:
 
 
 def _is_float(weight: TensorRef) -> bool:
-    """Whether a stored weight is not quantised."""
     return weight.dtype in FLOAT_DTYPES and not _is_packed(weight)
 
 
-def _in_groups(x: torch.Tensor, per_group: torch.Tensor) -> torch.Tensor:
+def _in_groups(x: Tensor, per_group: Tensor) -> Tensor:
     """Return [rows, in] viewed as [rows, groups, columns of a group]."""
     return x.view(len(x), per_group.shape[1], -1)
 
 
-def _ulp(values: torch.Tensor, mantissa_bits: int, min_exponent: int) -> torch.Tensor:
+def _ulp(values: Tensor, mantissa_bits: int, min_exponent: int) -> Tensor:
     """Return the distance between neighbouring floating-point numbers at each value."""
     power = (values.view(torch.int32) & FLOAT32_EXPONENT).view(torch.float32)  # largest power of two <= value
     return power.clamp_min_(2.0**min_exponent).mul_(2.0**-mantissa_bits)

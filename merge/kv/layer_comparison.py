@@ -2,14 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Compare one layer of two variants: run transformers' layer for both, and compare the matrices on the way.
 
-Everything but the matrices (norms, biases, rotary embedding, attention, activations) runs in float32 in
-transformers' own code, with the parameters of either variant. The matrices return the same answers in both.
-So what the layer caches and returns has to be equal, number by number, up to the rounding of parameters to
-their dtype. A matrix's input has to be equal too, up to a factor for each column, since a fold (SmoothQuant)
-moves factors from the module before into the columns. After these factors are multiplied out, the two
-matrices may differ by quantisation noise only. If the rows of a matrix have factors of their own (a fold from
-up_proj into down_proj), its answers are multiplied by them, provided that they cancel further on. Routed
-experts are compared by tensor name, since transformers fuses their matrices.
+Everything but the matrices runs in float32 in transformers' own code, with the parameters of either variant.
+The matrices return the same answers in both, so what the layer caches and returns has to be equal, up to the
+rounding of parameters. A matrix's input has to be equal up to a factor for each column, which a fold
+(SmoothQuant) moves there. With these multiplied out, matrices may differ by quantisation noise only. If rows
+have factors (a fold from up_proj into down_proj), answers are multiplied by them, provided that they cancel
+further on. Routed experts are compared by tensor name, since transformers fuses their matrices.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from flexquant.checkpoint.module_names import ranges
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor, same_bytes
@@ -61,15 +60,14 @@ Weights = tuple[VariantWeights, VariantWeights]
 """The variant's, and the reference's."""
 Modules = tuple[str, str]
 """A matrix's module in the variant and in the reference."""
-Columns = tuple[torch.Tensor, torch.Tensor]
+Rows = Sequence[range]
+Rotation = Tensor | None
+Columns = tuple[Tensor, Tensor]
 """Factors of a matrix's columns in the variant and in the reference, [in] each."""
 LATENT_UP = "kv_b_proj"
 """Projection that expands the latent KV cache; vLLM's attention layer, which all variants share, holds it."""
 RESCALED = 0.1
-"""Deviation from 1 of the median factor of inputs or rows above which a matrix counts as rescaled.
-
-GPTQ moves single rows by more.
-"""
+"""Deviation of the median factor from 1 above which a matrix is rescaled; GPTQ moves single rows by more."""
 OF_ANOTHER = 2.0
 """Multiple of the allowed error above which a matrix is another model's; GPTQ once reached half of it."""
 LEAST_COLUMN = 0.1
@@ -79,16 +77,11 @@ RowsCached = dict[object, Cached]
 """Names and shapes of a layer's matrices -> what such a layer's cache is computed with."""
 
 
-def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: torch.Tensor | None) -> bool:
-    """Whether two tensors [experts, out, in] or [experts, in, out] are equal but for ``factors`` [in].
-
-    Without factors, or if all factors are 1, the bytes have to be equal.
-    """
+def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: Tensor | None) -> bool:
+    """Whether [experts, ., .] are equal but for ``factors`` [in]; without them (or all 1) to the byte."""
     if factors is None or bool(((factors - 1).abs() < ARITHMETIC).all()):
         return same_bytes(a, b)
-    if a.shape != b.shape or a.dtype not in FLOAT_DTYPES or b.dtype not in FLOAT_DTYPES:
-        return False
-    if len(factors) not in a.shape[1:]:
+    if a.shape != b.shape or not {a.dtype, b.dtype} <= FLOAT_DTYPES.keys() or len(factors) not in a.shape[1:]:
         return False
     last = a.shape[-1] == len(factors)
     rounding = 2.0 ** -mantissa_bits(a, b)
@@ -103,9 +96,7 @@ def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: torch.Tensor | No
 class LayerComparison:
     """The comparison of one layer; with a ``rotation`` of the residual stream it stops at the KV cache."""
 
-    def __init__(
-        self, weights: Weights, layer: int, rotation: torch.Tensor | None, known_rows: RowsCached
-    ) -> None:
+    def __init__(self, weights: Weights, layer: int, rotation: Rotation, known: RowsCached) -> None:
         self.agreements: list[tuple[str, MatrixDistance]] = []
         """(Last part of the matrix's name, how it agrees), in the order of the comparisons."""
         self.cache_difference = ""
@@ -116,20 +107,20 @@ class LayerComparison:
         """Whether a fold or rotation gives a matrix other inputs or outputs than the reference's."""
         self._weights, self._layer, self._rotation = weights, layer, rotation
         self._skeleton = skeleton = weights[1].skeleton
-        self._tensors = (weights[0].layers[layer], weights[1].layers[layer])
-        self._parameters = (weights[0].load_parameters(layer), weights[1].load_parameters(layer))
+        self._tensors = [of.layers[layer] for of in weights]
+        self._parameters = [of.load_parameters(layer) for of in weights]
         self._pass = partial(run_pass, skeleton, layer, until_cached=rotation is not None)
         matrices = skeleton.matrices[layer]
         kind = tuple((name, None if is_experts(name) else shape_of(m)) for name, m in matrices.items())
-        if kind not in known_rows:
-            known_rows[kind] = find_cached(self._pass, self._parameters[1])
-        self._rows, self._of_states = known_rows[kind]
+        if kind not in known:
+            known[kind] = find_cached(self._pass, self._parameters[1])
+        self._rows, self._of_states = known[kind]
         self._seen = self._pass(self._parameters[1])
         self._run = partial(self._pass, reference=self._seen)
         self._cached_rows_differ = False
-        self._turned: set[str] = set()
+        self._turned = set[str]()
         """The variant's modules that read the residual stream, which is rotated."""
-        self._given: dict[str, torch.Tensor] = {}
+        self._given = dict[str, Tensor]()
         """Inputs of the variant's matrices, rotated into the reference's basis."""
 
     def run(self) -> LayerComparison:
@@ -144,8 +135,7 @@ class LayerComparison:
             if is_experts(name):
                 self._refuse(f"layer {self._layer} {name} is not reached by transformers' own layer")
             else:
-                ones = torch.ones(shape_of(matrix)[1], dtype=torch.float32)
-                self._compare_rows(name, (ones, ones))
+                self._compare_rows(name, _no_factors(shape_of(matrix)[1]))
         seen = replace(seen, inputs=self._given)
         a, b = (of.rounding_steps(self._layer) for of in self._weights)
         steps = {name: max(a[name], b[name]) for name in a}
@@ -158,28 +148,19 @@ class LayerComparison:
         """Compare, byte for byte, tensors that no pass reads and the projection of a latent cache."""
         a, b = self._tensors
         for name in unequal(a.unread, b.unread):
-            self._refuse(
-                f"'{name}' is not equal in both, and the layer as transformers builds it does not read "
-                "it, so what it does to the cache is not known"
-            )
+            problem = "the layer as transformers builds it does not read it, so what it does to the cache"
+            self._refuse(f"'{name}' is not equal in both, and {problem} is not known")
         for name in unequal(a.parameters, b.parameters) if self._skeleton.stands_in else ():
             stored = (b.parameters.get(name) or a.parameters[name]).name
-            self._refuse(
-                f"'{stored}' is not equal in both, and what the model does with it is not known, since the "
-                "installed transformers cannot build it; update transformers, or quantise without moving "
-                "scales into the norms"
-            )
+            unknown = "what the model does with it is unknown, as the installed transformers cannot build it"
+            advice = "update transformers, or quantise without moving scales into the norms"
+            self._refuse(f"'{stored}' is not equal in both, and {unknown}; {advice}")
+        both = list(zip(self._weights, self._tensors, strict=True))
         for matrix in (name for name in a.matrices if name.endswith(LATENT_UP)):
-            of_variant, of_reference = (
-                weights.stored(own.matrices[matrix])
-                for weights, own in zip(self._weights, self._tensors, strict=True)
-            )
-            if any(unequal(of_variant, of_reference)):
-                self._refuse(
-                    f"layer {self._layer} {matrix}, which expands the cached latent for all variants at "
-                    f"once, is not the same in both; keep it in 16 bits in all ('re:.*{LATENT_UP}$' among "
-                    "what the recipe ignores)"
-                )
+            if any(unequal(*(weights.stored(own.matrices[matrix]) for weights, own in both))):
+                use = "expands the cached latent for all variants at once"
+                advice = f"keep it in 16 bits in all ('re:.*{LATENT_UP}$' among what the recipe ignores)"
+                self._refuse(f"layer {self._layer} {matrix}, which {use}, is not the same in both; {advice}")
 
     def _compare_beside_matrices(self, steps: Mapping[str, float]) -> None:
         """Compare parameters whose differences a pass does not show, or not after so few tokens."""
@@ -193,7 +174,7 @@ class LayerComparison:
             if use and excess(a[name], b[name], steps[name] * b[name].abs() / ROUNDING) > 1:
                 self._refuse(f"layer {self._layer} {name}, which {use}, differs")
 
-    def _compare_matrix(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
+    def _compare_matrix(self, name: str, x: Tensor) -> Tensor | None:
         """Compare a matrix whose input is ``x`` [tokens, in]; return row factors [out] that cancel later."""
         expected = self._seen.inputs[name]
         name = name.partition(CALL)[0]
@@ -213,15 +194,14 @@ class LayerComparison:
         self._compare_experts(name, columns)
         return None
 
-    def _compare_fused(self, name: str, factors: torch.Tensor) -> None:
+    def _compare_fused(self, name: str, factors: Tensor) -> None:
         """Compare 16-bit tensors that hold all experts; ``factors`` [in] are those of the experts' input."""
         a, b = (of.fused.get(name, {}) for of in self._tensors)
         for own, ref in b.items():
             given = factors if len(ref.shape) == 3 and not own.startswith("down") else None
             if own not in a or not equal_but_for_columns(a[own], ref, given):
-                self._refuse(
-                    f"'{ref.name}' differs by more than rounding; leave experts in 16 bits as they are"
-                )
+                advice = "leave experts in 16 bits as they are"
+                self._refuse(f"'{ref.name}' differs by more than rounding; {advice}")
 
     def _compare_experts(self, name: str, columns: Columns) -> None:
         """Compare experts that are stored one by one, matrix by matrix; ``columns`` are of their inputs."""
@@ -231,21 +211,20 @@ class LayerComparison:
             for part, modules in pairs.items():
                 rows, inputs = self._weights[1].reader.shape(modules[1])
                 if part in DOWN_AND_UP:
-                    ones = torch.ones(inputs, dtype=torch.float32)
-                    sample, up = sample_rows(rows, turn), pairs.get(DOWN_AND_UP[part])
-                    agreement = self._judge(modules, sample, (ones, ones))
+                    sample, ones = sample_rows(rows, turn), _no_factors(inputs)
+                    agreement, up = self._judge(modules, sample, ones), pairs.get(DOWN_AND_UP[part])
                     if up is not None and not agreement.agrees:
                         gains = self._sums(up, [range(inputs)], columns).rows.gains().float()
-                        agreement = self._judge(modules, sample, (gains, ones))
+                        agreement = self._judge(modules, sample, (gains, ones[1]))
                 else:
                     agreement = self._judge(modules, sample_rows(rows, turn, LEAST_ROWS), columns)
                 self._note(f"{name}.{number}.{part}", modules, agreement, cached=False)
 
-    def _compare_rows(self, name: str, columns: Columns) -> torch.Tensor | None:
+    def _compare_rows(self, name: str, columns: Columns) -> Tensor | None:
         """Compare the rows that reach the cache and a sample of the others; return as ``_compare_matrix``."""
         matrices = self._skeleton.matrices[self._layer]
         out = shape_of(matrices[name])[0]
-        modules = (self._tensors[0].matrices[name], self._tensors[1].matrices[name])
+        modules = self._tensors[0].matrices[name], self._tensors[1].matrices[name]
         cached = self._rows.get(name, torch.zeros(out, dtype=torch.bool))
         if self._skeleton.stands_in and name in self._rows:  # its rows may lie in another order
             cached = torch.ones_like(cached)
@@ -256,11 +235,7 @@ class LayerComparison:
             self._note(name, modules, judge_matrices(sums, heads, row_numbers=row_numbers(rows)), cached=True)
         others = _ranges(~cached)
         turn = self._layer + list(matrices).index(name)
-        sample = [
-            range(part.start + block.start, part.start + block.stop)
-            for part in others
-            for block in sample_rows(len(part), turn)
-        ]
+        sample = [part[block.start : block.stop] for part in others for block in sample_rows(len(part), turn)]
         if not sample:
             return None
         sums, gains = self._sums(modules, sample, columns), None
@@ -272,9 +247,7 @@ class LayerComparison:
         self._note(name, modules, agreement, cached=False)
         return gains
 
-    def _cancelling_gains(
-        self, name: str, modules: Modules, rows: Sequence[range], columns: Columns
-    ) -> torch.Tensor | None:
+    def _cancelling_gains(self, name: str, modules: Modules, rows: Rows, columns: Columns) -> Tensor | None:
         """Return row factors [out] that change nothing later in the layer but columns; None if they do."""
         matrix = self._skeleton.matrices[self._layer][name]
         if self._rotation is not None or not is_linear(matrix):
@@ -288,22 +261,14 @@ class LayerComparison:
         return None if changed(seen, self._seen) else gains
 
     def _judge(
-        self,
-        modules: Modules,
-        rows: Sequence[range],
-        columns: Columns,
-        row_factors: torch.Tensor | None = None,
+        self, modules: Modules, rows: Rows, columns: Columns, row_factors: Tensor | None = None
     ) -> MatrixDistance:
         """Return how rows that do not reach the cache agree; see `_sums`."""
         sums = self._sums(modules, rows, columns, row_factors)
         return judge_matrices(sums, None, OUTPUT_NOISE_FACTOR, OUTPUT_ROW_GAIN, row_numbers(rows))
 
     def _sums(
-        self,
-        modules: Modules,
-        rows: Sequence[range],
-        columns: Columns,
-        row_factors: torch.Tensor | None = None,
+        self, modules: Modules, rows: Rows, columns: Columns, row_factors: Tensor | None = None
     ) -> MatrixSums:
         """Sum over rows of the variant's matrix, turned back or with ``row_factors``, and the reference's."""
         of_variant = self._weights[0].matrix(modules[0], rows, row_factors)
@@ -318,12 +283,10 @@ class LayerComparison:
         if agreement.agrees:
             return
         overall = "" if agreement.worst == agreement.error else f"; {agreement.error}"
-        difference = (
-            f"layer {self._layer} {name} differs by more than quantisation noise ({agreement.worst}{overall})"
-        )
-        quantised = any(
-            of.reader.is_quantised(module) for of, module in zip(self._weights, modules, strict=True)
-        )
+        by = f"more than quantisation noise ({agreement.worst}{overall})"
+        difference = f"layer {self._layer} {name} differs by {by}"
+        both = zip(self._weights, modules, strict=True)
+        quantised = any(of.reader.is_quantised(module) for of, module in both)
         if cached and not self._cached_rows_differ:
             self.cache_difference, self._cached_rows_differ = difference, True
         elif not quantised or _is_of_another_model(agreement):
@@ -341,6 +304,10 @@ def _is_of_another_model(agreement: MatrixDistance) -> bool:
     return error.measured > ERROR_CAP or error.ratio > OF_ANOTHER or agreement.columns.ratio > 1
 
 
-def _ranges(rows: torch.Tensor) -> list[range]:
-    """Return the ranges of consecutive rows that a mask, bool [rows], selects."""
+def _ranges(rows: Tensor) -> list[range]:
     return ranges(torch.nonzero(rows).flatten().tolist())
+
+
+def _no_factors(inputs: int) -> Columns:
+    ones = torch.ones(inputs, dtype=torch.float32)
+    return ones, ones

@@ -2,10 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Run a layer once, record what passes through it, and compare two such passes.
 
-Both passes get the same outputs from the matrices, so every number of one pass is compared with the same
-number of the other. Rounding each parameter to its dtype explains a part of the difference; passes with
-parameters rounded at random estimate that part. They run only if the two passes differ by more than float32
-arithmetic in another order explains.
+Both passes get the same outputs from the matrices, so every number of one is compared with the same number of
+the other. Rounding parameters to their dtype explains a part of the difference; only if passes differ by more
+than float32 arithmetic explains, passes with randomly rounded parameters estimate that part.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flexquant.merge.kv.matrices import Answer, OwnForward, answer_at_random, is_linear, random
 from flexquant.merge.kv.skeleton import Skeleton, is_state
@@ -24,9 +23,9 @@ OUTPUT = "the layer's output"
 CALL = ", call "
 """Separates a matrix's name from the number of a later call in the same pass."""
 
-Cached: TypeAlias = tuple[dict[str, torch.Tensor], set[str]]
+Cached: TypeAlias = tuple[dict[str, Tensor], set[str]]
 """Which rows of each matrix reach the cache, bool [out] by name, and parameters that a state is made with."""
-Gains = Callable[[str, torch.Tensor], torch.Tensor | None]
+Gains = Callable[[str, Tensor], Tensor | None]
 """Called with a matrix's name and input [tokens, in]; can return factors of its output features, [out]."""
 ROUNDED_PASSES = 16
 """Number of passes with randomly rounded parameters that estimate the effect of rounding."""
@@ -35,22 +34,20 @@ ROUNDING = 6.0
 ARITHMETIC = 1e-5
 """Effect of float32 arithmetic in another order, as a share of a number's size plus the mean size."""
 
-Parameters = Mapping[str, torch.Tensor]
+Parameters = Mapping[str, Tensor]
 RunLayer = Callable[[Parameters], "LayerPass"]
-"""Runs the layer with other parameters; its matrices answer as in the reference's pass."""
 
 
 @dataclass
 class LayerPass:
     """Tensors recorded in a pass."""
 
-    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
     """Input of each matrix, float32 [tokens, in], by name, in the order of the calls."""
-    beside: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    beside: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     """Further arguments of the experts: which experts each token goes to, and their weights."""
     answers: dict[str, Answer] = field(default_factory=dict)
-    """Output that each matrix was given in place of its product."""
-    results: dict[str, torch.Tensor] = field(default_factory=dict)
+    results: dict[str, Tensor] = field(default_factory=dict)
     """Cached K and V, states, and the layer's output, float32."""
 
 
@@ -61,7 +58,7 @@ def run_pass(
     reference: LayerPass | None = None,
     *,
     gains: Gains | None = None,
-    rotation: torch.Tensor | None = None,
+    rotation: Tensor | None = None,
     until_cached: bool = False,
     with_gradients: bool = False,
 ) -> LayerPass:
@@ -75,7 +72,7 @@ def run_pass(
         point = name if name not in seen.inputs else f"{name}{CALL}{len(seen.inputs)}"
         given = args[0]
         seen.inputs[point] = x = given.flatten(0, -2).clone()  # layers compute in place
-        seen.beside[point] = tuple(other for other in args[1:] if isinstance(other, torch.Tensor))
+        seen.beside[point] = tuple(other for other in args[1:] if isinstance(other, Tensor))
         answered: Answer
         if reference is not None:
             answered = reference.answers[point]
@@ -84,20 +81,18 @@ def run_pass(
         else:
             answered = _mapped(leaf, answer_at_random(name, module, forward, args))
         seen.answers[point] = answered
-        answered = _mapped(torch.Tensor.clone, answered)
+        answered = _mapped(Tensor.clone, answered)
         factors = None if gains is None else gains(point, x)
         bias = module.bias if is_linear(module) else None
-        if isinstance(answered, torch.Tensor):
+        if isinstance(answered, Tensor):
             answered = answered if factors is None else answered * factors
             answered = answered if bias is None else answered + bias
         return answered
 
-    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(with_gradients and tensor.is_floating_point())
 
-    hidden = skeleton.hidden(layer)
-    if rotation is not None:
-        hidden = hidden @ rotation
+    hidden = skeleton.hidden(layer) if rotation is None else skeleton.hidden(layer) @ rotation
     with torch.set_grad_enabled(with_gradients):
         cached, output = skeleton.run(layer, parameters, answer, hidden, until_cached)
     seen.results = dict(cached)
@@ -109,8 +104,8 @@ def run_pass(
 def find_cached(run: Callable[..., LayerPass], parameters: Parameters) -> Cached:
     """Return what the cache of a layer is computed with; ``run`` runs it with parameters.
 
-    A head of a state may forget so fast in one layer that its gate has no gradient. So rows count too that
-    reach the state with parameters of ones.
+    A head of a state may forget so fast that its gate has no gradient; so rows count too that reach the state
+    with parameters of ones.
     """
     given = {name: p.detach().requires_grad_() for name, p in parameters.items()}
     seen = run(given, with_gradients=True)
@@ -122,16 +117,15 @@ def find_cached(run: Callable[..., LayerPass], parameters: Parameters) -> Cached
     return rows, of_states
 
 
-def _rows_cached(seen: LayerPass) -> dict[str, torch.Tensor]:
+def _rows_cached(seen: LayerPass) -> dict[str, Tensor]:
     """Return which rows of each matrix change what a pass cached, bool [out] by name.
 
-    No gradient flows through a matrix, since its answer does not depend on its input. So if a matrix's answer
-    reaches the cache, its input counts as cached too.
+    No gradient flows through a matrix. So if its answer reaches the cache, its input counts as cached too.
     """
     targets = [tensor for name, tensor in seen.results.items() if name != OUTPUT]
-    cached: dict[str, torch.Tensor] = {}
+    cached: dict[str, Tensor] = {}
     for name, y in reversed(seen.answers.items()):
-        if not isinstance(y, torch.Tensor) or not y.requires_grad:
+        if not isinstance(y, Tensor) or not y.requires_grad:
             continue
         (gradient,) = _gradients(targets, [y])
         if gradient is not None and bool((rows := gradient.flatten(0, -2).ne(0).any(0)).any()):
@@ -148,7 +142,7 @@ def _parameters_of_states(seen: LayerPass, parameters: Parameters) -> set[str]:
     return {name for name, found in zip(parameters, gradients, strict=True) if found is not None}
 
 
-def _gradients(targets: list[torch.Tensor], of: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+def _gradients(targets: list[Tensor], of: list[Tensor]) -> Sequence[Tensor | None]:
     """Return the gradient of a random sum of the targets by each tensor; None where it changes none."""
     reached = [t for t in targets if t.requires_grad]
     if not reached or not of:
@@ -157,8 +151,7 @@ def _gradients(targets: list[torch.Tensor], of: list[torch.Tensor]) -> Sequence[
     return torch.autograd.grad(total, of, retain_graph=True, allow_unused=True)
 
 
-def _mapped(change: Callable[[torch.Tensor], torch.Tensor], answer: Answer) -> Answer:
-    """Return an answer whose tensors are changed."""
+def _mapped(change: Callable[[Tensor], Tensor], answer: Answer) -> Answer:
     return tuple(_mapped(change, one) for one in answer) if isinstance(answer, tuple) else change(answer)
 
 
@@ -166,20 +159,19 @@ def explain_difference(
     seen: LayerPass,
     reference: LayerPass,
     run: RunLayer,
-    parameters: tuple[Parameters, Parameters],
+    parameters: Sequence[Parameters],
     steps: Mapping[str, float],
 ) -> str:
     """Return how a pass differs from the reference by more than rounding; empty if it does not.
 
-    ``parameters`` are the parameters of the pass and of the reference, ``steps`` the relative rounding error
-    of each. The text names the first parameter that causes the difference by itself, if there is one.
+    ``parameters`` are those of the pass and of the reference, ``steps`` the relative rounding error of each.
+    The text names the first parameter that causes the difference by itself, if there is one.
     """
     if not changed(seen, reference):
         return ""
     of_pass, of_reference = parameters
     effect = rounding_effect(run, of_reference, steps, reference)
-    places = changed(seen, reference, effect)
-    if not places:
+    if not (places := changed(seen, reference, effect)):
         return ""
     for name, tensor in of_pass.items():
         if not torch.equal(tensor, of_reference[name]):
@@ -191,23 +183,18 @@ def explain_difference(
     return f"{places[0]} differs by more than the rounding of its parameters explains"
 
 
-def changed(
-    seen: LayerPass, reference: LayerPass, effect: Mapping[str, torch.Tensor] | None = None
-) -> list[str]:
-    """Return where two passes differ: in results, or in inputs of matrices by more than column factors.
+def changed(seen: LayerPass, reference: LayerPass, effect: Parameters | None = None) -> list[str]:
+    """Return where passes differ: in results, or in matrices' inputs by more than column factors.
 
     ``effect`` is the effect of rounding on each result and input, by name.
     """
     effect = effect or {}
-    places = [
-        name
-        for name, result in seen.results.items()
-        if excess(result, reference.results[name], effect.get(name, 0.0)) > 1
-    ]
+    effects = {name: effect.get(name, 0.0) for name in (*seen.results, *seen.inputs)}
+    places = [x for x, y in seen.results.items() if excess(y, reference.results[x], effects[x]) > 1]
     for name, x in seen.inputs.items():
         expected = reference.inputs[name]
         factors = (1.0, column_factors(x, expected))
-        if min(excess(x, factor * expected, effect.get(name, 0.0)) for factor in factors) > 1:
+        if min(excess(x, factor * expected, effects[name]) for factor in factors) > 1:
             places.append(f"what {name} is given")
         if any(excess(a, b) > 1 for a, b in zip(seen.beside[name], reference.beside[name], strict=True)):
             places.append(f"the choice of {name}")
@@ -216,16 +203,12 @@ def changed(
 
 def rounding_effect(
     run: RunLayer, parameters: Parameters, steps: Mapping[str, float], reference: LayerPass
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Return the root-mean-square change of each number of a pass when its parameters are rounded."""
-    squares: dict[str, torch.Tensor] = {}
+    squares: dict[str, Tensor] = {}
     for i in range(ROUNDED_PASSES):
-        seen = run(
-            {
-                name: p * (1 + steps[name] * random(f"{name} {i}", tuple(p.shape)).sign())
-                for name, p in parameters.items()
-            }
-        )
+        signs = {name: random(f"{name} {i}", tuple(p.shape)).sign() for name, p in parameters.items()}
+        seen = run({name: p * (1 + steps[name] * signs[name]) for name, p in parameters.items()})
         for before, after in ((reference.inputs, seen.inputs), (reference.results, seen.results)):
             for name, tensor in after.items():
                 change = (tensor - before[name]).square() / ROUNDED_PASSES
@@ -233,13 +216,13 @@ def rounding_effect(
     return {name: square.sqrt() for name, square in squares.items()}
 
 
-def column_factors(x: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def column_factors(x: Tensor, reference: Tensor) -> Tensor:
     """Return the least-squares factor f of each column in x = f * reference, [in]; 1 for columns of zeros."""
     size = reference.square().sum(0)
     return torch.where(size > 0, (x * reference).sum(0) / size, 1.0)
 
 
-def excess(x: torch.Tensor, expected: torch.Tensor, effect: torch.Tensor | float = 0.0) -> float:
+def excess(x: Tensor, expected: Tensor, effect: Tensor | float = 0.0) -> float:
     """Return the largest ratio of a difference to what rounding and arithmetic explain of it."""
     x, expected = x.float(), expected.float()
     arithmetic = ARITHMETIC * (expected.abs() + expected.abs().mean())

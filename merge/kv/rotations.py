@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from compressed_tensors.transform import TransformConfig, TransformLocation, TransformScheme
 from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
+from torch import Tensor
 
 from flexquant.checkpoint.loadable import ROUTERS
 from flexquant.checkpoint.module_names import EMBEDDINGS, EXPERTS, LATENT_UP
@@ -45,7 +46,7 @@ class InputRotations:
         self.tensors = {name for name in source.tensors if parts and name.endswith(parts)}
         """Names of the tensors that hold rotations."""
 
-    def of(self, module: str, inputs: int) -> torch.Tensor | None:
+    def of(self, module: str, inputs: int) -> Tensor | None:
         """Return what blocks of a linear's stored rows are multiplied by, float32 [block, block]; or None.
 
         None stands for inputs that are not rotated. Raises FlexQuantError for a rotation whose matrix is not
@@ -66,7 +67,7 @@ class InputRotations:
             raise self._error(module, f"in blocks of {len(found)}, which do not divide its {inputs} inputs")
         return found
 
-    def _matrix(self, module: str, name: str, scheme: TransformScheme, size: int) -> torch.Tensor:
+    def _matrix(self, module: str, name: str, scheme: TransformScheme, size: int) -> Tensor:
         """Return the rotation ``name``; linears with inputs of one size share it, and one has it on disk."""
         own = f"{module}.{name}{PART}.weight"
         shared = sorted(key for key in self.tensors if key.endswith(f".{name}{PART}.weight"))
@@ -76,17 +77,15 @@ class InputRotations:
                 return load_tensor(ref).float() / size**0.5
         if scheme.type != "hadamard" or size & (size - 1):
             raise self._error(module, f"by '{name}', whose matrix [{size}, {size}] is not in the checkpoint")
-        whole: torch.Tensor = deterministic_hadamard_matrix(size, torch.float32, torch.device("cpu"))
+        whole: Tensor = deterministic_hadamard_matrix(size, torch.float32, torch.device("cpu"))
         return whole / size**0.5
 
     def _error(self, module: str, problem: str) -> FlexQuantError:
-        return FlexQuantError(
-            f"the inputs of '{module}' of {self._source.owner} are rotated {problem}, so it cannot be "
-            "compared; quantise it again"
-        )
+        found = f"the inputs of '{module}' of {self._source.owner} are rotated {problem}"
+        return FlexQuantError(f"{found}, so it cannot be compared; quantise it again")
 
 
-def turned_back(stored: ScaledRows, rotation: torch.Tensor) -> ScaledRows:
+def turned_back(stored: ScaledRows, rotation: Tensor) -> ScaledRows:
     """Return rows of a linear's matrix from stored ones and what :meth:`InputRotations.of` returns."""
     size, variance = len(rotation), stored.variance
     if variance.shape[1] > 1:
@@ -95,5 +94,5 @@ def turned_back(stored: ScaledRows, rotation: torch.Tensor) -> ScaledRows:
     return replace(stored, values=_by_block(stored.values, rotation, size), variance=variance)
 
 
-def _by_block(rows: torch.Tensor, matrix: torch.Tensor, size: int) -> torch.Tensor:
+def _by_block(rows: Tensor, matrix: Tensor, size: int) -> Tensor:
     return (rows.view(len(rows), -1, size) @ matrix).flatten(1)

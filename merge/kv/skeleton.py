@@ -3,9 +3,8 @@
 """Run transformers' own model without its matrices: the caller decides what each matrix returns.
 
 The model is built from its config, without memory for weights. Its forward pass runs once to record the
-arguments of every decoder layer: positions, masks, a cache. From then on layers run one by one. The caller
-gives their parameters (norms, biases, sinks ...) and decides what the Linears return, since these are
-compared as matrices and not computed with. What a layer writes into its cache is kept.
+arguments of every decoder layer. From then on layers run one by one with the caller's parameters (norms,
+biases, sinks ...), and what a layer writes into its cache is kept.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from threading import get_ident, local
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
@@ -38,9 +37,7 @@ CONVOLVED, RECURRENT = "the convolution's state", "the recurrent state"
 WITH_HEADS = (KEYS, RECURRENT)
 """What has a part for every head, with the size of the head last."""
 TOKENS = 12
-"""Tokens that a layer runs on."""
 TOKENS_WITH_STATES = 48
-"""Tokens that a layer of a model with states runs on."""
 
 MatrixForward = Callable[[str, nn.Module, OwnForward, tuple[Any, ...]], Answer]
 """Called with a matrix's name in its layer, module, own forward and arguments; returns its output."""
@@ -57,35 +54,30 @@ class Written(DynamicCache):
         """Make an empty cache; ``most`` is the number of tensors after which the pass ends."""
         super().__init__(config=config)
         self.most = most
-        self.tensors: list[tuple[str, torch.Tensor]] = []
+        self.tensors: list[tuple[str, Tensor]] = []
         """Names and tensors, in the order of writing; K and V are [1, heads, tokens, head size]."""
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: object,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         self._keep((KEYS, key_states), (VALUES, value_states))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
-    ) -> torch.Tensor:
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> Tensor:
         self._keep((CONVOLVED + (f" {state_idx}" if state_idx else ""), conv_states))
-        found: torch.Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        found: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
         return found
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
-    ) -> torch.Tensor:
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> Tensor:
         self._keep((RECURRENT + (f" {state_idx}" if state_idx else ""), recurrent_states))
-        found: torch.Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        found: Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
         return found
 
-    def _keep(self, *written: tuple[str, torch.Tensor]) -> None:
+    def _keep(self, *written: tuple[str, Tensor]) -> None:
         self.tensors += written
         if self.most is not None and len(self.tensors) >= self.most:
             raise Enough
@@ -118,9 +110,7 @@ class Skeleton:
         for module in self._model.modules():
             if id(module) not in inside and isinstance(module, (nn.Linear, nn.Embedding)):
                 self._ask(module, "")
-        self.matrices: list[Mapping[str, nn.Module]] = [
-            dict(self._find_matrices(layer)) for layer in self.layers
-        ]
+        self.matrices = [dict(self._find_matrices(layer)) for layer in self.layers]
         """Linears of each layer, and other modules with a matrix, by name in the layer."""
         self.parameters: list[Mapping[str, torch.Size]] = [
             _shapes_beside(layer, found) for layer, found in zip(self.layers, self.matrices, strict=True)
@@ -160,11 +150,11 @@ class Skeleton:
     def run(
         self,
         layer: int,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, Tensor],
         answer: MatrixForward,
-        hidden: torch.Tensor,
+        hidden: Tensor,
         until_cached: bool = False,
-    ) -> tuple[list[tuple[str, torch.Tensor]], torch.Tensor | None]:
+    ) -> tuple[list[tuple[str, Tensor]], Tensor | None]:
         """Run a layer on hidden states [1, tokens, hidden]; return what it cached, by name, and its output.
 
         ``until_cached`` ends the pass once the cache is written; the output is then None.
@@ -176,9 +166,8 @@ class Skeleton:
         cache = Written(self._config, writes if until_cached else None)
 
         def own(value: object) -> object:  # layers share caches and mappings, and write into them
-            return (
-                cache if value is self._cache else copy(value) if isinstance(value, MutableMapping) else value
-            )
+            is_written = isinstance(value, MutableMapping)
+            return cache if value is self._cache else copy(value) if is_written else value
 
         given = {key: own(value) for key, value in kwargs.items()}
         if args:
@@ -192,15 +181,15 @@ class Skeleton:
             return cache.tensors, None
         finally:
             self._thread.answer = outer
-        return cache.tensors, out if isinstance(out, torch.Tensor) else out[0]
+        return cache.tensors, out if isinstance(out, Tensor) else out[0]
 
-    def run_last(self, parameters: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    def run_last(self, parameters: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         """Return what the only module behind the layers makes of hidden states, [..., hidden]."""
         (name,) = self.after_layers
-        last: torch.Tensor = functional_call(self._model.get_submodule(name), dict(parameters), (hidden,))
+        last: Tensor = functional_call(self._model.get_submodule(name), dict(parameters), (hidden,))
         return last
 
-    def hidden(self, layer: int) -> torch.Tensor:
+    def hidden(self, layer: int) -> Tensor:
         """Return hidden states for a layer: standard normal, the same at every call."""
         return random(f"layer {layer}", (1, self._tokens, self._config.hidden_size))
 
@@ -238,11 +227,8 @@ class Skeleton:
         }
         with torch.no_grad():
             tokens = torch.arange(self._tokens)[None]
-            functional_call(
-                self._model,
-                ones,
-                kwargs={"input_ids": tokens, "past_key_values": self._cache, "use_cache": True},
-            )
+            kwargs = {"input_ids": tokens, "past_key_values": self._cache, "use_cache": True}
+            functional_call(self._model, ones, kwargs=kwargs)
         self._written_before.append(len(self._cache.tensors))
         for hook in hooks:
             hook.remove()

@@ -5,14 +5,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import EMBEDDINGS, HEAD, above, decoder_layer, decoder_stacks
-from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor, same_bytes
+from flexquant.checkpoint.safetensors_io import TensorRef, Tensors, is_finite, load_tensor, same_bytes
 from flexquant.checkpoint.schemes import FLOAT_DTYPES, QUANTISATION_PARAMETER, mantissa_bits
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import Source
@@ -30,7 +31,6 @@ INDEXER = ".self_attn.indexer."
 """Part of the name of a tensor of sparse attention, which has a cache of its own."""
 WEIGHTS = ("weight", "weight_packed")
 EXPERT = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<matrix>.+)$")
-"""Name of an expert's matrix in its layer."""
 Experts = dict[str, dict[str, str]]
 """Number of an expert -> name of its matrix -> module in the checkpoint."""
 
@@ -42,7 +42,6 @@ class LayerTensors:
     matrices: dict[str, str] = field(default_factory=dict)
     """Matrices: name of the module in transformers' layer -> module in the checkpoint."""
     parameters: dict[str, TensorRef] = field(default_factory=dict)
-    """Other parameters of the layer, by name in transformers' layer."""
     experts: dict[str, Experts] = field(default_factory=dict)
     """Experts, by the name of their module in transformers' layer."""
     fused: dict[str, dict[str, TensorRef]] = field(default_factory=dict)
@@ -69,18 +68,15 @@ class VariantWeights:
         for number, tensors in enumerate(self.layers):
             for matrix in skeleton.matrices[number]:
                 if matrix not in tensors.matrices and not is_experts(matrix):
-                    raise FlexQuantError(
-                        f"layer {number} of variant '{source.name}' has no weight for '{matrix}', which a "
-                        f"{source.architecture} has as transformers builds it, so what it caches cannot be "
-                        "compared"
-                    )
+                    problem = f"layer {number} of variant '{source.name}' has no weight for '{matrix}'"
+                    reason = f"which a {source.architecture} has as transformers builds it"
+                    raise FlexQuantError(f"{problem}, {reason}, so what it caches cannot be compared")
 
-    def load_parameters(self, layer: int) -> dict[str, torch.Tensor]:
+    def load_parameters(self, layer: int) -> dict[str, Tensor]:
         """Return every parameter of transformers' layer but the Linears' weights, float32.
 
-        A parameter that the variant lacks by this name becomes ones: transformers can make one of several
-        tensors. Raises FlexQuantError for a tensor whose shape does not fit the config, and for NaN or
-        infinite numbers.
+        One that the variant lacks becomes ones: transformers can make one of several tensors. Raises
+        FlexQuantError for a shape that does not fit the config, and for NaN or infinite numbers.
         """
         tensors = self.layers[layer]
         loaded = {}
@@ -96,10 +92,7 @@ class VariantWeights:
         return loaded
 
     def rounding_steps(self, layer: int) -> dict[str, float]:
-        """Return the largest relative rounding error of each parameter's dtypes, by name.
-
-        These are the one that it is stored in, and the one that it is cast to.
-        """
+        """Return the largest relative rounding error of each parameter's dtypes, by name."""
         refs, names = self.layers[layer].parameters, self.skeleton.parameters[layer]
         known = {name for name in names if name in refs and refs[name].dtype in FLOAT_DTYPES}
         bits = {name: mantissa_bits(refs[name]) if name in known else 7 for name in names}
@@ -109,7 +102,7 @@ class VariantWeights:
         self,
         module: str,
         rows: Sequence[range] | None = None,
-        row_factors: torch.Tensor | None = None,
+        row_factors: Tensor | None = None,
         chunk_weights: int = CHUNK_WEIGHTS,
     ) -> ScaledMatrix:
         """Return these rows of a module's matrix, or all, times the rows' ``row_factors`` [out]."""
@@ -131,10 +124,8 @@ class VariantWeights:
         for name in (f"{self._root}{module}" for module in EMBEDDINGS):
             if any(f"{name}.{own}" in self.source.tensors for own in WEIGHTS):
                 return name
-        raise FlexQuantError(
-            f"variant '{self.source.name}' has no '{self._root}{EMBEDDINGS[0]}', so its residual stream "
-            "cannot be compared"
-        )
+        problem = f"variant '{self.source.name}' has no '{self._root}{EMBEDDINGS[0]}'"
+        raise FlexQuantError(f"{problem}, so its residual stream cannot be compared")
 
     @property
     def head_name(self) -> str:
@@ -159,7 +150,7 @@ class VariantWeights:
         outer = {n: ref for n, ref in self.source.tensors.items() if not n.startswith(self._stack)}
         return {n: ref for n, ref in outer.items() if n.rpartition(".")[0] in names}
 
-    def load_last(self) -> dict[str, torch.Tensor]:
+    def load_last(self) -> dict[str, Tensor]:
         """Return the parameters of what runs behind the last layer by their own names, float32."""
         last = self.outside(self.skeleton.after_layers)
         return {name.rpartition(".")[2]: self._load_finite(ref) for name, ref in last.items()}
@@ -171,51 +162,43 @@ class VariantWeights:
         local = name[start:]
         states = any(map(is_state, self.skeleton.writes(layer)))
         if INDEXER in name or (STATE.search(name) and not states):
-            raise FlexQuantError(
-                f"layer {layer} of variant '{self.source.name}' has a state or a cache of its own in "
-                f"'{module}', which transformers does not keep in the cache of its model, so it cannot be "
-                "compared and the model cannot be merged"
-            )
-        matrix = self.skeleton.rename(layer, f"{local.removesuffix(f'.{own}')}.weight").removesuffix(
-            ".weight"
-        )
+            problem = f"layer {layer} of variant '{self.source.name}' has a state or a cache of its own in"
+            reason = "which transformers does not keep in the cache of its model"
+            undone = "so it cannot be compared and the model cannot be merged"
+            raise FlexQuantError(f"{problem} '{module}', {reason}, {undone}")
+        weight = self.skeleton.rename(layer, f"{local.removesuffix(f'.{own}')}.weight")
+        matrix = weight.removesuffix(".weight")
         parameter = self.skeleton.rename(layer, local)
         of_matrix = own in WEIGHTS or QUANTISATION_PARAMETER.search(name) is not None
-        is_read = CACHE_SCALE.search(name) is not None or name in self.reader.rotations.tensors
-        if parameter in self.skeleton.parameters[layer]:
+        is_parameter = parameter in self.skeleton.parameters[layer]
+        if is_parameter:
             tensors.parameters[parameter] = ref
-            is_read = True
         if of_matrix and matrix in matrices:
-            is_read = True
             if own in WEIGHTS:
                 tensors.matrices[matrix] = module
                 self._check_shape(name, self.reader.shape(module), shape_of(matrices[matrix]))
         elif of_matrix and (expert := EXPERT.match(matrix)) is not None and expert["experts"] in matrices:
-            is_read = True
             experts = tensors.experts.setdefault(expert["experts"], {})
             experts.setdefault(expert["number"], {})[expert["matrix"]] = module
-        if is_read:
-            return
-        if (fused := self.skeleton.fused_experts(layer, local)) is not None:
+        elif is_parameter or CACHE_SCALE.search(name) or name in self.reader.rotations.tensors:
+            pass
+        elif (fused := self.skeleton.fused_experts(layer, local)) is not None:
             tensors.fused.setdefault(fused[0], {})[fused[1]] = ref
         else:
             tensors.unread[name] = ref
 
-    def _load_finite(self, ref: TensorRef) -> torch.Tensor:
+    def _load_finite(self, ref: TensorRef) -> Tensor:
         tensor = load_tensor(ref).float()
         if not is_finite(tensor):
-            raise FlexQuantError(
-                f"tensor '{ref.name}' of variant '{self.source.name}' holds NaN or infinite numbers; "
-                "quantise it again"
-            )
+            problem = f"tensor '{ref.name}' of variant '{self.source.name}' holds NaN or infinite numbers"
+            raise FlexQuantError(f"{problem}; quantise it again")
         return tensor
 
     def _check_shape(self, name: str, found: Sequence[int], expected: Sequence[int]) -> None:
         if tuple(found) != tuple(expected):
-            raise FlexQuantError(
-                f"tensor '{name}' of variant '{self.source.name}' has the shape {list(found)}, but its "
-                f"config.json makes it {list(expected)}; take both from one model"
-            )
+            problem = f"tensor '{name}' of variant '{self.source.name}' has the shape {list(found)}"
+            advice = "take both from one model"
+            raise FlexQuantError(f"{problem}, but its config.json makes it {list(expected)}; {advice}")
 
 
 def _in_chunks(rows: Sequence[range], most: int) -> Iterator[list[range]]:
@@ -223,8 +206,7 @@ def _in_chunks(rows: Sequence[range], most: int) -> Iterator[list[range]]:
     most = max(BLOCK_ROWS, most)
     chunk: list[range] = []
     for block in rows:
-        for start in range(block.start, block.stop, most):
-            part = range(start, min(start + most, block.stop))
+        for part in (block[start : start + most] for start in range(0, len(block), most)):
             if chunk and sum(map(len, chunk)) + len(part) > most:
                 yield chunk
                 chunk = []
@@ -238,15 +220,13 @@ def _decoder_stack(source: Source) -> str:
     stacks = decoder_stacks(source.tensors)
     if len(stacks) != 1:
         found = f"found {', '.join(sorted(stacks))}" if stacks else "found none"
-        raise FlexQuantError(
-            f"variant '{source.name}' should have one stack of decoder layers with tensors named "
-            f"'<stack>layers.<number>.self_attn.*', but {found}; this architecture's KV cache cannot be "
-            "compared"
-        )
+        tensors = "tensors named '<stack>layers.<number>.self_attn.*'"
+        problem = f"variant '{source.name}' should have one stack of decoder layers, {tensors}, but {found}"
+        raise FlexQuantError(f"{problem}; this architecture's KV cache cannot be compared")
     return stacks.pop()
 
 
-def unequal(a: Mapping[str, TensorRef], b: Mapping[str, TensorRef]) -> Iterator[str]:
+def unequal(a: Tensors, b: Tensors) -> Iterator[str]:
     """Yield the names, in order, of what is not in both with the same dtype, shape and bytes."""
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b or not same_bytes(a[name], b[name]):

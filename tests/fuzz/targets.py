@@ -62,7 +62,7 @@ def recipe(data: bytes) -> None:
 
 def device(data: bytes) -> None:
     """Read a device file."""
-    parse_device(data, "fuzz.yaml", "fuzz")
+    parse_device(from_yaml(data, "fuzz.yaml", "device", ()), "fuzz")
 
 
 def merged_config(data: bytes) -> None:

@@ -73,8 +73,7 @@ def report_of(
     state = state | (of_both or {})
     folders = {}
     for scheme in ("w8a8", "w4a16"):
-        folders[scheme] = write_checkpoint(
-            tmp_path / scheme, model.config, state, scheme, quantised, left_out
-        )
+        how = scheme, quantised, left_out
+        folders[scheme] = write_checkpoint(tmp_path / scheme, model.config, state, *how)
         state = change(state)
     return check_kv_compatibility(opened(folders))

@@ -32,7 +32,7 @@ from flexquant.cli._arguments import (
     parse_share,
     parse_size,
 )
-from flexquant.cli._stages import Stages
+from flexquant.cli.quantize import Stages
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
 from tests.programs import run

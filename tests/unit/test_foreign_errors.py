@@ -15,7 +15,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from pydantic import TypeAdapter
 
 from flexquant.checkpoint.safetensors_io import CHUNK_BYTES, ComputedTensor, read_chunks
-from flexquant.errors import FlexQuantError, said_by
+from flexquant.errors import said_by
 from flexquant.merge import convert_checkpoint, merge_checkpoints
 from flexquant.merge.formats import Source, open_source, with_dtype
 from flexquant.merge.merge_plan import plan_merge
@@ -24,6 +24,7 @@ from tests.checkpoints import make_checkpoint
 from tests.foreign import awq_tensors, write_foreign
 from tests.publishers import edits
 from tests.publishers.shapes import GPTQ_AS_AUTO_ROUND
+from tests.refusals import refused
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -51,12 +52,12 @@ UP = "model.layers.0.mlp.up_proj"
         ("gptq", {"bits": True}, "bits True, expected a whole number"),
         ("gptq", {"bits": 3}, "has 3 bits a weight; of gptq only 4 and 8 are read"),
         ("awq", {"group_size": [64]}, r"group_size \[64\], expected a whole number"),
-        ("awq", {"group_size": -1}, "has the group_size -1 .* expected a number of inputs or, for GPTQ, -1"),
+        ("awq", {"group_size": -1}, "has group_size -1, expected a number of inputs or, for GPTQ, -1"),
     ],
 )
 def test_settings_that_are_not_served_are_refused(method, settings, named, w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / "foreign", method, **settings)
-    with pytest.raises(FlexQuantError, match=named):
+    with refused(named):
         open_source("w4a16", foreign)
 
 
@@ -70,7 +71,7 @@ def test_null_stands_for_the_default(method, w4a16, tmp_path):
 def test_a_section_that_is_no_object_is_refused(tmp_path):
     folder = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1)
     edits.config(quantization_config="awq")(folder)
-    with pytest.raises(FlexQuantError, match="quantization_config 'awq', expected an object"):
+    with refused("quantization_config 'awq', expected an object"):
         open_source("bf16", folder)
 
 
@@ -84,7 +85,7 @@ def test_converting_says_what_it_was_wherever_the_settings_are(w4a16, tmp_path):
 def test_a_linear_that_is_stored_twice_is_refused(part, w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / "foreign", "gptq")
     edits.tensors(lambda s: s.update({f"{UP}.{part}": torch.zeros(256, 16, dtype=torch.int32)}))(foreign)
-    with pytest.raises(FlexQuantError, match=rf"{UP}.{part} beside {UP}.qweight"):
+    with refused(rf"{UP}.{part} beside {UP}.qweight"):
         open_source("w4a16", foreign)
 
 
@@ -103,19 +104,19 @@ def test_block_fp8_needs_one_scale_of_each_linear(change, named, tmp_path):
     edits.block_fp8(folder)
     open_source("fp8", folder)
     edits.tensors(change)(folder)
-    with pytest.raises(FlexQuantError, match=named):
+    with refused(named):
         open_source("fp8", folder)
 
 
 def test_a_single_variant_without_its_quantisation_config_is_refused(tmp_path):
     folder = make_checkpoint(tmp_path / "w8a8", num_layers=1)
     edits.config(quantization_config=None)(folder)
-    with pytest.raises(FlexQuantError, match="is stored as I8, but no config group quantises it"):
+    with refused("is stored as I8, but no config group quantises it"):
         merge_checkpoints({"w8a8": folder}, tmp_path / "merged")
 
 
 def test_another_dtype_than_those_of_16_bit_is_refused(w4a16):
-    with pytest.raises(FlexQuantError, match="dtype 'int8'; take bfloat16 or float16"):
+    with refused("dtype 'int8'; take bfloat16 or float16"):
         open_source("w4a16", w4a16, "int8")
 
 
@@ -149,7 +150,7 @@ def test_a_nested_dtype_that_differs_is_told_with_the_way_on():
         config = {"architectures": ["A"], "dtype": dtype, "text_config": {"dtype": dtype}}
         return Source(name, Path(name), config, {}, {})
 
-    with pytest.raises(FlexQuantError, match="dtype: 'bfloat16' against 'float16'; text_.*--dtype bfloat16"):
+    with refused("dtype: 'bfloat16' against 'float16'; text_.*--dtype bfloat16"):
         plan_merge([source("w8a8", "bfloat16"), source("w4a16", "float16")])
 
 

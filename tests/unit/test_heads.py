@@ -15,13 +15,13 @@ import torch
 
 from flexquant.checkpoint.built_model import written_or_default
 from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
-from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
 from flexquant.serving.worker.weights import VariantLoader
 from tests.checkpoints import StateDict, fold_final_norm, make_pair
+from tests.refusals import refused
 from tests.tied_heads import EMBEDDING, HEAD, NORM, make_tied_pair
 from tests.unit.edits import Edit, edit_tensor, in_float32, rotate_residual
 from tests.unit.full_merge import opened
@@ -72,7 +72,7 @@ def test_a_copy_of_the_embedding_comes_back_when_split(tmp_path):
 
 
 def test_a_head_of_another_shape_is_refused(tmp_path):
-    with pytest.raises(FlexQuantError, match="'lm_head.weight' has shape"):
+    with refused("'lm_head.weight' has shape"):
         merged(tmp_path, OTHER, "short")
 
 
@@ -84,7 +84,7 @@ def test_a_config_without_the_key_is_tied_where_its_class_says_so(tmp_path, arch
 
 
 def test_a_config_without_the_key_is_not_tied_where_its_class_says_so(tmp_path):
-    with pytest.raises(FlexQuantError, match="'w8a8' has parameter 'lm_head.weight' and 'w4a16' does not"):
+    with refused("'w8a8' has parameter 'lm_head.weight' and 'w4a16' does not"):
         merged(tmp_path, COPY, None, key=False)
 
 

@@ -15,10 +15,10 @@ import pytest
 from huggingface_hub import ModelCard
 
 from flexquant.checkpoint.folder import find_model
-from flexquant.errors import FlexQuantError
 from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.hub import TOKEN, Hub, serving
+from tests.refusals import refused
 
 TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
@@ -29,9 +29,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {f"org/{s}": make_checkpoint(folder / s, scheme=s, num_shards=2) for s in ("w8a8", "w4a16")}
     for name, source in found.items():
         language = "en" if name == "org/w8a8" else "de"
-        (source / "README.md").write_text(
-            f"---\nlicense: apache-2.0\nlanguage: {language}\nbase_model: org/model\n---\nA model.\n"
-        )
+        metadata = f"license: apache-2.0\nlanguage: {language}\nbase_model: org/model"
+        (source / "README.md").write_text(f"---\n{metadata}\n---\nA model.\n")
         for copy in ("consolidated.safetensors", "original/params.json", "fp32/a/model.safetensors"):
             (source / copy).parent.mkdir(parents=True, exist_ok=True)
             (source / copy).write_bytes(b"another copy")
@@ -139,16 +138,13 @@ def test_a_merge_that_was_killed_fetches_only_what_had_not_arrived(cache: Cache,
 
 @pytest.mark.parametrize("model", ["./w8a8", "../w8a8", ".models/w8a8", "models/.w8a8", "a/b/c"])
 def test_a_path_that_is_no_id_is_not_asked_for(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "flexquant.checkpoint.folder._fetch", lambda *asked: pytest.fail(f"asked for {asked}")
-    )
+    fetch = "flexquant.checkpoint.folder._fetch"
+    monkeypatch.setattr(fetch, lambda *asked: pytest.fail(f"asked for {asked}"))
     assert find_model(model) == Path(model)
 
 
 def test_the_home_of_nobody_is_refused() -> None:
-    with pytest.raises(
-        FlexQuantError, match="~no-such-user/w8a8 cannot be the name of a folder .*; give a folder"
-    ):
+    with refused("~no-such-user/w8a8 cannot be the name of a folder .*; give a folder"):
         find_model("~no-such-user/w8a8")
 
 

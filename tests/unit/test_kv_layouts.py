@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from flexquant.errors import FlexQuantError
 from flexquant.merge.kv.compatibility import check_kv_compatibility
 from tests.checkpoints import StateDict, make_checkpoint, make_pair
 from tests.publishers import edits
+from tests.refusals import refused
 from tests.unit.edits import (
     HEAD_DIM,
     HIDDEN,
@@ -50,7 +50,7 @@ def test_another_latent_cache_is_caught(tmp_path, module, edit, found):
 def test_sparse_attention_is_refused_for_its_second_cache(tmp_path):
     """DeepSeek-V3.2 chooses what it attends to with an indexer, which caches keys of its own."""
     indexer = {"model.layers.0.self_attn.indexer.wk.weight": torch.ones(128, 128, dtype=torch.bfloat16)}
-    with pytest.raises(FlexQuantError, match=r"a cache of its own in .*\.self_attn\.indexer\.wk"):
+    with refused(r"a cache of its own in .*\.self_attn\.indexer\.wk"):
         report_of(tmp_path, "deepseek_v3", lambda state: state, indexer)
 
 
@@ -59,7 +59,7 @@ def test_another_kind_of_attention_is_caught(tmp_path):
         latent = "kv_a_proj_with_mqa"
         return {n.replace(latent, f"{p}_proj"): t for n, t in state.items() for p in "kv"}
 
-    with pytest.raises(FlexQuantError, match="'w4a16' has no weight for 'self_attn.kv_a_proj_with_mqa'"):
+    with refused("'w4a16' has no weight for 'self_attn.kv_a_proj_with_mqa'"):
         check_kv_compatibility(opened(make_pair(tmp_path, "deepseek_v2", plain)))
 
 
@@ -148,9 +148,7 @@ def test_rows_of_k_and_v_are_compared_in_every_layout_of_a_fused_projection(
 def test_a_layer_without_plain_attention_names_what_was_looked_for(tmp_path):
     folders = make_pair(tmp_path)
     edits.tensors(with_other_names("k_proj", "kv_b_proj"))(folders["w8a8"])
-    with pytest.raises(
-        FlexQuantError, match="layer 0 of variant 'w8a8' has no weight for 'self_attn.k_proj'"
-    ):
+    with refused("layer 0 of variant 'w8a8' has no weight for 'self_attn.k_proj'"):
         check_kv_compatibility(opened(folders))
 
 
@@ -167,7 +165,5 @@ def test_layers_like_none_that_transformers_has_are_refused(tmp_path):
     for folder in folders.values():
         edits.config(model_type="my-own")(folder)
         edits.tensors(with_other_names("mlp.gate_proj", "mlp.gate"))(folder)
-    with pytest.raises(
-        FlexQuantError, match="cannot build the LlamaForCausalLM .*my-own.* llama, qwen3, phi3"
-    ):
+    with refused("cannot build the LlamaForCausalLM .*my-own.* llama, qwen3, phi3"):
         check_kv_compatibility(opened(folders))

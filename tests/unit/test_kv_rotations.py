@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.weight_bytes import describe_scheme
-from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.merge.formats import open_source
 from flexquant.merge.kv.dequantize import WeightReader
 from tests.checkpoints import make_checkpoint
+from tests.refusals import refused
 from tests.rotations import BLOCK, make_rotated, rotation
 
 DOWN = "model.layers.{}.mlp.down_proj"
@@ -46,9 +46,7 @@ def test_layers_of_rotated_and_plain_linears_mix(tmp_path: Path) -> None:
     section["config_groups"]["group_0"]["input_activations"]["symmetric"] = False
     assert describe_scheme(section).endswith("activations (token, dynamic, asymmetric); rotated in each pass")
     assert [sorted(group) for group in merged.mixable_groups] == [["w4a16", "w8a8"]]
-    with pytest.raises(
-        FlexQuantError, match="cannot be nested in 'w4a16': each pass rotates the inputs of .* 'w8a8'"
-    ):
+    with refused("cannot be nested in 'w4a16': each pass rotates the inputs of .* 'w8a8'"):
         merge_checkpoints(sources, tmp_path / "nested", nested="near")
 
 
@@ -59,7 +57,7 @@ def test_rotations_that_vllm_leaves_out_are_refused(tmp_path: Path) -> None:
     group["apply"][0]["targets"] = ["re:.*(down_proj|lm_head|embed_tokens)$"]
     (folder / "config.json").write_text(json.dumps(config))
     reader = WeightReader(open_source("rotated", folder))
-    with pytest.raises(FlexQuantError, match="'lm_head' .* are rotated by its config, and not by vLLM"):
+    with refused("'lm_head' .* are rotated by its config, and not by vLLM"):
         reader.open("lm_head")
     reader.open("model.embed_tokens")  # looked up, and not multiplied
 
@@ -79,5 +77,5 @@ def test_a_matrix_that_does_not_belong_to_the_weights_is_found(
         "w8a8": make_rotated(tmp_path / "w8a8", "w8a8", matrix),
         "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16"),
     }
-    with pytest.raises(FlexQuantError, match=problem):
+    with refused(problem):
         merge_checkpoints(sources, tmp_path / "merged")

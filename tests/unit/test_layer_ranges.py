@@ -31,12 +31,10 @@ def test_neighbours_are_one_range():
 
 
 def test_bytes_are_told_with_the_layers():
-    found = describe_bytes(
-        {"w8a8": {"0-3": 12 << 20}, "w4a16": {"4": 1 << 19, "": 3 << 29}, "shared": {"": 0}}
-    )
-    assert found == (
-        "w8a8 layers 0-3: 12.0 MiB, w4a16 layers 4: 512.0 KiB, w4a16 outside layers: 1.5 GiB, shared: 0 bytes"
-    )
+    sizes = {"w8a8": {"0-3": 12 << 20}, "w4a16": {"4": 1 << 19, "": 3 << 29}, "shared": {"": 0}}
+    found = describe_bytes(sizes)
+    of_int4 = "w4a16 layers 4: 512.0 KiB, w4a16 outside layers: 1.5 GiB"
+    assert found == f"w8a8 layers 0-3: 12.0 MiB, {of_int4}, shared: 0 bytes"
 
 
 @pytest.mark.parametrize(
@@ -75,9 +73,8 @@ def merge_by_policy(sources: dict[str, Path], *lines: str) -> Path:
 
 def test_inspect_says_what_the_default_policy_loads(tmp_path, capsys):
     """Each variant's bytes are those of its layers alone; a derived variant's are those of its source."""
-    folder = merge_by_policy(
-        make_pair(tmp_path, num_layers=4), '- use: {default: w8a8, layers: {"0": w4a8, "2": w4a16}}'
-    )
+    rule = '- use: {default: w8a8, layers: {"0": w4a8, "2": w4a16}}'
+    folder = merge_by_policy(make_pair(tmp_path, num_layers=4), rule)
     assert main(["inspect", str(folder)]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert last.startswith("loaded under the default policy: w4a8 layers 0: ")

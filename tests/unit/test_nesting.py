@@ -17,11 +17,10 @@ from safetensors.torch import save_file
 
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, MergedCheckpoint
 from flexquant.checkpoint.merged_config import MergedConfig
-from flexquant.checkpoint.nested import Int4Weight, nested_weights, predict, unpack_differences
-from flexquant.checkpoint.safetensors_io import load_tensor, read_header, total_bytes
+from flexquant.checkpoint.nested import Int4Weight, NestedWeight, nested_weights, predict, unpack_differences
+from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor, read_header, total_bytes
 from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.cli import main
-from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, nesting, split_checkpoint, verify_checkpoint
 from flexquant.merge.nested_fit import (
     WIDTHS,
@@ -38,6 +37,7 @@ from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
 from tests.checkpoints import StateDict, quantise_int8
 from tests.foreign import assert_equal, config_of, tensors_of, write_foreign
+from tests.refusals import refused
 from tests.states import make_variants
 from tests.unit.nested import make_w4a16
 
@@ -101,9 +101,8 @@ def test_what_is_stored_gives_the_integers_as_the_format_says(tmp_path, nested_p
     }
     merge_checkpoints(sources, tmp_path / "merged", nested="near")
     split_checkpoint(tmp_path / "merged", "w8a8", tmp_path / "split")
-    stored, source, split = (
-        tensors_of(f) for f in (tmp_path / "merged", sources["w8a8"], tmp_path / "split")
-    )
+    folders = tmp_path / "merged", sources["w8a8"], tmp_path / "split"
+    stored, source, split = map(tensors_of, folders)
     quantised = [name.removesuffix(".weight") for name in source if source[name].dtype == torch.int8]
     changed, squared, weights, lowest, widths = 0, 0.0, 0, 0, set[float]()
     for module in quantised:
@@ -122,9 +121,8 @@ def test_what_is_stored_gives_the_integers_as_the_format_says(tmp_path, nested_p
         found = predicted + difference
         error = wanted - found
         assert (difference[error > 0] == 7).all() and (difference[error < 0] == -8).all()
-        inputs, values = (
-            stored.pop(f"w8a8.{module}.weight_{part}").numpy() for part in ("exception_input", "exception")
-        )
+        exceptions = f"w8a8.{module}.weight_exception"
+        inputs, values = (stored.pop(f"{exceptions}{end}").numpy() for end in ("_input", ""))
         assert (inputs.dtype, values.dtype) == (np.uint16, np.int8)
         assert np.array_equal(inputs, [exceptions_by_the_page(row) for row in error])
         assert np.array_equal(values, np.take_along_axis(wanted, inputs.astype(int), 1))
@@ -202,16 +200,8 @@ def test_a_row_that_predicts_too_much_is_shrunk_and_no_other():
 @pytest.mark.parametrize(
     ("weight", "predicted", "difference"),
     [
-        (0, 7, -7),
-        (0, 8, -8),
-        (0, 9, -8),
-        (7, 0, 7),
-        (8, 0, 7),
-        (-128, -125, -3),
-        (-128, -134, 6),
-        (-128, 134, -8),
-        (127, 134, -7),
-        (127, 120, 7),
+        *((0, 7, -7), (0, 8, -8), (0, 9, -8), (7, 0, 7), (8, 0, 7), (-128, -125, -3)),
+        *((-128, -134, 6), (-128, 134, -8), (127, 134, -7), (127, 120, 7)),
     ],
 )
 def test_a_difference_ends_at_four_bits(weight, predicted, difference):
@@ -231,9 +221,8 @@ def test_exceptions_are_what_is_missed_by_most(inputs, farthest):
     wanted = weight8 - predicted
     missed = wanted - wanted.clip(-8, 7)
     expected = np.array([exceptions_by_the_page(row) for row in missed])
-    found, served = encode(
-        torch.from_numpy(weight8).to(torch.int8), torch.from_numpy(predicted.astype(np.float32))
-    )
+    int8, near = torch.from_numpy(weight8).to(torch.int8), torch.from_numpy(predicted.astype(np.float32))
+    found, served = encode(int8, near)
     assert np.array_equal(found["weight_exception_input"].numpy(), expected)
     assert np.array_equal(found["weight_exception"].numpy(), np.take_along_axis(weight8, expected, 1))
     assert np.array_equal(unpack_differences(found["weight_difference"]).numpy(), wanted.clip(-8, 7))
@@ -292,6 +281,12 @@ def layer_that_misses(folder: Path, counts: list[int], nested: Nested) -> Nested
     return NestedLayer({"x": Pair(tensors["x.weight"], tensors["x.scale8"], int4)}, "w8a8", nested)
 
 
+def as_stored(layer: NestedLayer, folder: Path) -> tuple[NestedWeight, TensorRef]:
+    """Return a layer's weight and its scales as they are stored."""
+    stored = {f"x.{ref.name.rpartition('.')[2]}": ref for ref in layer.stored().values()}
+    return nested_weights(stored, read_header(folder / "x.safetensors"))["x.weight"], stored["x.weight_scale"]
+
+
 def test_the_noise_that_misses_add_has_a_bound(tmp_path, monkeypatch):
     count = 7  # of which two in a row are exceptions; wider steps would add more
     missed = layer_that_misses(tmp_path, [count], "near").factors().missed["x"]
@@ -299,9 +294,7 @@ def test_the_noise_that_misses_add_has_a_bound(tmp_path, monkeypatch):
     monkeypatch.setattr(nesting, "MAX_ADDED_NOISE", missed.added_noise)
     layer_that_misses(tmp_path, [count], "near").factors()
     said = r"'w8a8' cannot be nested: 3 % of the integers of 'x' change, and its misses add 1\.44 times "
-    with pytest.raises(
-        FlexQuantError, match=f"{said}INT8's own rounding noise, allowed is 1.2: quantise both"
-    ):
+    with refused(f"{said}INT8's own rounding noise, allowed is 1.2: quantise both"):
         layer_that_misses(tmp_path, [count + 1], "near").factors()
 
 
@@ -309,13 +302,10 @@ def test_exceptions_alone_are_exact(tmp_path):
     layer = layer_that_misses(tmp_path, [0, 1, 2], "exact")
     assert layer.factors().missed["x"].changed == 0
     weight8, scale8, _ = layer._weights["x"]
-    stored = {f"x.{ref.name.rpartition('.')[2]}": ref for ref in layer.stored().values()}
-    found = nested_weights(stored, read_header(tmp_path / "x.safetensors"))["x.weight"]
+    found, scale = as_stored(layer, tmp_path)
     assert torch.equal(found.read(None), load_tensor(weight8))
-    assert is_nearest(found, stored["x.weight_scale"], weight8, scale8)
-    with pytest.raises(
-        FlexQuantError, match="3 of 1800 integers of 'x' are out of reach, and none may change"
-    ):
+    assert is_nearest(found, scale, weight8, scale8)
+    with refused("3 of 1800 integers of 'x' are out of reach, and none may change"):
         layer_that_misses(tmp_path, [0, 1, 3], "exact").factors()
 
 
@@ -325,9 +315,7 @@ def test_steps_that_no_merge_takes_are_told(tmp_path, monkeypatch):
         patch.setattr(nesting, "WIDTHS", (1.2,))
         layer.factors()
     weight8, scale8, _ = layer._weights["x"]
-    stored = {f"x.{ref.name.rpartition('.')[2]}": ref for ref in layer.stored().values()}
-    found = nested_weights(stored, read_header(tmp_path / "x.safetensors"))["x.weight"]
-    assert not is_nearest(found, stored["x.weight_scale"], weight8, scale8)
+    assert not is_nearest(*as_stored(layer, tmp_path), weight8, scale8)
 
 
 def test_every_difference_is_read_as_it_was_packed():
@@ -341,25 +329,21 @@ def within_reach(folder: Path, nested_pair: dict[str, Path]) -> dict[str, Path]:
     """Return W4A16, and W8A8 of the weights that it stands for: 4 bits reach all integers."""
     stored = tensors_of(nested_pair["w4a16"])
     eight = shutil.copytree(nested_pair["w8a8"], folder / "w8a8")
-    tensors: StateDict = {
-        k: v for k, v in stored.items() if not k.endswith(("_packed", "_shape", "_zero_point"))
-    }
+    packed = ("_packed", "_shape", "_zero_point")
+    tensors: StateDict = {k: v for k, v in stored.items() if not k.endswith(packed)}
     for name in [name.removesuffix("_packed") for name in stored if name.endswith("_packed")]:
         scale = stored[f"{name}_scale"].float()
         values = nibbles(stored[f"{name}_packed"].numpy(), axis=1) - 8
         zero = nibbles(stored[f"{name}_zero_point"].numpy(), axis=0) - 8
-        of_zero = (
-            torch.from_numpy(values).unflatten(1, (scale.shape[1], -1)) - torch.from_numpy(zero)[..., None]
-        )
+        of_groups = torch.from_numpy(values).unflatten(1, (scale.shape[1], -1))
+        of_zero = of_groups - torch.from_numpy(zero)[..., None]
         tensors |= quantise_int8(name, (of_zero * scale[..., None]).flatten(1))
     save_file(tensors, eight / "model.safetensors", metadata={"format": "pt"})
     return nested_pair | {"w8a8": eight}
 
 
 def test_exact_keeps_every_integer_or_refuses(tmp_path, nested_pair):
-    with pytest.raises(
-        FlexQuantError, match=r"\d+ of \d+ integers .* none may change with --nested-exact: take"
-    ):
+    with refused(r"\d+ of \d+ integers .* none may change with --nested-exact: take"):
         merge_checkpoints(nested_pair, tmp_path / "merged", nested="exact")
     assert not list(tmp_path.iterdir())
     sources = within_reach(tmp_path, nested_pair)
@@ -378,10 +362,8 @@ def test_another_format_of_int4_nests_the_same(tmp_path, nested_pair, nested_onc
 def test_the_config_names_the_source_in_nested_checkpoints_alone(nested_pair, nested_once, tmp_path):
     section = config_of(nested_once)["quantization_config"]
     assert section["schema_version"] == 2
-    assert {name: v.get("nested_in") for name, v in section["variants"].items()} == {
-        "w8a8": "w4a16",
-        "w4a16": None,
-    }
+    nested_in = {name: v.get("nested_in") for name, v in section["variants"].items()}
+    assert nested_in == {"w8a8": "w4a16", "w4a16": None}
     assert "nested_in" not in section["variants"]["w4a16"]
     assert MergedConfig.from_json(section).to_json() == section
     merge_checkpoints(nested_pair, tmp_path / "plain")
@@ -403,9 +385,8 @@ def test_bytes_are_those_that_are_stored(nested_once):
     loaded = {p: table.stored_bytes(checkpoint, table.plans) for p, table in routes.items()}
     packed = {key for key in checkpoint.tensors if key.startswith("w4a16.") and "_proj.weight" in key}
     assert loaded["phase"]["w8a8"] == {"0-1": eight.own_bytes}
-    assert loaded["w8a8"]["w8a8"] == {
-        "0-1": eight.own_bytes + sum(checkpoint.tensors[k].nbytes for k in packed)
-    }
+    more = sum(checkpoint.tensors[key].nbytes for key in packed)
+    assert loaded["w8a8"]["w8a8"] == {"0-1": eight.own_bytes + more}
 
 
 def test_command_line(nested_pair, tmp_path, capsys):
@@ -424,7 +405,5 @@ def test_command_line(nested_pair, tmp_path, capsys):
     card = (tmp_path / "merged" / "README.md").read_text()
     assert "| `w8a8` (nested in w4a16) |" in card and "nested weights as they are served" in card
     assert main(["verify", output, "--against", *named]) == 0
-    assert (
-        "tensors equal to w8a8, nested weights as near as 4 bits and exceptions reach"
-        in capsys.readouterr().out
-    )
+    said = "tensors equal to w8a8, nested weights as near as 4 bits and exceptions reach"
+    assert said in capsys.readouterr().out

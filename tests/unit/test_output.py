@@ -21,6 +21,7 @@ import pytest
 from flexquant.checkpoint.output import prepare_output, remove_leftovers, staged_file, staged_folder
 from flexquant.errors import FlexQuantError
 from flexquant.quantization.report import REPORT_FILE
+from tests.refusals import refused
 
 
 def write(output: Path, text: str) -> None:
@@ -47,7 +48,7 @@ def whole(text: str) -> dict[str, str]:
 
 def test_of_two_writers_the_later_one_has_the_output_whole(tmp_path):
     output = tmp_path / "merged"
-    with pytest.raises(FlexQuantError, match="another process has begun"), staged_folder(output) as stage:
+    with refused("another process has begun"), staged_folder(output) as stage:
         (stage / "config.json").write_text("first")
         with staged_folder(output) as other:
             (other / "config.json").write_text("second")
@@ -101,9 +102,7 @@ def test_killed_before_any_operation_it_leaves_the_old_output_or_none(tmp_path, 
         if replaces and not (folder / "merged").exists():
             lost_sight_of = True
             (folder / "merged").mkdir()
-            with pytest.raises(
-                FlexQuantError, match=r"an empty folder appeared at .*; move one of them away"
-            ):
+            with refused(r"an empty folder appeared at .*; move one of them away"):
                 prepare_output(folder / "merged", [], overwrite=True)
             (folder / "merged").rmdir()
         prepare_output(folder / "merged", [], overwrite=True)  # the next run cleans up
@@ -133,7 +132,7 @@ def test_an_empty_folder_is_an_output(name, tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(FlexQuantError, match=r"cannot write .*merged: .*file"):
+    with refused(r"cannot write .*merged: .*file"):
         write(tmp_path / "file" / "merged", "new")
 
 
@@ -164,7 +163,7 @@ def test_what_appears_meanwhile_is_told_and_stays(what, overwrite, tmp_path):
     output = tmp_path / "merged"
     prepare_output(output, [], overwrite=overwrite)
     with (
-        pytest.raises(FlexQuantError, match=f"^{what} appeared at .*merged while .* choose another"),
+        refused(f"^{what} appeared at .*merged while .* choose another"),
         staged_folder(output, overwrite=overwrite) as stage,
     ):
         (stage / "config.json").write_text("new")
@@ -193,10 +192,10 @@ def test_what_appears_between_the_two_renames_does_not_cost_the_old_copy(tmp_pat
     told = "is what .* was to replace, and meanwhile a folder with thesis.txt appeared at .*; move one of"
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", rename_slowly)
-        with pytest.raises(FlexQuantError, match="a folder with thesis.txt appeared at .*, and stays"):
+        with refused("a folder with thesis.txt appeared at .*, and stays"):
             write(output, "new")
     for _ in range(2):
-        with pytest.raises(FlexQuantError, match=told):
+        with refused(told):
             remove_leftovers(output)
     os.rename(output, tmp_path / "mine")
     remove_leftovers(output)
@@ -238,7 +237,7 @@ def test_a_name_that_no_output_can_have_is_one_sentence(output, message, tmp_pat
         lambda: prepare_output(Path(output), [], overwrite=True),
         lambda: staged_folder(Path(output)).__enter__(),
     ):
-        with pytest.raises(FlexQuantError, match=message):
+        with refused(message):
             attempt()
 
 
@@ -321,7 +320,7 @@ def test_what_cannot_be_renamed_is_told_before_the_first_byte(answer, said, ther
         rename(source, place)
 
     monkeypatch.setattr(os, "rename", answering)
-    with pytest.raises(FlexQuantError, match=said), staged_folder(output, overwrite=True):
+    with refused(said), staged_folder(output, overwrite=True):
         pytest.fail("writing began")
     assert inventory(tmp_path) == before
 
@@ -376,5 +375,5 @@ def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path):
 
 
 def test_a_folder_in_the_place_of_a_file_is_one_sentence(tmp_path):
-    with pytest.raises(FlexQuantError, match=f"^{tmp_path} is a folder; name a file$"), staged_file(tmp_path):
+    with refused(f"^{tmp_path} is a folder; name a file$"), staged_file(tmp_path):
         pass

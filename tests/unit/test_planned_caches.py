@@ -18,12 +18,12 @@ pytest.importorskip("vllm")
 
 from flexquant.doctor.built_model import attention_layers
 from flexquant.doctor.examining import built_without_weights
-from flexquant.errors import FlexQuantError
 from flexquant.planning.planned_model import PlannedModel
 from flexquant.serving.vllm_api import cleanup_dist_env_and_memory
 from tests.architectures.models import small_config, source
 from tests.architectures.outcomes import RESULTS, SERVED
 from tests.prediction import planned
+from tests.refusals import refused
 from tests.vision import KINDS
 
 FOUND = json.loads(RESULTS.read_text())["architectures"]
@@ -86,9 +86,7 @@ def test_what_is_counted_is_vllms(
     states = sum(2 * prod(shape) for spec in specs for shape in getattr(spec, "shapes", ()))
     token = sum(spec.page_size_bytes // spec.block_size for spec in specs if not hasattr(spec, "shapes"))
     if "latent attention" in FOUND[name]["features"]:
-        with pytest.raises(
-            FlexQuantError, match="has multi-head latent attention, and passes of such a model"
-        ):
+        with refused("has multi-head latent attention, and passes of such a model"):
             model.shape(("w8a8",), devices, {})
         return
     found = model.shape(("w8a8",), devices, {})

@@ -237,9 +237,7 @@ def test_the_kv_cache_holds_the_largest_workload() -> None:
 @pytest.mark.parametrize(
     ("free", "first"),
     [
-        (139, "qwen2.5-32b"),
-        (78, "qwen2.5-32b"),
-        (47, "qwen2.5-32b-32layers"),
+        *((139, "qwen2.5-32b"), (78, "qwen2.5-32b"), (47, "qwen2.5-32b-32layers")),
         (23, "llama-3.1-8b"),
         (1, None),
     ],
@@ -292,19 +290,10 @@ def test_the_first_steps_take_fifteen_minutes_and_all_but_two_take_thirty() -> N
 def test_policies_wait_at_a_gate_with_all_imported(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     command = [sys.executable, "-m", "benchmarks", "policies", "http://127.0.0.1:1", "--gate", gate]
-    command += [
-        "--policy",
-        "w8a8",
-        "--policy",
-        W4A8,
-        "--serving",
-        "1x16+2",
-        "--output",
-        tmp_path / "live.json",
-    ]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as run:
+    command += ["--policy", "w8a8", "--policy", W4A8, "--serving", "1x16+2"]
+    command += ["--output", tmp_path / "live.json"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as run:
         assert run.stdout is not None and run.stderr is not None
         assert run.stdout.readline() == "waits for gate\n"
         assert run.poll() is None
@@ -371,10 +360,11 @@ def test_outcomes_are_there_when_a_run_is_stopped_and_what_passed_is_not_run_aga
 
     def start(*arguments: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.proof.outcomes", "--rootdir", ".", "."]
-        environment = {**os.environ, VARIABLE: str(file), "PYTHONPATH": str(ROOT)}
-        return subprocess.Popen(
-            [*command, *arguments], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL
+        environment, nowhere = (
+            {**os.environ, VARIABLE: str(file), "PYTHONPATH": str(ROOT)},
+            subprocess.DEVNULL,
         )
+        return subprocess.Popen([*command, *arguments], cwd=tmp_path, env=environment, stdout=nowhere)
 
     with start() as process:
         for _ in range(600):
@@ -383,10 +373,9 @@ def test_outcomes_are_there_when_a_run_is_stopped_and_what_passed_is_not_run_aga
             time.sleep(0.1)
         process.kill()
     found = read_outcomes(file)
+    outcomes = {"test_good": PASSED, "test_bad": FAILED, "test_slow": NOT_RUN}
     assert {test: o["outcome"] for test, o in found.items()} == {
-        "test_it.py::test_good": PASSED,
-        "test_it.py::test_bad": FAILED,
-        "test_it.py::test_slow": NOT_RUN,
+        f"test_it.py::{test}": outcome for test, outcome in outcomes.items()
     }
     assert "assert 1 == 2" in found["test_it.py::test_bad"]["reason"]
     with start("-k", "not slow") as process:

@@ -15,19 +15,20 @@ import torch
 
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, MergedCheckpoint
 from flexquant.checkpoint.merged_config import MergedConfig
-from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
 from flexquant.serving.worker.weights import VariantLoader
 from tests.checkpoints import make_pair
 from tests.foreign import config_of
+from tests.refusals import refused
 from tests.unit.test_format import PAGE
 
 GONE = object()
 SECTION = "quantization_config"
 W8A8 = "variants.w8a8"
 MIXABLE = "has mixable .* each of w8a8, w4a16 once"
+MLP = "model.layers.0.mlp"
 SETTINGS = f"{W8A8}.quantization_config"
 
 
@@ -83,7 +84,7 @@ def test_a_value_that_is_wrong_is_refused(
 ) -> None:
     section = config_of(merged)[SECTION]
     for value in values:
-        with pytest.raises(FlexQuantError, match=f"^the merged checkpoint.*{problem}.*merge"):
+        with refused(f"^the merged checkpoint.*{problem}.*merge"):
             MergedConfig.from_json(edited(section, path, value))
 
 
@@ -91,7 +92,7 @@ def test_a_value_that_is_wrong_is_refused(
 def test_a_variant_has_a_name_that_a_merge_gives(merged: Path, name: str) -> None:
     section = config_of(merged)[SECTION]
     variants = {name: section["variants"]["w8a8"], "w4a16": section["variants"]["w4a16"]}
-    with pytest.raises(FlexQuantError, match=f"^'{name}' is not a variant name: use lower-case letters"):
+    with refused(f"^'{name}' is not a variant name: use lower-case letters"):
         MergedConfig.from_json(section | {"variants": variants, "mixable": [[*variants]]})
 
 
@@ -127,12 +128,7 @@ def test_variants_share_a_cache_as_far_as_the_merge_compared_them(
 @pytest.mark.parametrize(
     ("file", "path", "value", "problem"),
     [
-        (
-            "config.json",
-            f"{SECTION}.shared_modules",
-            ["model.layers.0.mlp"],
-            "'w8a8.model.layers.0.mlp.* of one variant, thou",
-        ),
+        ("config.json", f"{SECTION}.shared_modules", [MLP], f"'w8a8.{MLP}.* of one variant, though"),
         ("config.json", f"{SECTION}.{W8A8}.nested_in", "w4a16", "has nested_in 'w4a16', but no differences"),
         (PROVENANCE_FILE, "schema", "flexquant.provenance/v2", "a wrong 'schema'.*provenance/v1"),
     ],
@@ -143,7 +139,7 @@ def test_what_the_tensors_contradict_is_refused(
     folder = shutil.copytree(merged, tmp_path / "merged")
     content = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps(edited(content, path, value)))
-    with pytest.raises(FlexQuantError, match=problem):
+    with refused(problem):
         MergedCheckpoint.open(folder).variant_tensors("w8a8")
 
 
@@ -152,7 +148,7 @@ def test_a_worker_loads_no_tensor_of_one_variant_into_a_shared_module(merged: Pa
     read = MergedConfig.from_json(section)
     routes = build_route_table(load_policy("phase"), read.variants, num_layers=2, max_tokens=64)
     loader = VariantLoader({name: torch.nn.Module() for name in read.variants}, read, routes)
-    with pytest.raises(FlexQuantError, match="which is of one variant, though shared_modules has its module"):
+    with refused("which is of one variant, though shared_modules has its module"):
         loader.load([("w4a16.model.layers.0.mlp.up_proj.weight_scale", torch.ones(1))])
 
 

@@ -21,6 +21,7 @@ from tests.checkpoints import make_checkpoint, make_pair
 from tests.foreign import assert_equal, tensors_of
 from tests.publishers import edits
 from tests.publishers.edits import Edit
+from tests.refusals import refused
 
 ABSENT = object()
 SECOND_SHARD = "model-00002-of-00002.safetensors"
@@ -121,11 +122,7 @@ OF_MISTRAL = edits.config(architectures=["MistralForCausalLM"])
     ("variant", "edit", "fragments"),
     [
         ("w8a8", lost(SECOND_SHARD), f"no file '{SECOND_SHARD}'"),
-        (
-            "w4a16",
-            lost(SINGLE_FILE),
-            "w4a16 has no safetensors file, and weights in .bin files",
-        ),
+        ("w4a16", lost(SINGLE_FILE), "w4a16 has no safetensors file, and weights in .bin files"),
         ("w8a8", quantised_by("gptq"), "no linear in the format of gptq"),
         ("w8a8", quantised_by("bitsandbytes"), "quant_method 'bitsandbytes'; compressed-tensors, awq, gptq"),
         ("w4a16", OF_MISTRAL, "'w8a8' is a LlamaForCausalLM and 'w4a16' a MistralForCausalLM"),
@@ -182,7 +179,7 @@ def test_hub_cache_links_are_followed_also_on_another_disk(sources, tmp_path, mo
     for elsewhere in (sources["w4a16"] / "config.json", copy, blobs / "led"):
         (snapshot / "config.json").unlink()
         (snapshot / "config.json").symlink_to(elsewhere)
-        with pytest.raises(FlexQuantError, match="outside"):
+        with refused("outside"):
             open_source("w8a8", snapshot)
 
 
@@ -214,10 +211,10 @@ def test_bad_config(sources):
 
 def test_variant_names(sources):
     pair = list(sources.items())
-    with pytest.raises(FlexQuantError, match="'w8a8' is given twice"):
+    with refused("'w8a8' is given twice"):
         merge_checkpoints([pair[0], ("w8a8", pair[1][1])], sources["w8a8"].parent / "merged")
     fails({**sources, "shared": pair[0][1]}, "'shared' is not a variant name")
-    with pytest.raises(FlexQuantError, match="nothing to merge"):
+    with refused("nothing to merge"):
         merge_checkpoints([], sources["w8a8"].parent / "merged")
 
 
@@ -287,9 +284,8 @@ def test_different_shapes(sources):
 )
 def test_numbers_of_a_config_that_no_model_has(sources, key, value, problem):
     for folder in sources.values():  # in all of them alike, so that they do not differ
-        edits.edit_json("config.json", lambda c: c.pop(key) if value is ABSENT else c.update({key: value}))(
-            folder
-        )
+        change = (lambda c: c.pop(key)) if value is ABSENT else (lambda c: c.update({key: value}))
+        edits.edit_json("config.json", change)(folder)
     fails(sources, problem)
 
 
@@ -354,7 +350,5 @@ def test_a_folder_that_is_no_merged_checkpoint_is_named_once(tmp_path, command, 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model": {"type": "no such"}}', '{"added_tokens": 3}'])
 def test_a_tokenizer_that_cannot_be_read_is_named(sources, text):
     (sources["w4a16"] / "tokenizer.json").write_text(text)
-    with pytest.raises(
-        FlexQuantError, match=r"the tokenizer of .*w4a16 cannot be read \(.*\); put its files"
-    ):
+    with refused(r"the tokenizer of .*w4a16 cannot be read \(.*\); put its files"):
         load_tokenizer(sources["w4a16"])
