@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.nested import unpack_nibbles
 from flexquant.serving.vllm_api import MPLinearKernel, get_scale_perms
 from flexquant.serving.vllm_api import _custom_ops as ops
 from flexquant.serving.worker.one_copy.gpu_kernel import INT8, eight_bit_weights
@@ -23,15 +23,15 @@ from flexquant.serving.worker.one_copy.gpu_layouts import (
     packed_alike,
     permuted_back,
 )
-from flexquant.serving.worker.one_copy.operands import (
+from flexquant.serving.worker.one_copy.product import (
     CHANNEL_SCALE,
-    COLUMN,
-    DIFFERENCE,
-    EXCEPTIONS,
-    PLACES,
+    NESTED,
     ROW,
     WEIGHT_SUMS,
-    NestedWeights,
+    Buffers,
+    Product,
+    output_of_int4,
+    register_operator,
 )
 
 ZERO, BIAS = "flexquant_zero", "flexquant_bias"
@@ -41,16 +41,8 @@ GREATEST = {INT8: 127.0, FP8: 448.0}
 """Greatest weight of each precision."""
 BLACKWELL = 100
 """Compute capability from which on vLLM's CUTLASS product has no INT8; FP8 takes its place."""
-NESTED = (COLUMN, DIFFERENCE, PLACES, EXCEPTIONS)
-"""The buffers of nested weights, in the order in which the kernel takes them."""
 
 _memory: dict[torch.device, torch.Tensor] = {}
-_library = torch.library.Library("flexquant", "FRAGMENT")
-_library.define(
-    "one_copy_gpu_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, "
-    "Tensor channel_scale, Tensor? weight_sums, Tensor? bias, ScalarType precision, bool outputs_first) "
-    "-> Tensor"
-)
 
 
 def channel_scales(
@@ -71,54 +63,30 @@ def channel_scales(
     return torch.where(greatest > 0, greatest / GREATEST[precision], 1.0)
 
 
-class GPUProduct:
-    """Multiplies in 8 bit by weights that are computed from those that ``kernel`` keeps in INT4."""
+class GPUProduct(Product):
+    """The product of a GPU, in INT8 or FP8."""
 
     def __init__(self, kernel: MPLinearKernel, layout: Layout, precision: str) -> None:
-        self._kernel = kernel
+        super().__init__(kernel)
         self._layout = layout
         self._precision = eight_bit_type(precision)
         self.precision = "FP8" if self._precision == FP8 else "INT8"
 
-    def shared_bytes(self, inputs: int, outputs: int) -> int:
-        """Return the bytes to which a layer's weights are written."""
-        return inputs * outputs
-
     def prepare(
-        self, source: torch.nn.Module, nested: NestedWeights | None = None, symmetric: bool = True
+        self, source: nn.Module, nested: Mapping[str, torch.Tensor] | None = None, symmetric: bool = True
     ) -> dict[str, torch.Tensor]:
-        """Return what :meth:`multiply` needs beside ``source``, once its weights are packed.
-
-        Without ``nested``, the weights are those nearest to the source's. ``symmetric``: activations, which
-        else have a zero point for each token.
-        """
-        packed, scale, zero = self._layout.tensors(self._kernel, source)
-        buffers, outputs_first = {} if zero is None else {ZERO: zero}, self._layout.outputs_first
-        if nested is not None:
-            inputs, outputs = len(nested.column), scale.shape[1]
-            memory = scratch(packed.device, inputs * outputs, INT8).view(outputs, inputs)
-            difference = packed_alike(unpack_nibbles(nested.difference), self._layout)
-            exceptions = {PLACES: nested.exception_input, EXCEPTIONS: nested.exception}
-            buffers |= nested.factors() | {DIFFERENCE: difference} | exceptions
-            if not symmetric:
-                operands = packed, scale, zero, buffers[ROW], memory, outputs_first
-                weights = eight_bit_weights(*operands, [buffers[name] for name in NESTED])
-                buffers[WEIGHT_SUMS] = weights.sum(1, dtype=torch.int32)
-            return buffers
-        channel_scale = channel_scales(packed, scale, zero, self._precision, outputs_first)
-        buffers |= {CHANNEL_SCALE: channel_scale, ROW: channel_scale.reciprocal()}
-        if (bias := getattr(source, "bias", None)) is not None:
+        packed, _, zero = self._weights(source)
+        scratch(packed.device, self._inputs * self._outputs, self._precision)  # which is not made in a pass
+        buffers = super().prepare(source, nested, symmetric)
+        if zero is not None:
+            buffers[ZERO] = zero
+        if nested is None and (bias := getattr(source, "bias", None)) is not None:
             buffers[BIAS] = permuted_back(bias, get_scale_perms()[1])
         return buffers
 
     def multiply(
-        self,
-        source: torch.nn.Module,
-        buffers: Mapping[str, torch.Tensor | None],
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
+        self, source: nn.Module, buffers: Buffers, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype."""
         weight, scale, _ = self._layout.names or (self._kernel.w_q_name, self._kernel.w_s_name, "")
         out: torch.Tensor = torch.ops.flexquant.one_copy_gpu_linear(
             x,
@@ -135,8 +103,23 @@ class GPUProduct:
         )
         return out
 
+    def _channel_scales(self, source: nn.Module) -> torch.Tensor:
+        return channel_scales(*self._weights(source), self._precision, self._layout.outputs_first)
 
-@torch.library.impl(_library, "one_copy_gpu_linear", "CUDA")
+    def _packed(self, difference: torch.Tensor) -> torch.Tensor:
+        return packed_alike(difference, self._layout)
+
+    def _weight_sums(self, source: nn.Module, buffers: Buffers) -> torch.Tensor:
+        packed, scale, zero = self._weights(source)
+        memory = scratch(packed.device, self._inputs * self._outputs, INT8).view(self._outputs, self._inputs)
+        operands = packed, scale, zero, buffers[ROW], memory, self._layout.outputs_first
+        weights = eight_bit_weights(*operands, [buffers[name] for name in NESTED])
+        return weights.sum(1, dtype=torch.int32)
+
+    def _weights(self, source: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        return self._layout.tensors(self._kernel, source)
+
+
 def one_copy_gpu_linear(
     x: torch.Tensor,
     packed: torch.Tensor,
@@ -155,6 +138,9 @@ def one_copy_gpu_linear(
     out = scratch(x.device, inputs * outputs, precision).view(outputs, inputs)
     weights = eight_bit_weights(packed, scale, zero, row, out, outputs_first, nested)
     return multiply_in_8_bit(x, weights, channel_scale, bias, weight_sums)
+
+
+register_operator(one_copy_gpu_linear, "CUDA", output_of_int4)
 
 
 def multiply_in_8_bit(
@@ -183,11 +169,6 @@ def multiply_in_8_bit(
 def eight_bit_type(precision: str) -> torch.dtype:
     """Return the type in which this GPU multiplies where a policy says int8 or fp8."""
     return FP8 if precision == "fp8" or current_platform.has_device_capability(BLACKWELL) else INT8
-
-
-@torch.library.register_fake("flexquant::one_copy_gpu_linear", lib=_library)
-def _output_shape(x: torch.Tensor, packed: object, scale: torch.Tensor, *_: object) -> torch.Tensor:
-    return x.new_empty((x.shape[0], scale.shape[1]))
 
 
 def scratch(device: torch.device, weights: int, precision: torch.dtype) -> torch.Tensor:
