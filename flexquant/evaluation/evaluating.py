@@ -17,7 +17,6 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space
 from flexquant.checkpoint.weight_bytes import weights_in_layers
 from flexquant.documents.results import hash_file
-from flexquant.evaluation.document import BytesPerWeight, Evaluation, Result
 from flexquant.evaluation.engine import (
     describe_command,
     describe_machine,
@@ -38,6 +37,7 @@ from flexquant.evaluation.measure import (
     most_tokens,
     summarise_scores,
 )
+from flexquant.evaluation.report import BytesPerWeight, Evaluation, Result
 from flexquant.evaluation.schedule import Passes, PolicyRun, find_candidates, make_schedule
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable
@@ -65,13 +65,10 @@ def evaluate(
     """Measure policies of a merged checkpoint on a text file; return a JSON-able document.
 
     ``reference`` is the folder or Hugging Face id of the 16-bit model; without it only perplexity is
-    measured. ``policies`` are variants, built-in policies, policy files and ``stored``; None: every variant
-    and the checkpoint's default. ``questions`` are answered only if there is a reference; None: the questions
-    that come with FlexQuant, empty: none. ``progress`` gets a line before each engine starts.
+    measured. ``policies``: see :func:`find_candidates`. ``questions`` are answered if there is a reference;
+    None: the questions that come with FlexQuant. ``progress`` gets a line before each engine starts.
 
-    The document's ``results`` hold one entry for each policy and batch size, the reference's first.
-    Raises FlexQuantError for a checkpoint, text, reference or policy that cannot be evaluated, before
-    anything is measured.
+    Raises FlexQuantError, before anything is measured, for inputs that cannot be evaluated.
     """
     settings = settings or Settings()
     prepare_environment()
@@ -83,7 +80,7 @@ def evaluate(
     if reference is not None:
         subject.check_reference(reference)
         prompts = question_prompts(
-            read_questions(None) if questions is None else list(questions), subject.tokenizer
+            read_questions(None) if questions is None else questions, subject.tokenizer
         )
     if prompts:
         longest = max(map(len, prompts)) + settings.answer_tokens

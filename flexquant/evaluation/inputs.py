@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.resources
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -136,7 +137,7 @@ def read_questions(path: str | Path | None) -> list[str]:
     return questions
 
 
-def question_prompts(questions: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def question_prompts(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return the token ids of each question, in the chat template if the tokenizer has one."""
     if not tokenizer.chat_template:
         return [tokenizer(question)["input_ids"] for question in questions]

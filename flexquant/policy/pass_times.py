@@ -114,9 +114,7 @@ class PassTimes(Section):
 
     def seconds(self, layers: Layers, phase: str, size: int) -> float:
         """Return the time of a pass of ``size`` sequences (decode) or tokens (prefill), in seconds.
-
-        ``layers`` are the variants of all decoder layers (``Plan.layers`` of :mod:`flexquant.policy.plans`);
-        each layer is taken to cost an equal share of a pass in its variant. Times are interpolated between
+        Each layer is taken to cost an equal share of a pass in its variant. Times are interpolated between
         measured sizes, and extrapolated beyond them, in the logarithms of time and size.
         """
         curves = self.decode if phase == "decode" else self.prefill
@@ -128,9 +126,7 @@ class PassTimes(Section):
     def only(self, variants: Collection[str]) -> PassTimes:
         """Return the times of these variants alone."""
         curves = {"decode": self.decode, "prefill": self.prefill}
-        kept = {
-            phase: {name: c for name, c in of.items() if name in variants} for phase, of in curves.items()
-        }
+        kept = {phase: {name: of[name] for name in of if name in variants} for phase, of in curves.items()}
         return self.model_copy(update=kept)
 
     def to_data(self) -> JsonObject:
@@ -144,9 +140,9 @@ class PassTimes(Section):
 
 
 def device_name(origin: JsonObject) -> str:
-    """Return the GPU, or the CPU and its cores, in the ``machine`` of an origin or of a document of results.
+    """Return the GPU, or the CPU and its cores, of the ``machine`` in an origin or a document of results.
 
-    :mod:`flexquant.evaluation.engine` makes the ``machine``; a user's document can have none.
+    A user's document can have none.
     """
     machine = origin.get("machine")
     if isinstance(machine, Mapping):
@@ -188,10 +184,10 @@ def _interpolate(curve: Curve, size: int) -> float:
 
 
 def _curves_to_data(curves: Mapping[str, Curve]) -> dict[str, dict[str, list[float]]]:
+    def rounded(time: Time) -> list[float]:
+        return [float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in time]
+
     return {
-        variant: {
-            str(size): [float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in time]
-            for size, time in curve.items()
-        }
+        variant: {str(size): rounded(time) for size, time in curve.items()}
         for variant, curve in curves.items()
     }

@@ -78,29 +78,27 @@ def builtin_policies() -> list[str]:
 
 
 def load_policy(name_or_path: str) -> Policy:
-    """Load a built-in policy by name, or a policy file by path.
+    """Load a built-in policy by name, or a policy file by path (:func:`read_named` tells them apart).
 
-    :func:`~flexquant.documents.yaml_document.read_named` tells names from paths. Raises
-    :class:`FlexQuantError` for an unknown name, an unreadable file, and a document that breaks the schema.
+    Raises :class:`FlexQuantError` for an unknown name, an unreadable file, and a document that breaks the
+    schema.
     """
     content, source = read_named(name_or_path, PACKAGE, "policy")
     return parse_policy_text(content, source, name_or_path)
 
 
 def parse_policy_text(content: bytes, source: str, name: str) -> Policy:
-    """Validate a policy given as YAML, or as JSON, which is YAML.
+    """Validate a policy given as YAML or JSON, under a ``name``; ``source`` and the line open messages.
 
-    Raises :class:`FlexQuantError`, whose message begins with ``source`` and the line, for bad syntax and for
-    a document that breaks the schema. ``name`` becomes the policy's name.
+    Raises :class:`FlexQuantError` for bad syntax, and for a document that breaks the schema.
     """
     return _validate(from_yaml(content, source, "policy", ("schema", "rules")), name)
 
 
 def parse_policy(document: JsonObject, source: str) -> Policy:
-    """Validate a policy given as data, e.g. the one stored in a merged checkpoint.
+    """Validate a policy given as data; ``source`` becomes its name, and opens messages.
 
-    ``source`` becomes the policy's name. Raises :class:`FlexQuantError`, whose message begins with
-    ``source``, for a document that breaks the schema.
+    Raises :class:`FlexQuantError` for a document that breaks the schema.
     """
     return _validate(from_data(document, source, "policy"), source)
 
@@ -108,9 +106,8 @@ def parse_policy(document: JsonObject, source: str) -> Policy:
 def choose_policy(given: str | None = None, stored: JsonObject | None = None) -> Policy:
     """Return the policy: ``given``, else ``stored``, else the default.
 
-    ``given`` is a built-in policy's name or a policy file's path, ``stored`` the document in a merged
-    checkpoint. Raises FlexQuantError for an unknown name, a file that cannot be read, and a document that
-    breaks the schema.
+    ``given`` is what :func:`load_policy` takes, ``stored`` the document in a merged checkpoint. Raises what
+    reading either does.
     """
     if given is None and stored is not None:
         return parse_policy(stored, STORED_SOURCE)
@@ -130,9 +127,9 @@ def find_policies(
 ) -> dict[str, Policy]:
     """Return the policies with the given names, each once, keyed by their names in results.
 
-    A name is one of ``variants`` (which runs all passes), a built-in policy, a policy file, or ``stored``:
-    the document in the checkpoint ``folder``. The name of a file in results is the last part of its path.
-    Raises FlexQuantError for an unknown name and two files of one name.
+    A name is one of ``variants`` (which runs all passes), a built-in policy, a policy file (whose name in
+    results is the last part of its path), or ``stored``: the document in the checkpoint ``folder``. Raises
+    FlexQuantError for an unknown name and two files of one name.
     """
     policies: dict[str, Policy] = {}
     for text in dict.fromkeys(names):
@@ -191,7 +188,6 @@ def _validate(document: Document, name: str) -> Policy:
         document.fail(("rules", last[0], "when"), problem)
     for variant, how in found.derive.items():
         _check_derivation(variant, how, found, document)
-    for variant in found.derive:
         if not any(variant in rule.variants for rule in found.rules):
             document.fail(("derive", variant), "is used by no rule; remove it, or use it in one")
     return Policy(
@@ -219,8 +215,7 @@ def _check_derivation(variant: str, how: Derivation, policy: PolicySection, docu
 def _can_match(rule: Rule, earlier: Sequence[Rule]) -> bool:
     """Whether some pass reaches the rule, rather than an earlier one.
 
-    Only sizes at which a range begins, or just above an end, need a test: if earlier rules miss a pass of the
-    rule, they miss one of these.
+    Only sizes at which a range begins, or just above an end, need a test.
     """
     for phase in rule.when.phases:
         in_phase = [other.when for other in earlier if phase in other.when.phases]

@@ -179,10 +179,8 @@ def quantize_in_memory(
     recipe = variant.recipe
     for modifier in modifiers:
         if isinstance(modifier, SearchedSmoothQuant):
-            recipe, findings["smoothing"] = (
-                with_strengths(variant, modifier.chosen),
-                smoothing_report(modifier),
-            )
+            recipe = with_strengths(variant, modifier.chosen)
+            findings["smoothing"] = smoothing_report(modifier)
     if (distillation := recipe.scale_distillation) is not None:
         with explained_memory(f"training the scales of '{recipe.name}'", "remove scale_distillation"):
             by_epoch = distill_scales(model, load_model(source), tensors, distillation.epochs, seed, show)
@@ -284,13 +282,12 @@ def explained_memory(doing: str, remedy: str = "lower --samples or --length") ->
         ) from e
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if any(text in str(error).lower() for text in CPU_ALLOCATOR):
-        return True
-    inner = error.__cause__ or error.__context__
-    return inner is not None and _is_out_of_memory(inner)
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    return error is not None and (
+        isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        or any(text in str(error).lower() for text in CPU_ALLOCATOR)
+        or _is_out_of_memory(error.__cause__ or error.__context__)
+    )
 
 
 @contextmanager

@@ -107,8 +107,8 @@ def read_source(folder: Path) -> SourceModel:
     """Read all files of a model folder once, and describe the model.
 
     Raises FlexQuantError for a configuration that transformers does not know, generation settings that it
-    refuses, a weight that is missing, is not float16, bfloat16 or float32, or holds NaN or infinity (the
-    message names the tensor), and a model that reads more than text.
+    refuses, a weight that is missing, is not float16, bfloat16 or float32, or holds NaN or infinity, and a
+    model that reads more than text.
     """
     from transformers import GenerationConfig
 
@@ -228,7 +228,7 @@ def default_mappings(model_type: str, which: str, names: Iterable[str]) -> list[
 
     Scales move from each norm to all linears that read it and, with ``norms-and-up``, from up_proj to
     down_proj; in a mixture of experts only from the norm to q, k and v. ``names`` are those of the model's
-    modules: they tell which linears are fused.
+    modules.
     """
     attention, mlp = readers_of_norms(names)
     before_attention: list[ScaleMapping] = [(attention, r"re:.*\.input_layernorm$")]
@@ -253,7 +253,7 @@ def resolve_mappings(
     """Return module in front -> linears that its scales move into, by name, in a ``model`` without weights.
 
     Raises FlexQuantError for a mapping that matches nothing, and for one that omits a linear that reads the
-    norm, because that linear would compute something else.
+    norm.
     """
     from compressed_tensors.utils import match_modules_set
 
