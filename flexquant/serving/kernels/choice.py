@@ -92,15 +92,18 @@ def choose_kernels(
     models in ``read_again`` keep their weights in a layout that is known. ``named`` maps models' names to the
     kernels that the user wants, each by the beginning of its class name in any case, as ``humming``; a layer
     that such a kernel cannot run gets another one. Raises :class:`FlexQuantError` for a name that fits no
-    kernel of any layer.
+    kernel.
     """
     if problem := zentorch_problem():
         logger.warning(problem)
     to_try: dict[str, tuple[LayerTrial, list[Any]]] = {}
     kinds_by_name: dict[str, type[LinearKernel]] = {}
     for name, model in models.items():
-        layers: list[Any] = [layer for layer in model.modules() if kernel_of_layer(layer) is not None]
-        kinds_of = {layer: _kinds_for(layer) for layer in layers}
+        kinds_of: dict[Any, list[type[LinearKernel]]] = {
+            layer: _kinds_for(layer, kernel)
+            for layer in model.modules()
+            if (kernel := kernel_of_layer(layer))
+        }
         if wanted := (named or {}).get(name):
             kinds_of = _only(kinds_of, wanted, name)
         if name in read_again:
@@ -121,10 +124,8 @@ def choose_kernels(
             exchange_kernel(layer, kinds_by_name[kind_name])
 
 
-def _kinds_for(layer: Any) -> list[type[LinearKernel]]:
+def _kinds_for(layer: Any, kernel: LinearKernel) -> list[type[LinearKernel]]:
     """Return the kernels among which a layer's is chosen."""
-    kernel = kernel_of_layer(layer)
-    assert kernel is not None
     kinds = possible_kernels(kernel)
     if getattr(layer, "bias", None) is not None and getattr(layer, "input_is_parallel", False):
         # vLLM 0.26's adds the bias on every rank. Delete this when the oldest supported one does not.

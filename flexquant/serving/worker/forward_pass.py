@@ -75,8 +75,7 @@ def describe_pass(
     """Describe a pass of ``tokens`` tokens by the offsets at which the sequences' tokens start.
 
     ``query_start_loc`` is int32 [sequences + 1], on the host; padding sequences come last and have no tokens.
-    No sequence has more than ``max_query_len`` tokens. A decoding sequence has ``tokens_per_sequence``
-    tokens: 1, plus any speculated ones.
+    A decoding sequence has ``tokens_per_sequence`` tokens: 1, plus any speculated ones.
     """
     starts = query_start_loc.numpy()
     if max_query_len == 1:  # most passes of a server; this takes a few operations rather than a dozen
@@ -204,12 +203,8 @@ class PassObserver:
 
     def _describe(self, common: CommonAttentionMetadata, layer_names: list[str]) -> Pass:
         # A FULL graph's metadata has its padded size; other passes get their padded size in read().
-        found = describe_pass(
-            common.query_start_loc_cpu,
-            common.max_query_len,
-            common.num_actual_tokens,
-            self._tokens_per_sequence,
-        )
+        starts, tokens = common.query_start_loc_cpu, common.num_actual_tokens
+        found = describe_pass(starts, common.max_query_len, tokens, self._tokens_per_sequence)
         if self._next_is_own:
             return found
         if self._stage == PassState.WARM_UP and common.is_prefilling is not None:
@@ -270,8 +265,8 @@ class PassObserver:
 def observed_model_state(vllm_config: VllmConfig, observer: PassObserver) -> type:
     """Return vLLM's class that prepares the V2 runner's passes, extended to tell ``observer`` of vLLM's own.
 
-    That runner warms up with requests of its own, and keeps data-parallel engines in step with them; only
-    their names tell them from users' requests. The V1 runner makes up such passes without requests.
+    That runner warms up, and keeps data-parallel engines in step, with requests of its own; only their names
+    tell them from users' requests. The V1 runner makes up such passes without requests.
     """
     base: Any
     if vllm_config.model_config.is_hybrid:

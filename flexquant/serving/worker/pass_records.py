@@ -43,7 +43,7 @@ class PassClock:
     """Times successive passes, from the description of the batch until the logits are requested.
 
     A pass whose logits nobody requests has no time. On a GPU both moments are events in its stream, which are
-    read once they have passed, so nothing waits for the GPU; they are made before the passes and used again.
+    read once they have passed, so nothing waits for the GPU; they are used again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -129,8 +129,8 @@ class PlanCounters:
 def trace_file(vllm_config: VllmConfig) -> str | None:
     """Return the file of this worker's trace; None if no trace is configured.
 
-    Every worker has a file of its own. The first worker's file has the user's name; the others' names end in
-    ``.dp1`` (the data-parallel replica) or ``.rank1`` (the rank within it, tensor and pipeline parallel).
+    The first worker's file has the user's name; the others' end in ``.dp1`` (the data-parallel replica) or
+    ``.rank1`` (the rank within it).
     """
     file = ServingOptions.from_vllm(vllm_config).trace
     if file is None:
@@ -182,10 +182,10 @@ class Trace:
 
     def _end(self, why: str) -> None:
         logger.warning("the trace '%s' ends here, and serving goes on: %s", self._path, why)
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):  # some file systems report a full disk only now
-                file.close()
+        assert self._file is not None
+        with suppress(OSError):  # some file systems report a full disk only now
+            self._file.close()
+        self._file = None
 
 
 class PassRecords:
@@ -237,12 +237,9 @@ class PassRecords:
 
     def counted(self) -> list[JsonObject] | None:
         """Return a record for each plan and phase that has run; None if another worker tells."""
-        if not self._tells:
-            return None
-        return [
-            {"plan": plan, "phase": phase, **counters.to_data()}
-            for (plan, phase), counters in self._counters.items()
-        ]
+        cells = self._counters.items()
+        told = [{"plan": plan, "phase": phase, **counters.to_data()} for (plan, phase), counters in cells]
+        return told if self._tells else None
 
     def metrics_data(self) -> EngineCounters | None:
         """Return all counters, and the policies, for ``/metrics``; None if another worker tells."""

@@ -99,10 +99,7 @@ def scratch_forward_context(vllm_config: VllmConfig) -> Iterator[dict[str, nn.Mo
 
 
 def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
-    """Replace each key of ``replacements`` by its value, wherever it is a child below ``root``.
-
-    An lm_head that is tied to a replaced embedding is tied to the replacement.
-    """
+    """Replace each key of ``replacements`` by its value below ``root``; tie lm_heads to new embeddings."""
     for old, new in replacements.items():
         if isinstance(new, VocabParallelEmbedding):
             for head in [module for module in root.modules() if isinstance(module, ParallelLMHead)]:
@@ -231,7 +228,7 @@ def share_modules(
 def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     """Return the modules with these names in the checkpoint; raise FlexQuantError if one is missing.
 
-    For an expert layer, the module with its experts' weights is returned. A class whose logits come from the
+    Of an expert layer it is the module with its experts' weights. A class whose logits come from the
     embedding itself, such as Gemma 2's, has no lm_head.
     """
     found = dict(model.named_modules(remove_duplicate=False))
@@ -253,16 +250,13 @@ def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
 def check_cache_layers(
     registered: Mapping[str, nn.Module], replaced: Container[nn.Module], architecture: str
 ) -> None:
-    """Refuse layers that all variants share, but that hold linears of which each variant has its own.
+    """Refuse layers that all variants share (``replaced``), but that hold linears of which each has its own.
 
-    vLLM's layers with a state are not among them: each variant has its own. ``replaced`` are the modules that
-    variants share.
+    vLLM's layers with a state are not among them: each variant has its own.
     """
     for name, layer in registered.items():
-        if not (layer in replaced and isinstance(layer, nn.Module)):
-            continue
-        own = [child for child in layer.modules() if isinstance(child, LinearBase) and child not in replaced]
-        if own:
+        inside = layer.modules() if layer in replaced else ()
+        if any(isinstance(module, LinearBase) and module not in replaced for module in inside):
             raise FlexQuantError(
                 f"layer '{name}' ({type(layer).__name__}) of {architecture} keeps a state and the linears "
                 "that compute it in one, and cannot exist in several variants; serve one variant's own "
