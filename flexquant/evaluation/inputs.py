@@ -111,14 +111,8 @@ def read_rows(text: str | Path, tokenizer: PreTrainedTokenizerBase, settings: Se
     """
     if not Path(text).is_file():
         raise FlexQuantError(f"there is no file {text}; give a text or .jsonl file to measure on")
-    return draw_rows(
-        read_documents(text),
-        tokenizer,
-        samples=settings.samples,
-        length=settings.row_tokens,
-        seed=settings.seed,
-        name=f"the text {text}",
-    )
+    size = {"samples": settings.samples, "length": settings.row_tokens, "seed": settings.seed}
+    return draw_rows(read_documents(text), tokenizer, **size, name=f"the text {text}")
 
 
 def read_questions(path: str | Path | None) -> list[str]:

@@ -153,20 +153,13 @@ def decode_forced(
         folder_to_fill.mkdir(parents=True, exist_ok=True)
 
     def parameters(row: int) -> SamplingParams:
+        files = {"store_in": store_in, "compare_with": compare_with}
+        options = {name: str(of / f"{row}.npy") if of else None for name, of in files.items()}
+        options["scores"] = str(folder / f"{row}.npz")
         forced = rows[row][prompt_tokens:]
-        options = {
-            "forced": forced,
-            "scores": str(folder / f"{row}.npz"),
-            "store_in": str(store_in / f"{row}.npy") if store_in else None,
-            "compare_with": str(compare_with / f"{row}.npy") if compare_with else None,
-        }
-        return SamplingParams(
-            temperature=0,
-            max_tokens=len(forced),
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={EXTRA_ARGS_KEY: options},
-        )
+        extra_args = {EXTRA_ARGS_KEY: {**options, "forced": forced}}
+        settings = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+        return SamplingParams(**settings, max_tokens=len(forced), extra_args=extra_args)
 
     for batch in batches(range(len(rows)), batch_size):
         prompts = [TokensPrompt(prompt_token_ids=rows[row][:prompt_tokens]) for row in batch]

@@ -123,10 +123,10 @@ def format_quality_table(document: Evaluation) -> str:
 
 @contextmanager
 def writable_folder(folder: str | Path, option: str) -> Iterator[Path]:
-    """Make a folder and check that it is writable, before measuring takes hours; remove it if the block fails.
+    """Make a folder, writable, before measuring takes hours; if the block fails, remove it if it is empty.
 
-    A folder that existed, or is not empty, stays. Raises FlexQuantError, which names the command line's
-    ``option``, for a folder that cannot be made or written into.
+    A folder that was there stays. Raises FlexQuantError, which names the command line's ``option``, for a
+    folder that cannot be made or written into.
     """
     folder = Path(folder)
     is_new = not folder.exists()

@@ -100,18 +100,11 @@ def make_schedule(
             intervals = [*routes.intervals("prefill"), *routes.intervals("decode")]
             key = routes.head, tuple(intervals), _derivations(policy, (row.plan for row in intervals))
             passes = routes.head, plans, _derivations(policy, plans)
-            runs.append(
-                PolicyRun(
-                    name,
-                    policy,
-                    batch_size,
-                    routes,
-                    *plans,
-                    same_as=measured.get(passes),
-                    answers=answers,
-                    answers_same_as=answered.get(key) if answers else None,
-                )
-            )
+            same = {
+                "same_as": measured.get(passes),
+                "answers_same_as": answered.get(key) if answers else None,
+            }
+            runs.append(PolicyRun(name, policy, batch_size, routes, *plans, answers=answers, **same))
             measured.setdefault(passes, (name, batch_size))
             if answers:
                 answered.setdefault(key, name)

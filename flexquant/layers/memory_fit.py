@@ -216,21 +216,13 @@ class Fit:
         head += [f"TTFT {prompt}", f"TPOT {batch}", *(["KL"] if self._losses else []), ""]
         rows = [head]
         for choice in self.choices:
-            nbytes = self._loaded.of(choice.plans)
+            nbytes, bits = self._loaded.of(choice.plans), self._loaded.bits(choice.plans)
+            row = [choice.name, str(choice.twice), f"{bits:.2f}", format_bytes(nbytes)]
+            row.append(str(self._loaded.cache_tokens(nbytes)))
+            row += [_time(tuned.times, choice, *one) for one in (("prefill", prompt), ("decode", batch))]
+            row += [self._losses.describe(choice.plans[0])] if self._losses else []
             told = "chosen" if choice is chosen else "" if self._fits(choice) else "does not fit"
-            rows.append(
-                [
-                    choice.name,
-                    str(choice.twice),
-                    f"{self._loaded.bits(choice.plans):.2f}",
-                    format_bytes(nbytes),
-                    str(self._loaded.cache_tokens(nbytes)),
-                    _time(tuned.times, choice, "prefill", prompt),
-                    _time(tuned.times, choice, "decode", batch),
-                    *([self._losses.describe(choice.plans[0])] if self._losses else []),
-                    told,
-                ]
-            )
+            rows.append([*row, told])
         notes = [
             self.remark,
             f"Choices for {format_bytes(self._memory)} a rank; ms for a prompt of {prompt} tokens, and for a "
@@ -286,10 +278,9 @@ def _sizes(curves: Mapping[str, Mapping[int, object]]) -> set[int]:
 
 def _time(times: PassTimes, choice: Choice, phase: str, size: int) -> str:
     """Return the milliseconds of the fastest plan of a choice."""
-    seconds, mark = min(
-        (times.seconds((name,), phase, size), "")
-        if name in times.variants
-        else (times.seconds(plan, phase, size), "~")
-        for name, plan in zip(choice.names, choice.plans, strict=True)
-    )
+    found = []
+    for name, plan in zip(choice.names, choice.plans, strict=True):
+        layers, mark = ((name,), "") if name in times.variants else (plan, "~")
+        found.append((times.seconds(layers, phase, size), mark))
+    seconds, mark = min(found)
     return f"{mark}{1e3 * seconds:.3g}"

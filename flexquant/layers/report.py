@@ -64,15 +64,11 @@ def format_sensitivity_table(document: StudyDocument) -> str:
     alone = ", ".join(f"{v} {estimate(_kl(document, all_in(v, number)))}" for v in variants)
     columns = effects(document)
     ranking = sorted(range(number), key=lambda layer: columns[-1][1][layer].mean, reverse=True)
-    return "\n".join(
-        [
-            f"KL divergence to {of}, nats a token, with all layers in one variant: {alone}.",
-            "",
-            f"| layer | {' | '.join(title for title, _ in columns)} |",
-            "| --- |" + " --- |" * len(columns),
-            *(f"| {layer} | {' | '.join(str(found[layer]) for _, found in columns)} |" for layer in ranking),
-        ]
-    )
+    lines = [f"KL divergence to {of}, nats a token, with all layers in one variant: {alone}.", ""]
+    lines += [f"| layer | {' | '.join(title for title, _ in columns)} |", "| --- |" + " --- |" * len(columns)]
+    for layer in ranking:
+        lines.append(f"| {layer} | {' | '.join(str(found[layer]) for _, found in columns)} |")
+    return "\n".join(lines)
 
 
 def effects(document: StudyDocument) -> list[tuple[str, list[Estimate]]]:
@@ -139,9 +135,7 @@ def searched_policy_document(
     """
     document = {**base.document, "schema": SCHEMA}
     rules = list(document["rules"])
-    place = next(
-        number for number, rule in enumerate(base.rules) if rule.matches("decode", sequences, sequences)
-    )
+    place = [rule.matches("decode", sequences, sequences) for rule in base.rules].index(True)
     rule = {
         "when": {**rules[place].get("when", {}), "phase": "decode"},
         "use": Plan.from_layers(found.chosen.layers).rule_use(),
@@ -163,24 +157,18 @@ def policy_text(document: JsonObject, found: SearchResult) -> str:
     of = found.document["reference"] or f"{found.document['variants'][0]} itself"
     numbers = Counter(found.chosen.layers).most_common()
     counts = ", ".join(f"{number} {variant}" for variant, number in numbers)
-    comments = [
-        f"KL divergence to {of} on {found.document['text']['file']}, of decoding.",
-        f"Layers by variant: {counts}.",
-        "",
-        *table,
-    ]
-    return to_yaml(document, comments)
+    told = f"KL divergence to {of} on {found.document['text']['file']}, of decoding."
+    return to_yaml(document, [told, f"Layers by variant: {counts}.", "", *table])
 
 
 def draw_search(found: SearchResult) -> Figure:
     """Draw KL divergence over decode time; raise FlexQuantError without matplotlib."""
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
-    kinds = (
+    for title, plans, marker, size in (
         ("searched, and the variants alone", found.searched, "o", 6),
         ("chosen", [found.chosen], "*", 12),
-    )
-    for title, plans, marker, size in kinds:
+    ):
         places = [1000 * plan.seconds for plan in plans], [plan.kl for plan in plans]
         axes.plot(*places, marker, markersize=size, label=title)
     name = found.document["checkpoint"]

@@ -20,7 +20,7 @@ from statistics import fmean
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.layers.sensitivity import Study, StudyDocument
+from flexquant.layers.sensitivity import Study, StudyDocument, measure_plans
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
 from flexquant.policy.rules import parse_policy, with_derivations
@@ -144,7 +144,7 @@ class Search:
                 if fastest.kl <= self.budget.max_kl:
                     return SearchResult(document, fastest, [*map(measured, pure)])
             alone = [*pure, *self.study.leaving(self.study.highest)]
-            self.study.measure_layers(document, measure, alone, progress)
+            measure_plans(alone, document, measure, progress)
             chain = greedy_chain(
                 lambda layer, v: fmean(measure(with_layer(highest, layer, v))) - fmean(measure(highest)),
                 {plan[0]: self._seconds(plan) for plan in pure},
@@ -192,11 +192,8 @@ def greedy_chain(
         return won > 0, won / longer if longer > 0 else math.copysign(math.inf, won)
 
     while any(variant != variants[0] for variant in plan):
-        steps = [
-            (layer, variant)
-            for layer, before in enumerate(plan)
-            for variant in variants[: variants.index(before)]
-        ]
+        higher = ((layer, variants[: variants.index(before)]) for layer, before in enumerate(plan))
+        steps = [(layer, variant) for layer, above in higher for variant in above]
         layer, variant = max(steps, key=lambda step: (*worth(*step), -step[0]))
         plan = with_layer(plan, layer, variant)
         chain.append(plan)

@@ -71,19 +71,14 @@ Milliseconds = Annotated[
 if TYPE_CHECKING:
     Curves = Mapping[str, Curve]
 else:  # in a document: variant -> size as text -> milliseconds
-    Curves = Annotated[
-        dict[
-            str,
-            Annotated[
-                dict[SizeKey, Milliseconds],
-                Field(min_length=1, json_schema_extra=KEYS_AS_GIVEN),
-                AfterValidator(_read_curve),
-                says("give a mapping from sizes to times"),
-            ],
-        ],
-        Field(min_length=1),
-        says("give a mapping from variants to their times"),
+    OfSizes = Annotated[
+        dict[SizeKey, Milliseconds],
+        Field(min_length=1, json_schema_extra=KEYS_AS_GIVEN),
+        AfterValidator(_read_curve),
+        says("give a mapping from sizes to times"),
     ]
+    of_variants = "give a mapping from variants to their times"
+    Curves = Annotated[dict[str, OfSizes], Field(min_length=1), says(of_variants)]
 
 
 class PassTimes(Section):
@@ -101,11 +96,9 @@ class PassTimes(Section):
     @model_validator(mode="after")
     def _check(self) -> PassTimes:
         if set(self.decode) != set(self.prefill):
-            raise Problem(
-                f"has the variants {', '.join(self.prefill)}, but decode_ms {', '.join(self.decode)}; "
-                "give both",
-                ["prefill_ms"],
-            )
+            prefill, decode = ", ".join(self.prefill), ", ".join(self.decode)
+            problem = f"has the variants {prefill}, but decode_ms {decode}; give both"
+            raise Problem(problem, ["prefill_ms"])
         return self
 
     @property

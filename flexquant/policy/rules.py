@@ -161,12 +161,10 @@ def with_derivations(document: JsonObject, policies: Iterable[Policy]) -> JsonOb
     known: JsonObject = {}
     for one in (document, *(policy.document for policy in policies)):
         known |= one.get("derive", {})
-    uses = [rule["use"] for rule in document["rules"]]
-    used = {
-        name
-        for use in uses
-        for name in ([use] if isinstance(use, str) else [use["default"], *use.get("layers", {}).values()])
-    }
+    used: set[str] = set()
+    for rule in document["rules"]:
+        use = rule["use"] if isinstance(rule["use"], dict) else {"default": rule["use"]}
+        used |= {use["default"], *use.get("layers", {}).values()}
     derived = {name: how for name, how in known.items() if name in used}
     rules = {key: document[key] for key in ("rules", "measured") if key in document}
     others = {key: value for key, value in document.items() if key not in (*rules, "derive")}

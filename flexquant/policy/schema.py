@@ -86,7 +86,7 @@ class Bounds(Section):
         return self.min <= number and (self.max is None or number <= self.max)
 
     def starts(self, unit: int = 1) -> set[int]:
-        """Return the first size in the range and the first above it, in tokens if it counts ``unit`` of them."""
+        """Return the first size in the range and the first above it, in tokens if it has ``unit`` tokens."""
         first = (self.min - 1) * unit + 1
         return {first} if self.max is None else {first, self.max * unit + 1}
 

@@ -93,16 +93,12 @@ class Memory:
         merged, number = checkpoint.merged, count_layers(checkpoint.config)
         own: dict[str, dict[str, int]] = {}
         for name, policy in variants.items():
-            routes = build_route_table(
-                policy, merged.variants, number, sys.maxsize, merged.mixable_groups, merged.nested
-            )
+            mixed = merged.mixable_groups, merged.nested
+            routes = build_route_table(policy, merged.variants, number, sys.maxsize, *mixed)
             found = routes.stored_bytes(checkpoint, routes.plans)
             own[name] = {v: sum(sizes.values()) for v, sizes in found.items() if v != SHARED}
-        return cls(
-            UTILISATION * devices * current_platform.get_device_total_memory(),
-            report_checkpoint(merged, number, checkpoint.tensors).shared_bytes,
-            own,
-        )
+        total = UTILISATION * devices * current_platform.get_device_total_memory()
+        return cls(total, report_checkpoint(merged, number, checkpoint.tensors).shared_bytes, own)
 
     def requests(self, variants: Sequence[str], request: float) -> int:
         """Return how many requests, each with ``request`` bytes of KV cache, fit beside the variants."""

@@ -165,13 +165,10 @@ def _worth_loading(samples: Samples, variants: Sequence[str]) -> list[str]:
     kept.sort(key=variants.index)
     while len(kept) > 1:
         # The logarithm of the slowdown without a variant, at the size that needs it most.
-        losses = {
-            v: max(
-                min(math.log(samples.compare(other, v, *one).ratio) for other in kept if other != v)
-                for one in samples.passes
-            )
-            for v in kept
-        }
+        losses = {}
+        for v in kept:
+            ratios = [[samples.compare(o, v, *one).ratio for o in kept if o != v] for one in samples.passes]
+            losses[v] = math.log(max(map(min, ratios)))
         least = min(kept, key=lambda v: losses[v])
         if losses[least] >= math.log1p(WORTH_LOADING):
             break

@@ -146,14 +146,12 @@ class Samples:
 
     def pass_times(self, context: int, origin: JsonObject) -> PassTimes:
         """Return the times of all passes; :class:`PassTimes` explains ``context`` and ``origin``."""
-        decode, prefill = (
-            {
-                variant: {size: self.time(variant, phase, size) for size in self.sizes(phase)}
-                for variant in self._seconds
-            }
-            for phase in MEASURED_PHASES
-        )
-        return PassTimes.model_construct(decode=decode, prefill=prefill, context=context, origin=origin)
+
+        def curves(phase: str) -> dict[str, dict[int, Time]]:
+            return {v: {size: self.time(v, phase, size) for size in self.sizes(phase)} for v in self._seconds}
+
+        times = {phase: curves(phase) for phase in MEASURED_PHASES}
+        return PassTimes.model_construct(**times, context=context, origin=origin)
 
     def save(self, file: Path, run: JsonObject) -> None:
         """Write all samples to ``file`` in one step; ``run`` describes the run that they belong to."""
@@ -170,33 +168,27 @@ class Samples:
 
         def read(text: str) -> tuple[JsonObject, Samples]:
             data, samples = parse_json(text), cls()
-            samples._seconds = {
-                variant: {
-                    phase: {int(size): values for size, values in curve.items()}
-                    for phase, curve in phases.items()
-                }
-                for variant, phases in data["seconds"].items()
-            }
+            for variant, phases in data["seconds"].items():
+                for phase, curve in phases.items():
+                    of_phase = samples._seconds.setdefault(variant, {}).setdefault(phase, {})
+                    of_phase.update({int(size): values for size, values in curve.items()})
             return {key: data["run"].get(key) for key in run}, samples
 
-        found = read_earlier(
-            file,
-            run,
-            read,
-            foreign="is not what an interrupted run left ({}); remove it, or give another --output",
-            other="has the samples of an interrupted run with other {}; give another --output, run that one "
-            "to its end, or replace its samples with --overwrite",
+        foreign = "is not what an interrupted run left ({}); remove it, or give another --output"
+        other = (
+            "has the samples of an interrupted run with other {}; give another --output, run that one to its "
+            "end, or replace its samples with --overwrite"
         )
-        return cls() if found is None else found
+        return read_earlier(file, run, read, foreign=foreign, other=other) or cls()
 
 
 def wide(samples: Samples, variants: Sequence[str], width: float) -> list[tuple[str, int]]:
     """Return the passes in which some variant's ratio to the fastest has an interval of ``width`` or more."""
-    return [
-        one
-        for one in samples.passes
-        if not all(c.is_narrow(width) for c in samples.to_fastest(variants, *one).values())
-    ]
+
+    def is_wide(phase: str, size: int) -> bool:
+        return any(not c.is_narrow(width) for c in samples.to_fastest(variants, phase, size).values())
+
+    return [one for one in samples.passes if is_wide(*one)]
 
 
 def undecided(samples: Samples, variants: Sequence[str], phase: str) -> dict[int, float]:
@@ -204,12 +196,10 @@ def undecided(samples: Samples, variants: Sequence[str], phase: str) -> dict[int
 
     A size is undecided if the share is more than DOUBTFUL.
     """
-    shares = {
-        size: max(
-            c.high - 1 for c in samples.to_fastest(variants, phase, size).values() if c.low <= 1 + MARGIN
-        )
-        for size in samples.sizes(phase)
-    }
+    shares = {}
+    for size in samples.sizes(phase):
+        compared = samples.to_fastest(variants, phase, size).values()
+        shares[size] = max(c.high - 1 for c in compared if c.low <= 1 + MARGIN)
     return {size: share for size, share in shares.items() if share > DOUBTFUL}
 
 

@@ -88,19 +88,12 @@ class GPUProduct(Product):
         self, source: nn.Module, buffers: Buffers, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         weight, scale, _ = self._layout.names or (self._kernel.w_q_name, self._kernel.w_s_name, "")
-        out: torch.Tensor = torch.ops.flexquant.one_copy_gpu_linear(
-            x,
-            getattr(source, weight),
-            getattr(source, scale),
-            buffers.get(ZERO),
-            buffers[ROW],
-            [buffers[name] for name in NESTED if name in buffers],
-            buffers[CHANNEL_SCALE],
-            buffers.get(WEIGHT_SUMS),
-            None if bias is None else buffers.get(BIAS, bias),
-            self._precision,
-            self._layout.outputs_first,
-        )
+        int4 = getattr(source, weight), getattr(source, scale), buffers.get(ZERO)
+        nested = [buffers[name] for name in NESTED if name in buffers]
+        factors = buffers[ROW], nested, buffers[CHANNEL_SCALE], buffers.get(WEIGHT_SUMS)
+        bias = None if bias is None else buffers.get(BIAS, bias)
+        kept = self._precision, self._layout.outputs_first
+        out: torch.Tensor = torch.ops.flexquant.one_copy_gpu_linear(x, *int4, *factors, bias, *kept)
         return out
 
     def _channel_scales(self, source: nn.Module) -> torch.Tensor:

@@ -163,26 +163,18 @@ def eight_bit_weights(
     column, difference, *exceptions = nested or (row, packed)
     group = inputs // len(scale)
     tiles = min(group, MOST_INPUTS) // 16
-    _int4_to_8_bit[(outputs // 64, triton.cdiv(inputs, tiles * 16))](
-        packed,
-        scale,
-        scale if zero is None else zero,
-        row,
-        column,
-        difference,
-        out,
-        outputs,
-        inputs,
-        group,
-        INTEGER_BITS,
-        is_grouped=len(scale) > 1,
-        has_zero=zero is not None,
-        is_nested=bool(nested),
-        is_integer=out.dtype == INT8,
-        outputs_first=outputs_first,
-        tiles=tiles,
-        **compile_options(tiles),
-    )
+    tensors = packed, scale, scale if zero is None else zero, row, column, difference, out
+    constants = {
+        "is_grouped": len(scale) > 1,
+        "has_zero": zero is not None,
+        "is_nested": bool(nested),
+        "is_integer": out.dtype == INT8,
+        "outputs_first": outputs_first,
+        "tiles": tiles,
+    }
+    grid = outputs // 64, triton.cdiv(inputs, tiles * 16)
+    options = constants | compile_options(tiles)
+    _int4_to_8_bit[grid](*tensors, outputs, inputs, group, INTEGER_BITS, **options)
     if exceptions:
         number = exceptions[0].shape[1]
         _put[(outputs,)](*exceptions, out, number, inputs, padded=triton.next_power_of_2(number))
