@@ -37,7 +37,7 @@ from flexquant.evaluation.measure import (
     most_tokens,
     summarise_scores,
 )
-from flexquant.evaluation.report import BytesPerWeight, Evaluation, Result
+from flexquant.evaluation.report import BytesPerWeight, Evaluation, Result, Run
 from flexquant.evaluation.schedule import Passes, PolicyRun, find_candidates, make_schedule
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable
@@ -92,9 +92,8 @@ def evaluate(
     evaluation = _Evaluation(subject, reference, settings, rows, prompts, runs, progress)
     for batch_size in settings.batch_sizes:
         questions_here = questions_tokens if batch_size == settings.batch_sizes[0] else None
-        options = engine_options(
-            batch_size, settings.prompt_tokens, max(settings.row_tokens, longest), questions_here
-        )
+        most = max(settings.row_tokens, longest)
+        options = engine_options(batch_size, settings.prompt_tokens, most, questions_here)
         evaluation.measure([run for run in runs if run.batch_size == batch_size], options)
     return {
         "schema": SCHEMA,
@@ -185,18 +184,14 @@ class _Evaluation:
 
     def results(self, policies: list[str]) -> list[Result]:
         """Return one entry per batch size for the reference, then one per policy and batch size."""
-        reference: list[Result] = [
-            {
-                "policy": REFERENCE,
-                "batch_size": batch_size,
-                "quality": asdict(quality),
-                "bytes_per_weight": {"resident": 2.0, "decode": 2.0},
-            }
-            for (name, batch_size), quality in self.quality.items()
-            if name == REFERENCE
-        ]
+        found: list[Result] = []
+        in_16_bit: BytesPerWeight = {"resident": 2.0, "decode": 2.0}
+        for (name, size), quality in self.quality.items():
+            if name == REFERENCE:
+                of_run: Run = {"policy": name, "batch_size": size}
+                found.append({**of_run, "quality": asdict(quality), "bytes_per_weight": in_16_bit})
         runs = sorted(self.runs, key=lambda run: policies.index(run.name))
-        return reference + [self._result(run) for run in runs]
+        return found + [self._result(run) for run in runs]
 
     def _result(self, run: PolicyRun) -> Result:
         source = run.same_as or (run.name, run.batch_size)

@@ -36,6 +36,9 @@ class Interval(NamedTuple):
     max_tokens: int
     plan: Plan
 
+    def to_data(self) -> JsonObject:
+        return {**self._asdict(), "plan": self.plan.name}
+
 
 class RouteTableData(TypedDict):
     """A :class:`RouteTable` as plain data, from the front end to the workers."""
@@ -87,12 +90,10 @@ class RouteTable:
 
     def to_json(self) -> RouteTableData:
         """Return the table as JSON-able data."""
+        found = self._intervals.items()
         return {
             "plans": self.layers_by_plan(),
-            "intervals": {
-                phase: [(row.min_tokens, row.max_tokens, row.plan.name) for row in rows]
-                for phase, rows in self._intervals.items()
-            },
+            "intervals": {phase: [(*row[:2], row.plan.name) for row in rows] for phase, rows in found},
             "derived": {name: how.model_dump(by_alias=True) for name, how in self.derived.items()},
             "nested": dict(self.nested),
             "tokens_per_sequence": self.tokens_per_sequence,

@@ -192,12 +192,7 @@ def _loss(documents: Sequence[tuple[float, float, float]]) -> Loss:
     values = torch.tensor(documents, dtype=torch.float64)
     means, errors = values.mean(0), (values.var(0, correction=0) / (len(documents) - 1)).sqrt()
     growth = means[1].exp()
-    found = {
-        "kl": means[0],
-        "kl_error": errors[0],
-        "perplexity": growth - 1,
-        "perplexity_error": growth * errors[1],
-        "same_top": means[2],
-    }
+    found = {"kl": means[0], "kl_error": errors[0], "same_top": means[2]}
+    found |= {"perplexity": growth - 1, "perplexity_error": growth * errors[1]}
     rounded = {key: round(float(value), DIGITS) for key, value in found.items()}
     return Loss(documents=len(documents), **rounded)

@@ -201,14 +201,10 @@ class SearchedSmoothQuant(SmoothQuantModifier):
             return None
         targets = [torch.nn.functional.linear(x, layer.weight.float()) for layer in quantised]
         self.power[name] = sum(float(y.square().mean()) for y in targets)
-        tried: list[float | None] = [None, *sorted({*self.candidates, REFERENCE})]
-        self.errors[name] = {
-            alpha: sum(
-                _output_error(x, layer, y, smoothing_scales(alpha, largest_input, weights))
-                for layer, y in zip(quantised, targets, strict=True)
-            )
-            for alpha in tried
-        }
+        self.errors[name] = {}
+        for alpha in (None, *sorted({*self.candidates, REFERENCE})):
+            s, pairs = smoothing_scales(alpha, largest_input, weights), zip(quantised, targets, strict=True)
+            self.errors[name][alpha] = sum(_output_error(x, layer, y, s) for layer, y in pairs)
         return min([None, *self.candidates], key=self.errors[name].__getitem__)
 
 

@@ -76,7 +76,11 @@ def load_model(source: SourceModel) -> PreTrainedModel:
 
 def load_whole(source: SourceModel) -> PreTrainedModel:
     """Return the model to compute with as it is, on GPUs if there are any."""
-    return _load(source, device_map="auto" if torch.cuda.is_available() else None)
+    return _load(source, device_map=_devices())
+
+
+def _devices() -> str | None:
+    return "auto" if torch.cuda.is_available() else None
 
 
 def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel:
@@ -84,17 +88,12 @@ def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel
 
     Raises FlexQuantError for parameters that transformers would fill at random.
     """
+    options = {"config": source.config, "trust_remote_code": False, "device_map": device_map}
+    dtype = source.dtype if torch.cuda.is_available() else torch.float32
     with nothing_fetched():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.folder,
-            config=source.config,
-            trust_remote_code=False,
-            output_loading_info=True,
-            dtype=source.dtype if torch.cuda.is_available() else torch.float32,
-            device_map=device_map,
+        loaded: tuple[PreTrainedModel, Mapping[str, set[str]]] = AutoModelForCausalLM.from_pretrained(
+            source.folder, output_loading_info=True, dtype=dtype, **options
         )
-    model: PreTrainedModel
-    found: Mapping[str, set[str]]
     model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise FlexQuantError(
@@ -106,15 +105,11 @@ def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel
 
 def load_quantized(folder: Path) -> PreTrainedModel:
     """Return a checkpoint of compressed-tensors, of which the linears quantise their inputs as served."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder,
-        trust_remote_code=False,
-        dtype="auto" if torch.cuda.is_available() else torch.float32,
-        device_map="auto" if torch.cuda.is_available() else None,
-        quantization_config=CompressedTensorsConfig(run_compressed=False),
-    )
-    if section := read_config(folder)["quantization_config"].get("transform_config"):
-        _rotate_inputs(model, TransformConfig.model_validate(section), read_tensors(folder))
+    dtype, section = _devices() or torch.float32, CompressedTensorsConfig(run_compressed=False)
+    options = {"trust_remote_code": False, "device_map": _devices(), "quantization_config": section}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+    if rotations := read_config(folder)["quantization_config"].get("transform_config"):
+        _rotate_inputs(model, TransformConfig.model_validate(rotations), read_tensors(folder))
     if not torch.cuda.is_available():  # tensors that transformers renames come in the dtype of the file
         _convert_parameters(model, torch.float32, all_of_them=True)
     return model

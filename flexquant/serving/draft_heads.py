@@ -119,10 +119,9 @@ def read_from_merged(vllm_config: VllmConfig, merged: MergedConfig) -> None:
     if variant.prefix and load_config.load_format != "dummy":
         # A streamer's options are not those of the loader for files.
         options = load_config.model_loader_extra_config if load_config.load_format in OF_FILES else {}
+        extra = {**options, PREFIX: variant.prefix}
         speculative.draft_load_config = replace(
-            load_config,
-            load_format=LOAD_FORMAT,
-            model_loader_extra_config={**options, PREFIX: variant.prefix},
+            load_config, load_format=LOAD_FORMAT, model_loader_extra_config=extra
         )
 
 

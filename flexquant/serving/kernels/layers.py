@@ -62,12 +62,12 @@ def kernel_name(layer: LinearBase) -> str:
 
 def linears(model: nn.Module) -> dict[str, Any]:
     """Return module name -> linear layer of a model, in order, with lm_heads that have a quantised kernel."""
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, LinearBase)
-        or (isinstance(module, VocabParallelEmbedding) and kernel_of_layer(module) is not None)
-    }
+
+    def is_linear(module: nn.Module) -> bool:
+        is_embedding = isinstance(module, VocabParallelEmbedding)
+        return isinstance(module, LinearBase) or (is_embedding and kernel_of_layer(module) is not None)
+
+    return {path: module for path, module in model.named_modules() if is_linear(module)}
 
 
 def kernel_classes(model: nn.Module) -> dict[str, list[str]]:

@@ -120,10 +120,8 @@ def share_states_of_view(view: nn.Module, variant: str, context: dict[str, nn.Mo
 
 def is_state_layer_or_its_convolution(module: nn.Module) -> bool:
     """Whether a module is a layer with a state, or the convolution of one, of whose weights it has a view."""
-    weight = getattr(module, "weight", None)
-    return isinstance(module, MambaBase) or (
-        isinstance(module, LinearBase) and getattr(weight, "ndim", 0) == 3
-    )
+    is_convolution = isinstance(module, LinearBase) and getattr(getattr(module, "weight", 0), "ndim", 0) == 3
+    return isinstance(module, MambaBase) or is_convolution
 
 
 @functools.cache

@@ -63,15 +63,7 @@ class WeightMemory:
         """Variant that computes its weights -> bytes that it writes them to; all write to the same memory."""
         self._models = {name: model for name, model in models.items() if not is_view(model)}
         self._to_be_packed = to_be_packed
-        self._loaded = {
-            module: {
-                name: Piece((module, name), weight.numel(), weight.nbytes)
-                for name, weight in module.named_parameters(recurse=False)
-                if WEIGHT.match(name)
-            }
-            for model in self._models.values()
-            for module in model.modules()
-        }
+        self._loaded = {m: loaded_weights(m) for model in self._models.values() for m in model.modules()}
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of each model's weights, and under ``shared`` those that several models use."""
@@ -92,11 +84,8 @@ class WeightMemory:
         """
         owners: dict[Piece, tuple[int | None, list[str]]] = {}
         for name, model in self._models.items():
-            pieces = {
-                piece: layer_number(path)
-                for path, module in model.named_modules()
-                for piece in self._held(module)
-            }
+            modules = model.named_modules()
+            pieces = {piece: layer_number(path) for path, one in modules for piece in self._held(one)}
             for piece, layer in pieces.items():
                 owners.setdefault(piece, (layer, []))[1].append(name)
         sizes: dict[str, dict[int | None, int]] = {name: {} for name in self._models}
@@ -144,6 +133,12 @@ class WeightMemory:
             is_gone = WEIGHT.sub(r"\1", name) not in kept and not packed
             if in_onednn or is_gone or module in self._to_be_packed:
                 yield weight
+
+
+def loaded_weights(module: nn.Module) -> dict[str, Piece]:
+    """Return name -> memory of the parameters of one module's own that a kernel can remove."""
+    named = module.named_parameters(recurse=False)
+    return {n: Piece((module, n), w.numel(), w.nbytes) for n, w in named if WEIGHT.match(n)}
 
 
 def weights_of_layers(model: nn.Module) -> int:
@@ -197,9 +192,7 @@ def to_be_packed(model: nn.Module) -> list[VocabParallelEmbedding]:
 
 def _is_packed(embedding: VocabParallelEmbedding) -> bool:
     """Whether vLLM packs an embedding on this CPU, tried on a small one of the same dtype."""
-    small = nn.Module()
-    small.weight = nn.Parameter(
-        torch.zeros(64, 64, dtype=embedding.get_parameter("weight").dtype), requires_grad=False
-    )
+    small, dtype = nn.Module(), embedding.get_parameter("weight").dtype
+    small.weight = nn.Parameter(torch.zeros(64, 64, dtype=dtype), requires_grad=False)
     embedding.quant_method.process_weights_after_loading(small)
     return any(True for _ in packed_for_cpu(small))

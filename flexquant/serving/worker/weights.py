@@ -84,11 +84,9 @@ class VariantLoader:
         :data:`RUN` tensors: vLLM's loaders keep no state between calls. Raises :class:`FlexQuantError` if a
         tensor is missing or not finite, and for smoothed variants that must not be.
         """
-        parameters = {
-            f"{name}.{parameter}": tensor
-            for name, variant in self._variants.items()
-            for parameter, tensor in variant.named_parameters()
-        }
+        parameters: dict[str, torch.nn.Parameter] = {}
+        for name, variant in self._variants.items():
+            parameters |= {f"{name}.{parameter}": t for parameter, t in variant.named_parameters()}
         mark(parameters)
         loaded: dict[str, set[str]] = {name: set() for name in self._variants}
         norms: dict[str, dict[str, torch.Tensor]] = {}
@@ -173,11 +171,11 @@ def mark(parameters: dict[str, torch.nn.Parameter]) -> None:
 
 def unwritten(parameters: dict[str, torch.nn.Parameter]) -> list[str]:
     """Return the names of the marked parameters that still have a row with its marks."""
-    return [
-        name
-        for name, parameter in parameters.items()
-        if any(bool(_has_mark(marked).all(-1).any()) for marked in _marked(name, parameter))
-    ]
+
+    def is_unwritten(name: str) -> bool:
+        return any(bool(_has_mark(rows).all(-1).any()) for rows in _marked(name, parameters[name]))
+
+    return [name for name in parameters if is_unwritten(name)]
 
 
 def _marked(name: str, parameter: torch.nn.Parameter) -> Iterator[torch.Tensor]:

@@ -76,13 +76,7 @@ def status_of(model: FlexQuantForCausalLM) -> JsonObject:
         "architecture": model.merged.base_architecture,
         "policy": model.policy.described(),
         "plans": model.routes.layers_by_plan(),
-        "routes": {
-            phase: [
-                {"min_tokens": row.min_tokens, "max_tokens": row.max_tokens, "plan": row.plan.name}
-                for row in model.routes.intervals(phase)
-            ]
-            for phase in PHASES
-        },
+        "routes": {phase: [row.to_data() for row in model.routes.intervals(phase)] for phase in PHASES},
         "kernels": {name: kernel_names(variant) for name, variant in model.variants.items()},
         "weight_bytes": model.weight_bytes,
         "weight_bytes_by_layers": model.weight_bytes_by_layers,
