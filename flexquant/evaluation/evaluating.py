@@ -79,9 +79,8 @@ def evaluate(
     longest, questions_tokens = 0, None
     if reference is not None:
         subject.check_reference(reference)
-        prompts = question_prompts(
-            read_questions(None) if questions is None else questions, subject.tokenizer
-        )
+        asked = read_questions(None) if questions is None else questions
+        prompts = question_prompts(asked, subject.tokenizer)
     if prompts:
         longest = max(map(len, prompts)) + settings.answer_tokens
         subject.check_length(longest, "a question and its answer")

@@ -223,8 +223,6 @@ def greedy_answers(llm: LLM, prompts: list[list[int]], batch_size: int, answer_t
 def compare_answers(reference: Sequence[TokenIds], answers: Sequence[TokenIds]) -> AnswerAgreement:
     """Compare the answers to the same questions, in the same order."""
     pairs = list(zip(reference, answers, strict=True))
-    shares = [
-        sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))) / max(1, len(a))
-        for a, b in pairs
-    ]
+    alike = [len([*takewhile(lambda ids: ids[0] == ids[1], zip(a, b, strict=False))]) for a, b in pairs]
+    shares = [count / max(1, len(a)) for count, a in zip(alike, reference, strict=True)]
     return AnswerAgreement(len(pairs), sum(a == b for a, b in pairs), sum(shares) / len(shares))

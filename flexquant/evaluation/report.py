@@ -177,20 +177,19 @@ def _keep_aside(numbers: str) -> str:
 def _notes(document: Evaluation) -> list[str]:
     settings, text = document["settings"], document["text"]
     versions = " ".join(f"{name} {version}" for name, version in document["versions"].items())
+    answers = (
+        f"Same answers: of {document['questions']} greedy ones of up to {settings['answer_tokens']} tokens, "
+        "and the mean share of the reference's answer before the first difference."
+    )
     notes = [
         f"{settings['samples']} rows of {text['file']} (SHA-256 {text['sha256'][:12]}), each "
         f"{settings['prompt_tokens']} tokens of prompt and {settings['tokens']} forced tokens, seed "
         f"{settings['seed']}. KL divergence and log-perplexity are in nats, with standard errors over rows. "
         "B/weight: bytes held for a weight of the decoder layers, scales included; decode: bytes that one "
         "decode pass reads.",
+        *([answers] if any(result.get("answers") for result in document["results"]) else []),
         f"{device_name({**document})}, {versions}.",
     ]
-    if any(result.get("answers") for result in document["results"]):
-        notes.insert(
-            1,
-            f"Same answers: of {document['questions']} greedy ones of up to {settings['answer_tokens']} "
-            "tokens, and the mean share of the reference's answer before the first difference.",
-        )
     for result in document["results"]:
         for deviation in result.get("deviations", ()):
             notes.append(f"Warning: {result['policy']}, batch {result['batch_size']}: {deviation}.")

@@ -100,11 +100,8 @@ def make_schedule(
             intervals = [*routes.intervals("prefill"), *routes.intervals("decode")]
             key = routes.head, tuple(intervals), _derivations(policy, (row.plan for row in intervals))
             passes = routes.head, plans, _derivations(policy, plans)
-            same = {
-                "same_as": measured.get(passes),
-                "answers_same_as": answered.get(key) if answers else None,
-            }
-            runs.append(PolicyRun(name, policy, batch_size, routes, *plans, answers=answers, **same))
+            same = measured.get(passes), answers, answered.get(key) if answers else None
+            runs.append(PolicyRun(name, policy, batch_size, routes, *plans, *same))
             measured.setdefault(passes, (name, batch_size))
             if answers:
                 answered.setdefault(key, name)
@@ -145,10 +142,8 @@ class Passes:
         found = []
         for phase in sorted({*meant, *self.by_plan}):
             if self.by_plan.get(phase) != meant.get(phase):
-                found.append(
-                    f"{phase} passes were {_describe(self.by_plan.get(phase))}, "
-                    f"but {_describe(meant.get(phase))} were meant"
-                )
+                were, expected = (_describe(plans.get(phase)) for plans in (self.by_plan, meant))
+                found.append(f"{phase} passes were {were}, but {expected} were meant")
         if others := [size for size in self.decode_batch_sizes if size != batch_size]:
             sizes = ", ".join(map(str, others))
             found.append(f"some decode passes had {sizes} sequences instead of {batch_size}")

@@ -180,11 +180,8 @@ class Fit:
         mixed = [] if high is None else [_mixed(high, order, count, one, is_nested) for count in numbers]
         most = ([one] + [choice for choice in mixed if self._fits(choice)])[-1]
         shown = {num_layers * step // STEPS for step in range(1, STEPS + 1)} | {most.twice}
-        others = [
-            Choice(f"{v}, {SOURCE}", (whole(v), whole(SOURCE)), 0)
-            for v in variants
-            if v not in (high, SOURCE, FROM_INT4)
-        ]
+        beside = [variant for variant in variants if variant not in (high, SOURCE, FROM_INT4)]
+        others = [Choice(f"{v}, {SOURCE}", (whole(v), whole(SOURCE)), 0) for v in beside]
         alone = [Choice(f"{v} alone", (whole(v),), 0) for v in [*stored, SOURCE]]
         self.choices = [*(c for c in mixed[::-1] if c.twice in shown), one, *others, *alone]
         """At equal speed the first is preferred."""
@@ -200,11 +197,9 @@ class Fit:
     @property
     def together(self) -> list[list[str]]:
         """The candidates of every choice that fits and is measured."""
-        return [
-            [name for name in self.candidates if name in choice.names]
-            for choice in self.choices
-            if self._fits(choice) and set(choice.names) <= set(self.candidates)
-        ]
+        fitting = [set(choice.names) for choice in self.choices if self._fits(choice)]
+        measured = [names for names in fitting if names <= set(self.candidates)]
+        return [[name for name in self.candidates if name in names] for names in measured]
 
     def report(self, tuned: TuningResult) -> TuningResult:
         """Return the tuned policy with the table of choices in its notes."""

@@ -136,17 +136,12 @@ def searched_policy_document(
     document = {**base.document, "schema": SCHEMA}
     rules = list(document["rules"])
     place = [rule.matches("decode", sequences, sequences) for rule in base.rules].index(True)
-    rule = {
-        "when": {**rules[place].get("when", {}), "phase": "decode"},
-        "use": Plan.from_layers(found.chosen.layers).rule_use(),
-    }
+    when = {**rules[place].get("when", {}), "phase": "decode"}
     takes_others = base.rules[place].when.phases != ("decode",)
-    rules[place : place if takes_others else place + 1] = [rule]
-    document |= {
-        "description": f"decode by a searched plan, {budget}: {describe_layers(found.chosen.layers)}",
-        "rules": rules,
-    }
-    document = with_derivations(document, variants.values())
+    use = Plan.from_layers(found.chosen.layers).rule_use()
+    rules[place : place if takes_others else place + 1] = [{"when": when, "use": use}]
+    told = f"decode by a searched plan, {budget}: {describe_layers(found.chosen.layers)}"
+    document = with_derivations(document | {"description": told, "rules": rules}, variants.values())
     parse_policy(document, "the searched policy")
     return document
 

@@ -145,11 +145,11 @@ class Search:
                     return SearchResult(document, fastest, [*map(measured, pure)])
             alone = [*pure, *self.study.leaving(self.study.highest)]
             measure_plans(alone, document, measure, progress)
-            chain = greedy_chain(
-                lambda layer, v: fmean(measure(with_layer(highest, layer, v))) - fmean(measure(highest)),
-                {plan[0]: self._seconds(plan) for plan in pure},
-                len(highest),
-            )
+
+            def cost(layer: int, variant: str) -> float:
+                return fmean(measure(with_layer(highest, layer, variant))) - fmean(measure(highest))
+
+            chain = greedy_chain(cost, {plan[0]: self._seconds(plan) for plan in pure}, len(highest))
             progress("whole plans")
             if (most := self.budget.max_kl) is not None:
                 first = bisect_left(chain[:-1], True, key=lambda plan: fmean(measure(plan)) <= most)
@@ -239,11 +239,10 @@ def limit_loss(
     rules = [limited(rule) for rule in tuned.document["rules"]]
     document = with_derivations({**tuned.document, "rules": rules}, study.variants.values())
     told = ", ".join(f"{variant} {loss:.3g}" for variant, loss in losses.items())
-    of = found.document["reference"] or f"{study.highest} itself"
+    of, name = found.document["reference"] or f"{study.highest} itself", describe_layers(plan.layers)
     notes = [
         f"KL divergence of decode to {of} on {study.text.name}, nats a token: {told}.",
-        f"At most {most:g} is allowed: the fastest plan, {describe_layers(plan.layers)}, "
-        f"loses {plan.kl:.3g}.",
+        f"At most {most:g} is allowed: the fastest plan, {name}, loses {plan.kl:.3g}.",
     ]
     if document["rules"] != tuned.document["rules"]:
         document["description"] += f"; where that loses more than {most:g} nats a token, another plan"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -110,11 +111,9 @@ class PassTimes(Section):
         Each layer is taken to cost an equal share of a pass in its variant. Times are interpolated between
         measured sizes, and extrapolated beyond them, in the logarithms of time and size.
         """
-        curves = self.decode if phase == "decode" else self.prefill
-        return sum(
-            _interpolate(curves[variant], size) * layers.count(variant) / len(layers)
-            for variant in dict.fromkeys(layers)
-        )
+        curves, number = self.decode if phase == "decode" else self.prefill, len(layers)
+        counts = Counter(layers).items()
+        return sum(_interpolate(curves[variant], size) * count / number for variant, count in counts)
 
     def only(self, variants: Collection[str]) -> PassTimes:
         """Return the times of these variants alone."""
@@ -177,10 +176,7 @@ def _interpolate(curve: Curve, size: int) -> float:
 
 
 def _curves_to_data(curves: Mapping[str, Curve]) -> dict[str, dict[str, list[float]]]:
-    def rounded(time: Time) -> list[float]:
-        return [float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in time]
+    def to_data(curve: Curve) -> dict[str, list[float]]:
+        return {str(size): [float(f"{1e3 * s:.{DIGITS}g}") for s in time] for size, time in curve.items()}
 
-    return {
-        variant: {str(size): rounded(time) for size, time in curve.items()}
-        for variant, curve in curves.items()
-    }
+    return {variant: to_data(curve) for variant, curve in curves.items()}

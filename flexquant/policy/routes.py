@@ -81,10 +81,8 @@ class RouteTable:
     def from_json(cls, data: RouteTableData) -> RouteTable:
         """Return the table that :meth:`to_json` returned as data."""
         plans = {name: Plan.from_layers(tuple(layers)) for name, layers in data["plans"].items()}
-        intervals = {
-            phase: [Interval(first, last, plans[plan]) for first, last, plan in rows]
-            for phase, rows in data["intervals"].items()
-        }
+        rows = data["intervals"].items()
+        intervals = {phase: [Interval(*ends, plans[plan]) for *ends, plan in found] for phase, found in rows}
         derived = {name: Derivation.model_validate(how) for name, how in data["derived"].items()}
         return cls(intervals, derived, data["nested"], data["tokens_per_sequence"], data["head"])
 
@@ -106,11 +104,8 @@ class RouteTable:
 
     def up_to(self, max_decode_tokens: int) -> RouteTable:
         """Return the table in which no decode pass has more than ``max_decode_tokens`` padded tokens."""
-        decode = [
-            row._replace(max_tokens=min(row.max_tokens, max_decode_tokens))
-            for row in self._intervals["decode"]
-            if row.min_tokens <= max_decode_tokens
-        ]
+        rows = [row for row in self._intervals["decode"] if row.min_tokens <= max_decode_tokens]
+        decode = [row._replace(max_tokens=min(row.max_tokens, max_decode_tokens)) for row in rows]
         intervals = {**self._intervals, "decode": decode}
         return RouteTable(intervals, self.derived, self.nested, self.tokens_per_sequence, self.head)
 
@@ -186,10 +181,8 @@ def route_changes(before: RouteTable, after: RouteTable) -> list[RouteChange]:
     changes: list[RouteChange] = []
     for phase in PHASES:
         rows = [*before.intervals(phase), *after.intervals(phase)]
-        plans = {
-            row.min_tokens: tuple(table.lookup(phase, row.min_tokens).name for table in (before, after))
-            for row in rows
-        }
+        starts = [row.min_tokens for row in rows]
+        plans = {n: (before.lookup(phase, n).name, after.lookup(phase, n).name) for n in starts}
         for first, last, (old, new) in _ranges(plans, rows[-1].max_tokens):
             if old != new:
                 changes.append(RouteChange(phase, first, last, old, new))
@@ -224,10 +217,8 @@ def build_route_table(
     for number in range(len(policy.rules)):
         plans.append(Plan.from_layers(_layers(policy, number, known, num_layers)))
         _check_mixable(policy, number, plans[-1], mixable)
-    intervals = {
-        phase: [Interval(*row) for row in match_rules(policy, plans, phase, max_tokens, tokens_per_sequence)]
-        for phase in PHASES
-    }
+    rows = {phase: match_rules(policy, plans, phase, max_tokens, tokens_per_sequence) for phase in PHASES}
+    intervals = {phase: [Interval(*row) for row in found] for phase, found in rows.items()}
     table = RouteTable(intervals, policy.derived, nested, tokens_per_sequence, head or policy.head)
     return table if max_decode_tokens is None else table.up_to(max_decode_tokens)
 

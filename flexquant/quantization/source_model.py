@@ -53,10 +53,7 @@ MLP_NORM = dict.fromkeys(
         "ernie4_5", "phi3", "glm", "glm4", "qwen2", "qwen3", "gemma", "qwen3_5_text",
     ),
     "post_attention_layernorm",
-) | {
-    "gemma2": "pre_feedforward_layernorm",
-    "gemma3_text": "pre_feedforward_layernorm",
-}
+) | dict.fromkeys(("gemma2", "gemma3_text"), "pre_feedforward_layernorm")
 # fmt: on
 
 ATTENTION_NORM_ONLY = ("mixtral", "qwen2_moe", "qwen3_moe")

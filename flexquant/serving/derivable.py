@@ -39,9 +39,8 @@ def check_derivable(derives: str, derivation: Derivation, source: StoredVariant)
         problems = [group_problem(w, derivation.activations) for w in integers]
         problems = problems or ["which has no symmetric INT4 weights"]
         if (method := source.quantization_config.get("quant_method")) in (AWQ, GPTQ):  # vLLM keeps its kernel
-            problems = [
-                f"which is in the format of {method}, not of compressed-tensors ('flexquant convert')"
-            ]
+            which = f"which is in the format of {method}, not of compressed-tensors"
+            problems = [f"{which} ('flexquant convert')"]
         needed = "symmetric INT4 weights in groups (scheme W4A16 in the recipe, not W4A16_ASYM)"
     if any(problems):
         raise FlexQuantError(
@@ -79,11 +78,8 @@ def layer_problem(weights: JsonObject) -> str | None:
         order = QuantizationArgs.validate_actorder(given)
     except ValueError:
         return f"whose groups have an order that is not known (actorder {given!r})"
-    return (
-        "whose groups are ordered by activation (actorder 'group')"
-        if order == ActivationOrdering.GROUP
-        else None
-    )
+    is_reordered = order == ActivationOrdering.GROUP
+    return "whose groups are ordered by activation (actorder 'group')" if is_reordered else None
 
 
 def check_one_copy_device(what: str, weights: str) -> None:
@@ -116,10 +112,9 @@ def check_signs(activations: str, owner: str) -> None:
 def check_w4a8_device(activations: str) -> None:
     """Refuse INT4 weights with ``activations`` (int8, fp8) on a device for which vLLM has no kernel."""
     if current_platform.is_cuda():
-        capabilities = map(current_platform.is_device_capability, (89, 90))
-        if activations == "fp8" and not (
-            any(capabilities) or current_platform.is_device_capability_family(120)
-        ):
+        has_kernel = current_platform.is_device_capability_family(120)
+        has_kernel |= any(map(current_platform.is_device_capability, (89, 90)))
+        if activations == "fp8" and not has_kernel:
             raise FlexQuantError(
                 f"vLLM has no kernel for INT4 weights with fp8 activations on {_device()}, only for compute "
                 "capability 8.9, 9.0 and 12.x; derive the variant with 'activations: int8'"

@@ -22,10 +22,7 @@ OBJECTIVES = ("balanced", "latency", "throughput")
 WORTH_LOADING = 0.05
 """Objective balanced: a variant is loaded if some size would be slower by this share without it."""
 CLOSE = 0.05
-"""Largest slowdown (0.05 = 5 %), by its estimate, at which a variant still ties with the fastest.
-
-This keeps a wide, noisy interval from hiding a larger difference.
-"""
+"""Largest slowdown (0.05 = 5 %), by its estimate, at which a variant ties, whatever its noisy interval."""
 UNMET = 10.0
 """Cost of missing a bound; it exceeds the cost of any precision."""
 DURATION = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*(ms|s)")
@@ -230,11 +227,11 @@ def _costs(
     costs[as_fast[0]] = 0.0
     if bound is None:
         return costs
-    # Each step down in precision costs more than a change of variant between sizes.
-    return {
-        v: 2 * MARGIN * step if samples.time(v, phase, size).median <= bound else UNMET + costs[v]
-        for step, v in enumerate(variants)
-    }
+    for step, v in enumerate(variants):
+        is_kept = samples.time(v, phase, size).median <= bound
+        # Each step down in precision costs more than a change of variant between sizes.
+        costs[v] = 2 * MARGIN * step if is_kept else UNMET + costs[v]
+    return costs
 
 
 def _behind(samples: Samples, a: str, b: str, phase: str, size: int, bound: float | None) -> float:
@@ -249,13 +246,11 @@ def _cheapest_path(variants: Sequence[str], costs: Sequence[Mapping[str, float]]
     totals = dict.fromkeys(variants, 0.0)
     steps: list[dict[str, str]] = []
     for cost in costs:
-        before = {
-            v: min(variants, key=lambda u: (totals[u] + MARGIN * (u != v), u != v, variants.index(u)))
-            for v in variants
-        }
-        totals = {
-            v: totals[before[v]] + MARGIN * (before[v] != v and bool(steps)) + cost[v] for v in variants
-        }
+        before, reached = {}, {}
+        for v in variants:
+            u = min(variants, key=lambda u: (totals[u] + MARGIN * (u != v), u != v, variants.index(u)))
+            before[v], reached[v] = u, totals[u] + MARGIN * (u != v and bool(steps)) + cost[v]
+        totals = reached
         steps.append(before)
     path = [min(variants, key=lambda v: (totals[v], variants.index(v)))]
     for before in steps[:0:-1]:

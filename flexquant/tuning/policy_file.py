@@ -124,11 +124,11 @@ def policy_text(tuned: TuningResult) -> str:
 
 def describe_decision(decision: Decision) -> str:
     """Return e.g. ``decode in w4a16 up to 12 sequences, then w8a8; prefill in w8a8``."""
-    return "; ".join(
-        f"{phase} in "
-        + ", then ".join(r.variant + (f" up to {r.last} {UNITS[phase]}" if r.last else "") for r in ranges)
-        for phase, ranges in decision.ranges.items()
-    )
+    told = []
+    for phase, ranges in decision.ranges.items():
+        found = (r.variant + (f" up to {r.last} {UNITS[phase]}" if r.last else "") for r in ranges)
+        told.append(f"{phase} in {', then '.join(found)}")
+    return "; ".join(told)
 
 
 def _rules(decision: Decision, uses: Mapping[str, str | JsonObject]) -> list[JsonObject]:

@@ -25,10 +25,7 @@ from flexquant.policy.schema import Phase
 MEASURED_PHASES: tuple[Phase, ...] = ("decode", "prefill")
 """Phases whose passes are measured; the time of a mixed pass is that of a prefill pass."""
 MARGIN = 0.02
-"""Largest slowdown (0.02 = 2 %), by the low end of its interval, at which a variant ties with the fastest.
-
-It is also the least gain for which a further range of sizes is made.
-"""
+"""Largest slowdown (2 %), by its interval's low end, of a tie; least gain that makes a further range."""
 DOUBTFUL = 0.15
 """A size is undecided if a variant there can be as fast as the fastest, or slower by more than this share."""
 MOST_DOUBTFUL = 1 / 3

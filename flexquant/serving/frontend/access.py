@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import secrets
@@ -89,10 +90,8 @@ async def ask_workers(engine: AsyncLLM, method: str, *args: object, timeout: flo
     # AsyncLLM.collective_rpc also asks all engines, but returns only the first one's answers. The engines get
     # no timeout: after one, vLLM's executor would take the late answer for the answer to its next question.
     client: AsyncMPClient = engine.engine_core
-    questions = [
-        client._call_utility_async("collective_rpc", method, None, args, None, engine=core)
-        for core in client.core_engines
-    ]
+    ask = functools.partial(client._call_utility_async, "collective_rpc", method, None, args, None)
+    questions = [ask(engine=core) for core in client.core_engines]
     ranks: list[Answers] = await answer_of(asyncio.gather(*questions), timeout)
     return [*itertools.chain.from_iterable(ranks)]
 

@@ -99,11 +99,8 @@ def choose_kernels(
     to_try: dict[str, tuple[LayerTrial, list[Any]]] = {}
     kinds_by_name: dict[str, type[LinearKernel]] = {}
     for name, model in models.items():
-        kinds_of: dict[Any, list[type[LinearKernel]]] = {
-            layer: _kinds_for(layer, kernel)
-            for layer in model.modules()
-            if (kernel := kernel_of_layer(layer))
-        }
+        kernels = {layer: kernel for layer in model.modules() if (kernel := kernel_of_layer(layer))}
+        kinds_of: dict[Any, list[type[LinearKernel]]] = {of: _kinds_for(of, k) for of, k in kernels.items()}
         if wanted := (named or {}).get(name):
             kinds_of = _only(kinds_of, wanted, name)
         if name in read_again:
@@ -145,17 +142,14 @@ def _only(
     kinds_of: Mapping[Any, list[type[LinearKernel]]], wanted: str, variant: str
 ) -> dict[Any, list[type[LinearKernel]]]:
     """Return the kernels whose name begins with ``wanted``, and for a layer that has none of them, all."""
-    those = {
-        layer: [kind for kind in kinds if kind.__name__.lower().startswith(wanted.lower())]
-        for layer, kinds in kinds_of.items()
-    }
-    if not any(those.values()):
-        names = sorted({kind.__name__ for kinds in kinds_of.values() for kind in kinds})
+    all_kinds = {kind.__name__: kind for kinds in kinds_of.values() for kind in kinds}
+    those = [kind for name, kind in all_kinds.items() if name.lower().startswith(wanted.lower())]
+    if not those:
         raise FlexQuantError(
-            f"additional-config key 'flexquant.kernels' is '{wanted}' for '{variant}', whose layers run "
-            f"on {', '.join(names) or 'one kernel alone'}; give the beginning of one of these"
+            f"additional-config key 'flexquant.kernels' is '{wanted}' for '{variant}', whose layers run on "
+            f"{', '.join(sorted(all_kinds)) or 'one kernel alone'}; give the beginning of one of these"
         )
-    return {layer: those[layer] or kinds for layer, kinds in kinds_of.items()}
+    return {layer: [kind for kind in kinds if kind in those] or kinds for layer, kinds in kinds_of.items()}
 
 
 def _request(layer: Any, sizes: Sequence[int], kinds: list[str]) -> LayerTrial:

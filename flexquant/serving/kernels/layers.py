@@ -84,18 +84,14 @@ def linear_sizes(layer: LinearBase) -> tuple[int, int]:
 
     Layers that are whole on every rank, such as routers, may lack the attributes for a rank's part.
     """
-    return (
-        getattr(layer, "input_size_per_partition", layer.input_size),
-        getattr(layer, "output_size_per_partition", layer.output_size),
-    )
+    inputs = getattr(layer, "input_size_per_partition", layer.input_size)
+    return inputs, getattr(layer, "output_size_per_partition", layer.output_size)
 
 
 def kernel_names(model: nn.Module) -> list[str]:
     """Return the names of all kernels of a model's linear and expert layers, in alphabetical order."""
-    return sorted(
-        {*map(kernel_name, linears(model).values())}
-        | {experts_kernel_name(layer) for layer in expert_layers(model)}
-    )
+    names = {*map(kernel_name, linears(model).values())}
+    return sorted(names | {*map(experts_kernel_name, expert_layers(model))})
 
 
 def expert_layers(model: nn.Module) -> list[MoERunner]:

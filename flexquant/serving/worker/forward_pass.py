@@ -32,6 +32,8 @@ from enum import Enum, auto
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from compressed_tensors.utils import patch_attr
+
 from flexquant.errors import FlexQuantError
 from flexquant.policy.schema import Phase
 from flexquant.serving.vllm_api import MambaBase, subclass_attention_backend
@@ -195,11 +197,8 @@ class PassObserver:
     def capturing(self) -> Iterator[None]:
         """Treat passes in the block as vLLM's own, even if waiting requests describe them."""
         self.settle()
-        before, self._stage = self._stage, PassState.CAPTURE
-        try:
+        with patch_attr(self, "_stage", PassState.CAPTURE):
             yield
-        finally:
-            self._stage = before
 
     def _describe(self, common: CommonAttentionMetadata, layer_names: list[str]) -> Pass:
         # A FULL graph's metadata has its padded size; other passes get their padded size in read().
@@ -253,11 +252,8 @@ class PassObserver:
                 self.layer_names += [name for name in sharing if name not in self.layer_names]
 
             def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> object:
-                before, observer._next_is_own = observer._next_is_own, True
-                try:
+                with patch_attr(observer, "_next_is_own", True):
                     return super().build_for_cudagraph_capture(common_attn_metadata)
-                finally:
-                    observer._next_is_own = before
 
         return subclass_attention_backend("FlexQuant", backend, ObservedBuilder)
 

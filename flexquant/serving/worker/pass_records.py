@@ -119,6 +119,10 @@ class PlanCounters:
         if graph != CUDAGraphMode.NONE:
             self.replays[graph.name] += 1
 
+    def histogram(self) -> tuple[list[tuple[str, int]], int]:
+        """Return the upper end of each bucket with the passes up to it, and the sum of the sizes."""
+        return [*zip(SIZE_ENDS, itertools.accumulate(self.buckets), strict=True)], self.size
+
     def to_data(self) -> dict[str, float]:
         """Return the counters but the buckets, by their names in ``/metrics`` without ``flexquant:``."""
         names = ("forward", "tokens", "padded_tokens", "forward_seconds")
@@ -250,8 +254,5 @@ class PassRecords:
             "engine": self._engine,
             "policies": [(*policy, routes) for policy, routes in self._policies.items()],
             "counted": counted,
-            "sizes": [
-                ([*zip(SIZE_ENDS, itertools.accumulate(counters.buckets), strict=True)], counters.size)
-                for counters in self._counters.values()
-            ],
+            "sizes": [counters.histogram() for counters in self._counters.values()],
         }

@@ -25,6 +25,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+from compressed_tensors.utils import patch_attr
 from torch import nn
 from vllm.config import VllmConfig
 
@@ -289,11 +290,8 @@ def memory_for(layers: Collection[int], quant_config: QuantizationConfig | None)
         vars(method_of_weights)["create_weights"] = create_without_memory
         return method
 
-    vars(quant_config)["get_quant_method"] = get_quant_method
-    try:
+    with patch_attr(quant_config, "get_quant_method", get_quant_method):
         yield
-    finally:
-        del vars(quant_config)["get_quant_method"]
 
 
 def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str, nn.Module]) -> None:

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from compressed_tensors.utils import patch_attr
 from torch import nn
 
 from flexquant.errors import FlexQuantError
@@ -35,12 +36,7 @@ from flexquant.serving.kernels.layers import expert_layers_by_path, kernel_of_la
 from flexquant.serving.vllm_api import LinearBase, MPLinearKernel
 from flexquant.serving.worker.one_copy import from_16_bit
 from flexquant.serving.worker.one_copy.methods import Int4Method, NestedMethod, OneCopyMethod, product_of
-from flexquant.serving.worker.plan_views import (
-    shallow_copy,
-    stack_of_layers,
-    stack_path,
-    with_module,
-)
+from flexquant.serving.worker.plan_views import shallow_copy, stack_of_layers, stack_path, with_module
 
 if TYPE_CHECKING:
     from flexquant.serving.vllm_api import QuantizationConfig, QuantizeMethodBase
@@ -56,11 +52,10 @@ def one_copy_of(source: nn.Module, name: str, precision: str, is_in_16_bit: bool
     variant = source
     for path, layer in _linears_in_16_bit(source) if is_in_16_bit else _int4_linears(source):
         view = shallow_copy(layer)
-        if is_in_16_bit:
-            vars(view)["quant_method"] = from_16_bit.method_for(layer, precision)
-        else:
-            vars(view)["quant_method"] = method = Int4Method()
+        method = from_16_bit.method_for(layer, precision) if is_in_16_bit else Int4Method()
+        if isinstance(method, Int4Method):
             method.read(layer, f"{name}, {path}", precision)
+        vars(view)["quant_method"] = method
         variant = with_module(variant, f"{stack_path(source)}.{path}", view)
     if variant is source:
         raise FlexQuantError(
@@ -89,11 +84,8 @@ def nesting_in(source: nn.Module | None, quant_config: QuantizationConfig | None
             return method
         return NestedMethod(int4[prefix], symmetric=getattr(scheme, "input_symmetric", True))
 
-    vars(quant_config)["get_quant_method"] = get_quant_method
-    try:
+    with patch_attr(quant_config, "get_quant_method", get_quant_method):
         yield
-    finally:
-        vars(quant_config).pop("get_quant_method", None)
 
 
 def read_sources(variant: nn.Module, name: str) -> None:
@@ -144,9 +136,8 @@ def _int4_linears(model: nn.Module) -> Iterator[tuple[str, LinearBase]]:
     """Yield the linears with INT4 weights below a model's decoder layers, with their paths."""
     for path, layer in stack_of_layers(model).named_modules():
         kernel = kernel_of_layer(layer)
-        if not isinstance(layer, LinearBase) or not isinstance(kernel, MPLinearKernel):
-            continue
-        if kernel.config.weight_type.size_bits == 4:
+        in_packs = isinstance(layer, LinearBase) and isinstance(kernel, MPLinearKernel)
+        if in_packs and kernel.config.weight_type.size_bits == 4:
             yield path, layer
 
 

@@ -67,10 +67,7 @@ HUMMING = tuple(
     for outputs_first in (True, False)
 )
 """Humming's layouts: before 0.1.17 for Hopper's own instructions the second one, else the first."""
-LAYOUTS: dict[type[MPLinearKernel], tuple[Layout, ...]] = {
-    MarlinLinearKernel: (MARLIN,),
-    HummingLinearKernel: HUMMING,
-}
+LAYOUTS: dict[type, tuple[Layout, ...]] = {MarlinLinearKernel: (MARLIN,), HummingLinearKernel: HUMMING}
 
 
 def layout_of(kind: type[MPLinearKernel], config: MPLinearLayerConfig) -> Layout | None:
