@@ -95,8 +95,7 @@ def change_policy(
 ) -> list[JsonObject]:
     """Resolve a policy as a server's front end does, and return what each rank answers to it.
 
-    The answers are those of :meth:`FlexQuantWorker.flexquant_change_policy`. Raises FlexQuantError for a
-    policy that this engine cannot serve.
+    Raises FlexQuantError for a policy that this engine cannot serve.
     """
     from flexquant.serving.config import merged_of, served_policy
 

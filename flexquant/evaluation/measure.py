@@ -112,8 +112,7 @@ def engine_options(
 ) -> JsonObject:
     """Return vLLM options under which every batch is prefilled in one pass and decoded at its full size.
 
-    ``batch_tokens`` is the largest number of prompt tokens in a batch, if it is more than
-    ``batch_size * prompt_tokens``.
+    ``batch_tokens``: most prompt tokens in a batch, if more than ``batch_size * prompt_tokens``.
     """
     from vllm.platforms import current_platform
 

@@ -148,8 +148,7 @@ def writable_folder(folder: str | Path, option: str) -> Iterator[Path]:
 def write_results(document: Evaluation, folder: str | Path) -> None:
     """Write ``quality.json`` and ``quality.md`` into ``folder``, each in one step.
 
-    Raises FlexQuantError if a file cannot be written; a temporary file, which the message names, then keeps
-    the results, if possible.
+    Raises FlexQuantError if one cannot be written, and names a temporary file that keeps the results, if any.
     """
     folder = Path(folder)
     numbers = json.dumps(document, indent=2) + "\n"

@@ -32,9 +32,8 @@ from flexquant.policy.schema import Derivation
 def find_candidates(subject: Subject, names: Sequence[str] | None) -> dict[str, Policy]:
     """Return the policies with the given names, each once, by their names in results.
 
-    A name is a variant of the checkpoint (which runs all passes), a built-in policy, a policy file, or
-    ``stored``. None: every variant, and the policy that serving takes by default. Raises FlexQuantError for
-    an unknown name and two files of one name.
+    Names are those of :func:`find_policies`, which refuses others. None: every variant, and serving's
+    default.
     """
     merged = subject.checkpoint.merged
     if names is None:
@@ -76,8 +75,8 @@ def make_schedule(
 ) -> list[PolicyRun]:
     """Return every policy at every batch size; runs at the smallest, the first, also answer the questions.
 
-    A row has ``prompt_tokens`` prompt tokens. ``questions_tokens`` is the largest number of tokens in a batch
-    of questions, None without questions. Raises FlexQuantError for a policy that does not fit the checkpoint.
+    ``prompt_tokens``: of a row; ``questions_tokens``: most in a batch of questions; None: no questions.
+    Raises FlexQuantError for a policy that does not fit the checkpoint.
     """
     merged = subject.checkpoint.merged
     measured: dict[object, tuple[str, int]] = {}

@@ -49,9 +49,8 @@ def fit_checkpoint(
 ) -> Fit:
     """Return what of a merged checkpoint fits into ``memory`` bytes a rank, or beside ``kv_tokens`` tokens.
 
-    ``names`` are the variants to choose among (None: all), and ``sensitivity`` the file of ``flexquant
-    sensitivity`` by which layers are chosen. Raises FlexQuantError if there are no INT4 weights, or if not
-    even one copy fits.
+    ``names``: variants to choose among (None: all); ``sensitivity``: file by which layers are chosen. Raises
+    FlexQuantError without INT4 weights, or if not even one copy fits.
     """
     merged, num_layers = read_merged_config(folder)
     if SOURCE not in merged.variants:
@@ -80,8 +79,8 @@ class PlanLosses:
     ) -> None:
         """Read ``file``; of the variants ``lower``, the first that it has stands for all of them.
 
-        ``files`` are what :func:`weights_identity` returns. Raises UsageError for a file of another
-        checkpoint, or without layers that leave ``high``.
+        Raises UsageError for a file of other ``files`` (:func:`weights_identity`), or without layers that
+        leave ``high``.
         """
         self.file = file
         try:
@@ -161,11 +160,10 @@ class Fit:
     ) -> None:
         """Find the most layers that fit; raise FlexQuantError if not even one copy does.
 
-        ``variants`` are those of :func:`flexquant.tuning.candidates.find_variants`, SOURCE and FROM_INT4
-        among them, and ``high`` the one that :func:`flexquant.tuning.candidates.eight_bit` finds. ``memory``
-        is bytes a rank for weights, and for what INT8 weights are computed into. ``is_nested``: whether
-        ``high`` is stored as differences to SOURCE. ``mixable`` are groups of variants whose layers one plan
-        can mix.
+        ``variants`` are those of :func:`find_variants`, SOURCE and FROM_INT4 among them, ``high`` that of
+        :func:`eight_bit`. ``memory`` is bytes a rank for weights, and for what INT8 weights are computed
+        into. ``is_nested``: whether ``high`` is stored as differences to SOURCE. ``mixable``: groups of
+        variants that one plan can mix.
         """
         self._memory, self._loaded, self._losses = memory, loaded, losses
         stored = [v for v, policy in variants.items() if not policy.derived and v != SOURCE]

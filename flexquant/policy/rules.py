@@ -80,8 +80,7 @@ def builtin_policies() -> list[str]:
 def load_policy(name_or_path: str) -> Policy:
     """Load a built-in policy by name, or a policy file by path (:func:`read_named` tells them apart).
 
-    Raises :class:`FlexQuantError` for an unknown name, an unreadable file, and a document that breaks the
-    schema.
+    Raises :class:`FlexQuantError` for an unknown name, an unreadable file, and a wrong document.
     """
     content, source = read_named(name_or_path, PACKAGE, "policy")
     return parse_policy_text(content, source, name_or_path)
@@ -106,8 +105,7 @@ def parse_policy(document: JsonObject, source: str) -> Policy:
 def choose_policy(given: str | None = None, stored: JsonObject | None = None) -> Policy:
     """Return the policy: ``given``, else ``stored``, else the default.
 
-    ``given`` is what :func:`load_policy` takes, ``stored`` the document in a merged checkpoint. Raises what
-    reading either does.
+    ``given`` is what :func:`load_policy` takes, ``stored`` the document in a merged checkpoint.
     """
     if given is None and stored is not None:
         return parse_policy(stored, STORED_SOURCE)
@@ -127,9 +125,9 @@ def find_policies(
 ) -> dict[str, Policy]:
     """Return the policies with the given names, each once, keyed by their names in results.
 
-    A name is one of ``variants`` (which runs all passes), a built-in policy, a policy file (whose name in
-    results is the last part of its path), or ``stored``: the document in the checkpoint ``folder``. Raises
-    FlexQuantError for an unknown name and two files of one name.
+    A name is one of ``variants`` (which runs all passes), a built-in policy, a policy file (named by the last
+    part of its path), or ``stored``, that of the checkpoint ``folder``. Raises FlexQuantError for an unknown
+    name and two files of one name.
     """
     policies: dict[str, Policy] = {}
     for text in dict.fromkeys(names):

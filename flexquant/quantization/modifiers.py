@@ -211,8 +211,7 @@ class SearchedSmoothQuant(SmoothQuantModifier):
 def smoothing_report(smoothing: SearchedSmoothQuant) -> JsonObject | None:
     """Return each mapping's strength, and the output MSE at every strength where it was searched.
 
-    ``mse_gain`` is the summed MSE with REFERENCE for all mappings, divided by that with the chosen strengths.
-    None if nothing was smoothed.
+    ``mse_gain``: summed MSE with REFERENCE over that with the chosen strengths. None if nothing was smoothed.
     """
     chosen, errors = smoothing.chosen, smoothing.errors
     if not chosen:

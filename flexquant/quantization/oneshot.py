@@ -127,8 +127,7 @@ def _rotate_inputs(model: PreTrainedModel, config: TransformConfig, stored: Mapp
 def _names_of_experts(model: PreTrainedModel) -> list[WeightTransform]:
     """Return the renamings for separate experts in transformers' conversions for fused ones.
 
-    Mixtral's ``experts.0.w1`` becomes gate_proj, ``w3`` up_proj. Empty if experts are published in one tensor
-    for all, and without experts.
+    Mixtral's ``experts.0.w1`` becomes gate_proj, ``w3`` up_proj. Empty without experts published one by one.
     """
     names: list[WeightTransform] = []
     conversions = get_model_conversion_mapping(model) if get_non_linearized_moes(model) else []
@@ -163,8 +162,8 @@ def quantize_in_memory(
 ) -> tuple[PreTrainedModel, VariantRecipe, Report]:
     """Quantise a model as ``variant`` says, calibrated on ``rows`` of token ids (None: on none).
 
-    Returns the model, with the values that :func:`save_model` writes, the recipe that makes it without a
-    search, and what was found, which is part of the report.
+    Returns it with the values that :func:`save_model` writes, its recipe without a search, and what was
+    found.
     """
     tensors = [torch.tensor(row) for row in rows or ()]
     model = load_model(source)

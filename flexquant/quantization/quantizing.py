@@ -95,8 +95,7 @@ def quantize_variants(
     unless ``verbose``.
 
     Equal inputs give equal bytes on one machine with one number of threads. A folder appears only when
-    complete; in it, ``recipe.yaml`` reproduces the variant and ``quantization_report.json`` records what was
-    searched.
+    complete, with ``recipe.yaml``, which reproduces it, and a report.
 
     Raises FlexQuantError, before any calibration and with nothing deleted, for inputs that cannot be used, an
     output that may not be replaced, too little disk space, and a missing llmcompressor; later for activations

@@ -134,9 +134,8 @@ def builtin_recipes() -> list[str]:
 def load_recipe(name_or_path: str | Path) -> Recipe:
     """Load a built-in recipe by name, or a recipe file by path.
 
-    :func:`~flexquant.documents.yaml_document.read_named` tells names from paths. Raises FlexQuantError, with
-    the line and what is allowed, for an unknown name, a file that cannot be read, a document that breaks the
-    schema, and a recipe that would change the KV cache.
+    Raises FlexQuantError, with the line and what is allowed, for an unknown name, a file that cannot be read,
+    a document that breaks the schema, and a recipe that would change the KV cache.
     """
     content, source = read_named(str(name_or_path), PACKAGE, "recipe")
     return parse_recipe(content, source, str(name_or_path))

@@ -224,8 +224,7 @@ def default_mappings(model_type: str, which: str, names: Iterable[str]) -> list[
     """Return the mappings that do not change K and V; none if it is unknown which linears the norms feed.
 
     Scales move from each norm to all linears that read it and, with ``norms-and-up``, from up_proj to
-    down_proj; in a mixture of experts only from the norm to q, k and v. ``names`` are those of the model's
-    modules.
+    down_proj; in a mixture of experts only from the norm to q, k and v. ``names``: of all modules.
     """
     attention, mlp = readers_of_norms(names)
     before_attention: list[ScaleMapping] = [(attention, r"re:.*\.input_layernorm$")]
@@ -249,8 +248,7 @@ def resolve_mappings(
 ) -> dict[str, list[str]]:
     """Return module in front -> linears that its scales move into, by name, in a ``model`` without weights.
 
-    Raises FlexQuantError for a mapping that matches nothing, and for one that omits a linear that reads the
-    norm.
+    Raises FlexQuantError for a mapping that matches nothing, or omits a linear that reads the norm.
     """
     from compressed_tensors.utils import match_modules_set
 

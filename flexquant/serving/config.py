@@ -133,8 +133,8 @@ def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
     """In the front end: put the policy that the options name into ``vllm_config``; return its table.
 
     The table that workers get has the decode passes of all sizes, since vLLM may set the sizes of CUDA
-    graphs, and so the largest decode pass, afterwards. Raises :class:`FlexQuantError` for an unknown policy,
-    an unreadable file, a document that breaks the schema, and a policy that cannot be served.
+    graphs, and so the largest decode pass, afterwards. Raises :class:`FlexQuantError` for a policy that
+    cannot be read or served.
     """
     options = ServingOptions.from_vllm(vllm_config)
     policy = choose_policy(options.policy, merged.policy)
@@ -152,8 +152,8 @@ def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
 def served_policy(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) -> ServedPolicy:
     """In the front end: return the policy for workers, with decode passes of all sizes in its table.
 
-    The digest leaves measured times out, which serving does not use. Raises :class:`FlexQuantError` for a
-    policy that this server cannot serve, and for a checkpoint that does not fit the model.
+    Raises :class:`FlexQuantError` for a policy that this server cannot serve, and for a checkpoint that does
+    not fit the model.
     """
     num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
     for module in merged.shared_modules:
@@ -222,8 +222,7 @@ def check_caches(vllm_config: VllmConfig, merged: MergedConfig, policy: str, *ta
 def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:
     """In the front end: if vLLM chooses the CUDA graph mode, prevent FULL graphs that cannot be served.
 
-    vLLM replays a FULL graph without calling the model, so a model with several lm_heads would not know which
-    one to use afterwards.
+    After a FULL graph, which calls no model, a model with several lm_heads would not know which one to use.
     """
     from vllm.config import CUDAGraphMode
 
@@ -249,9 +248,9 @@ def find_compiled_code_again() -> None:
     """In the front end: on a CPU, make later starts of a model reuse the compiled code of the first.
 
     On a CPU, vLLM (0.32) stores compiled code in a form that it cannot load ("'function' object has no
-    attribute 'finalize_loading'"), so it compiles at every start, and each plan in a folder of its own.
-    Without that form, Inductor caches the code itself, by its content, in one folder for all plans. A value
-    that the user has set is not changed. Delete this once the oldest supported vLLM loads its form.
+    attribute 'finalize_loading'"), so it compiles at every start. Without that form, Inductor caches the code
+    itself, for all plans. A value that the user has set is not changed. Delete this once the oldest supported
+    vLLM loads its form.
     """
     from vllm.platforms import current_platform
 

@@ -106,8 +106,7 @@ class FlexQuantConfig(QuantizationConfig):
 class SingleVariantParser(HFConfigParser):
     """Reads the config of a published checkpoint as that of a merged one with this variant alone.
 
-    Configs in other precisions stay as they are, with a warning. A draft model's, which has the same format,
-    becomes what it was in :class:`FlexQuantModelConfig`.
+    Other precisions stay as they are, with a warning; :class:`FlexQuantModelConfig` undoes it for drafts.
     """
 
     def parse(
@@ -195,8 +194,7 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
 def check_sections(model_config: ModelConfig, merged: MergedConfig) -> None:
     """Refuse settings that compressed-tensors does not understand; take ``--quantization`` of all variants.
 
-    Raises :class:`FlexQuantError` for another ``--quantization`` than the format of every variant, as vLLM
-    reads the method in the checkpoint.
+    Raises :class:`FlexQuantError` for another ``--quantization`` than the format of every variant.
     """
     sections = {name: variant.quantization_config for name, variant in merged.variants.items()}
     for name, section in sections.items():
@@ -227,8 +225,7 @@ def describe_draft(model_config: ModelConfig, architecture: str, variant: Stored
 def verify_if_asked(vllm_config: VllmConfig) -> None:
     """In the front end: with the option ``verify``, read the checkpoint and compare it with its hashes.
 
-    Each front end does so once; workers do not. Raises :class:`FlexQuantError`, which names the shard, for a
-    byte that differs from what the merge wrote, and for a model that is no folder on this machine.
+    Raises :class:`FlexQuantError`, which names the shard, for a byte that differs, and for no local folder.
     """
     from flexquant.checkpoint.merged_checkpoint import (
         MergedCheckpoint,

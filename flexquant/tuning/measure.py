@@ -74,9 +74,8 @@ class Measurement:
         """Check the inputs, and load the samples of an interrupted run from ``file``.
 
         ``variants`` maps each variant, the most precise first, to the policy that runs every pass in it.
-        ``request_tokens`` are those of the requests of :meth:`requests`; None: it is not asked.
-        Raises FlexQuantError for a folder that is no merged checkpoint, and for samples of another run unless
-        ``overwrite`` is set.
+        ``request_tokens``: of a request of :meth:`requests`, if it is asked. Raises FlexQuantError for a
+        folder that is no merged checkpoint, and for samples of another run unless ``overwrite`` is set.
         """
         self._checkpoint = MergedCheckpoint.open(folder, published=True)
         self.variants = variants

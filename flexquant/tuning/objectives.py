@@ -121,9 +121,8 @@ def decide(
 def _best_of(samples: Samples, variants: Sequence[str], goal: Goal, requests: Requests) -> Decision:
     """Return the decision for a set of variants that are loaded together.
 
-    ``latency`` takes the fastest variant at every size. ``balanced`` does the same with only the variants
-    that are WORTH_LOADING. ``throughput`` takes the variants that decode most tokens a second at the largest
-    batch that fits beside them, or fewer variants within MARGIN of that.
+    ``latency`` takes the fastest variant at every size, ``balanced`` the same of variants WORTH_LOADING,
+    ``throughput`` those that decode most tokens a second at the largest batch that fits beside them.
     """
     if goal.slo:
         return _meet(samples, variants, goal.slo)
@@ -197,8 +196,8 @@ def choose_by_size(
 ) -> Decision:
     """Choose a variant for every measured size, at the least total cost, and the ends of the ranges.
 
-    ``variants`` begin with the most precise, which is preferred at equal cost. ``slo`` maps phases to upper
-    bounds on their passes, in seconds.
+    The first of ``variants``, the most precise, is preferred at equal cost. ``slo``: phase -> bound in
+    seconds.
     """
     ranges: dict[str, tuple[Range, ...]] = {}
     for phase in MEASURED_PHASES:

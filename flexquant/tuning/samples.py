@@ -158,8 +158,7 @@ class Samples:
     def load(cls, file: Path, run: JsonObject) -> Samples:
         """Return the samples that :meth:`save` wrote for the same ``run``; without a file, empty samples.
 
-        Raises UsageError, which says what differs, for the samples of another run: they can be hours of
-        work, and the first save would replace them.
+        Raises UsageError, which says what differs, for another run's, which can be hours of work.
         """
         run = json.loads(json.dumps(run))
 

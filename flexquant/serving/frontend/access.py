@@ -83,9 +83,8 @@ def merged_engine(request: Request) -> AsyncLLM:
 async def ask_workers(engine: AsyncLLM, method: str, *args: object, timeout: float | None) -> Answers:
     """Call a method of FlexQuant's worker extension on every rank of every engine; return all answers.
 
-    With data parallelism there are several engines. Each answers between two of its own steps. Raises
-    TimeoutError after ``timeout`` seconds (None: no limit). After a timeout or a cancellation the engines
-    still answer, in the order in which they were asked.
+    Each engine answers between two of its own steps. Raises TimeoutError after ``timeout`` seconds (None: no
+    limit). The engines then still answer, in the order in which they were asked.
     """
     # AsyncLLM.collective_rpc also asks all engines, but returns only the first one's answers. The engines get
     # no timeout: after one, vLLM's executor would take the late answer for the answer to its next question.
@@ -136,7 +135,6 @@ class Refusal(Reply):
 def refusal_responses(**reasons: str) -> dict[int | str, JsonObject]:
     """Return OpenAPI responses for statuses, each given as ``_401="why"``.
 
-    Unless 422 or ``_4XX`` is given, FastAPI adds a response of its own, 422 for a wrong parameter; vLLM
-    answers 400.
+    Without 422 or ``_4XX``, FastAPI adds a 422 for wrong parameters, to which vLLM answers 400.
     """
     return {status[1:]: {"model": Refusal, "description": why} for status, why in reasons.items()}

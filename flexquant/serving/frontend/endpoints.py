@@ -220,9 +220,8 @@ async def change_policy(
 
     ``name`` becomes the policy's name, and ``dry_run`` only asks what would change. Raises HTTPException 413
     for a body of more than 128 KiB, 422 for a body that is no policy, and 409 for a policy that this server
-    cannot take, each with the reason; nothing changes then, except on engines that the reason speaks of.
-    Raises HTTPException 504 if the engines do not finish in time. Threads parse and resolve the policy, so
-    the server's loop does not wait.
+    cannot take, each with the reason; nothing changes then, except on engines that the reason speaks of. It
+    raises 504 if the engines do not finish in time.
     """
     body = await read_body(request)
     async with _one_at_a_time:

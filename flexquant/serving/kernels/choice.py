@@ -66,8 +66,8 @@ FEWEST_WEIGHTS = 1 << 18
 def sizes_by_variant(routes: RouteTable) -> dict[str, tuple[int, ...]]:
     """Return for each variant of a policy the numbers of tokens with which its kernels are timed.
 
-    They are the sizes of its decode passes, if it has any: INT4 is meant for these, and `flexquant tune` then
-    times the same kernels that a tuned policy gets.
+    They are the sizes of its decode passes, if it has any, so that `flexquant tune` times what a tuned policy
+    gets.
     """
     in_decode: dict[str, set[int]] = {}
     in_others: dict[str, set[int]] = {}
@@ -91,8 +91,7 @@ def choose_kernels(
     ``sizes`` maps the models' names to the numbers of tokens with which to time kernels. The INT4 kernels of
     models in ``read_again`` keep their weights in a layout that is known. ``named`` maps models' names to the
     kernels that the user wants, each by the beginning of its class name in any case, as ``humming``; a layer
-    that such a kernel cannot run gets another one. Raises :class:`FlexQuantError` for a name that fits no
-    kernel.
+    that such a kernel cannot run gets another one. Raises :class:`FlexQuantError` for a name of no kernel.
     """
     if problem := zentorch_problem():
         logger.warning(problem)
@@ -185,8 +184,7 @@ def _is_worth_a_trial(layer: Any) -> bool:
 def possible_kernels(kernel: LinearKernel) -> list[type[LinearKernel]]:
     """Return the kernels that can replace ``kernel`` on this device in the same precision, vLLM's first.
 
-    The list is empty for W4A8 if only the stand-in for CPUs is available. On GPUs it is empty for W8A8, for
-    which vLLM has CUTLASS's kernel, and Humming's, which keeps activations in 16 bit.
+    It is empty for W8A8 on GPUs, for which vLLM has one kernel, and for W4A8 where only the stand-in runs.
     """
     kinds = _for_cpu(kernel) if current_platform.is_cpu() else _for_gpu(kernel)
     disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")

@@ -105,8 +105,7 @@ class PlanGraphs:
     def _has_graphs(self, name: str, descriptor: BatchDescriptor | None) -> bool:
         """Whether a plan's pieces are captured for a size; True if it has no piece that can be captured.
 
-        Some pieces hold no operator and never have a graph; the piece that had one is checked first the next
-        time.
+        Some pieces hold no operator and never have a graph; one that had a graph is checked first next time.
         """
         wrappers = self._wrappers[name]
         for position, wrapper in enumerate(wrappers):
@@ -130,9 +129,9 @@ class PlanGraphs:
     def capture_again(self, runner: Runner, vllm_config: VllmConfig) -> None:
         """Have vLLM capture the graphs that :meth:`fit` misses, by the model's routes; no pass may run.
 
-        If it raises, graphs can be missing, and a plan can have some of its pieces without the others. All
-        FULL graphs are dropped first, since vLLM tells them apart by size only; PIECEWISE graphs stay. A
-        capture writes nothing into the KV cache, nor into a request's state.
+        If it raises, graphs can be missing, and a plan can have some of its pieces without the others. FULL
+        graphs, which vLLM tells apart by size only, are dropped first; PIECEWISE graphs stay. A capture
+        writes into no KV cache or state.
         """
         torch.accelerator.synchronize()
         if (manager := getattr(runner, "cudagraph_manager", None)) is not None:

@@ -52,8 +52,7 @@ def name_apart(layer: MoERunner, variant: str, context: dict[str, nn.Module]) ->
 def check_precision(variant: str, model: nn.Module, activations: str | None) -> None:
     """Raise :class:`FlexQuantError` if the experts would have other activations than the variant.
 
-    ``activations`` is the precision of a derived variant's activations, None for 16 bit. On CPUs vLLM
-    multiplies INT4 experts with 8-bit activations, whatever the checkpoint says.
+    ``activations``: of a derived variant; None: 16 bit. On CPUs vLLM always gives INT4 experts 8-bit ones.
     """
     if not current_platform.is_cpu() or activations == "int8":
         return

@@ -56,8 +56,7 @@ On all pipeline-parallel ranks but the last, it is what the next rank takes as `
 class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, SupportsEagle3, SupportsLoRA):
     """Several variants of one causal LM over one KV cache; every forward pass takes one plan.
 
-    With pipeline parallelism each rank holds its own decoder layers of every variant. All ranks choose the
-    same route, since vLLM describes a pass in the same way to all of them.
+    All ranks choose the same route, since vLLM describes a pass in the same way to all of them.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

@@ -133,8 +133,7 @@ class PlanCounters:
 def trace_file(vllm_config: VllmConfig) -> str | None:
     """Return the file of this worker's trace; None if no trace is configured.
 
-    The first worker's file has the user's name; the others' end in ``.dp1`` (the data-parallel replica) or
-    ``.rank1`` (the rank within it).
+    Others than the first worker's end in ``.dp1`` (data-parallel replica) or ``.rank1`` (rank within it).
     """
     file = ServingOptions.from_vllm(vllm_config).trace
     if file is None:
@@ -146,8 +145,7 @@ def trace_file(vllm_config: VllmConfig) -> str | None:
 class Trace:
     """A file with one JSON object per line: first what is served, then every forward pass in order.
 
-    If the file reaches its largest size or cannot be written, the trace ends with a warning, and serving
-    continues.
+    If it reaches its largest size or cannot be written, it ends with a warning, and serving continues.
     """
 
     def __init__(self, path: str, mib: int) -> None:

@@ -104,8 +104,8 @@ def build_plan(
 ) -> nn.Module:
     """Return a causal LM whose decoder layer i is taken from variant ``plan.layers[i]``.
 
-    ``merged`` and ``derived`` state how the ``variants`` are quantised. Modules outside of the decoder layers
-    come from the variant that runs the plan's last layer.
+    Other modules are those of its last layer's variant. ``merged`` and ``derived``: how variants are
+    quantised.
     """
     base = variants[plan.layers[-1]]
     path, _, stack = stack_path(base).rpartition(".")

@@ -29,8 +29,7 @@ Result = TypeVar("Result")
 def check_ranks_agree(routes: RouteTable, quantization_config: JsonObject) -> None:
     """Raise :class:`FlexQuantError`, on all ranks, if one has other routes or another merged checkpoint.
 
-    ``quantization_config`` is that section of the merged checkpoint's config.json. Every rank has to call
-    this.
+    ``quantization_config`` is that section of the merged checkpoint's config. Every rank has to call this.
     """
     world = get_world_group()
     if world.world_size == 1:

@@ -117,8 +117,8 @@ def build_variants(
 ) -> dict[str, nn.Module]:
     """Build the variants that plans need over one set of attention layers; the weights are loaded later.
 
-    Variants that have no weights come last. Raises :class:`FlexQuantError` for an architecture that is not
-    built with ``model.layers``.
+    Those without weights come last. Raises :class:`FlexQuantError` for an architecture without a stack of
+    layers.
     """
     names = [name for name in (*merged.variants, *routes.derived) if name in routes.layers]
     names.sort(key=lambda name: name in routes.nested)  # after their sources
@@ -229,8 +229,7 @@ def share_modules(
 def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     """Return the modules with these names in the checkpoint; raise FlexQuantError if one is missing.
 
-    Of an expert layer it is the module with its experts' weights. A class whose logits come from the
-    embedding itself, such as Gemma 2's, has no lm_head.
+    Of an expert layer it is the module with its experts' weights. Some classes have no lm_head.
     """
     found = dict(model.named_modules(remove_duplicate=False))
     mapper = getattr(model, "hf_to_vllm_mapper", None)

@@ -74,8 +74,7 @@ def use_8bit_activations(model: nn.Module, activations: str) -> None:
 def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
     """Return the modules that a derived variant shares with its source: all without INT4 linear layers.
 
-    Whole expert layers are shared, shared experts included. A layer that keeps a state is not shared, but its
-    norm and its linears in 16 bit are.
+    Whole expert layers are shared. Of a layer that keeps a state, the norm and linears in 16 bit are.
     """
     return tuple(
         name
@@ -89,8 +88,7 @@ def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
 def find_kernels(activations: str) -> tuple[type[MPLinearKernel], ...]:
     """Return kernel classes for INT4 weights and 8-bit activations, the last one for most layers.
 
-    On a CPU it is a stand-in, which ``kernels.choice`` exchanges for a vendor's kernel where there is one.
-    Raises :class:`FlexQuantError` if there is none.
+    On a CPU it is a stand-in, which ``kernels.choice`` exchanges. Raises :class:`FlexQuantError` without one.
     """
     check_w4a8_device(activations)
     return W4A8_KERNELS if current_platform.is_cuda() else (TorchCPUW4A8LinearKernel,)

@@ -54,8 +54,7 @@ class WeightMemory:
     def __init__(self, models: Mapping[str, nn.Module], to_be_packed: Collection[nn.Module] = ()) -> None:
         """Note the parameters of ``models`` (or single layers), by name, with the shapes and dtypes to load.
 
-        Views of others have no weights of their own. ``to_be_packed`` are modules of models without weights
-        that a kernel will keep an additional copy of.
+        ``to_be_packed``: modules, of models without weights, that a kernel will keep an additional copy of.
         """
         computed = {name: sizes for name, m in models.items() if any(sizes := computed_bytes(m))}
         self._kept = {name: kept for name, (_, kept) in computed.items()}
@@ -100,8 +99,7 @@ class WeightMemory:
     def nbytes_in_16_bit(self, model: nn.Module) -> int:
         """Return the bytes that the weights of a model, or of a view of several, would take in 16 bit.
 
-        A weight counts two bytes, without scales. Modules that are not linear layers keep their kernels'
-        copies.
+        A weight counts two bytes, without scales. Modules but linears keep their kernels' copies.
         """
         elements = 0
         others: set[Piece] = set()
@@ -155,8 +153,7 @@ def count_weights(layer: LinearBase | MoERunner) -> int:
 def packed_for_cpu(module: nn.Module) -> Iterator[torch.Tensor | CPUDNNLGEMMHandler]:
     """Yield the copies of a weight that vLLM's CPU kernels keep beside the parameters.
 
-    Kernels for 16 bit keep theirs in ``cpu_linear``, a function; zentorch's put tensors beside the
-    parameters.
+    Kernels for 16 bit keep theirs in a function, ``cpu_linear``; zentorch's put tensors beside parameters.
     """
     if isinstance(module, LinearBase):
         yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))

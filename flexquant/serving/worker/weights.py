@@ -50,8 +50,7 @@ class VariantLoader:
     ) -> None:
         """Prepare to load ``variants``, the built models by name, with the layers that ``routes`` take.
 
-        Tensors of other layers are skipped. With ``must_be_unsmoothed``, their norms are read all the same,
-        because variants may have no layer in common whose norms can be compared.
+        With ``must_be_unsmoothed``, norms of all layers are read, to compare those of different variants.
         """
         self._variants = variants
         self._layers = routes.layers
@@ -80,9 +79,9 @@ class VariantLoader:
     def load(self, weights: Iterable[NamedTensor]) -> set[str]:
         """Load all weights; return the names of the parameters, with the variant's name first.
 
-        Every variant's own loader gets its tensors in the checkpoint's order, in several calls of at most
-        :data:`RUN` tensors: vLLM's loaders keep no state between calls. Raises :class:`FlexQuantError` if a
-        tensor is missing or not finite, and for smoothed variants that must not be.
+        Every variant's loader gets its tensors in the checkpoint's order, at most :data:`RUN` a call. Raises
+        :class:`FlexQuantError` if a tensor is missing or not finite, and for smoothed variants that must not
+        be.
         """
         parameters: dict[str, torch.nn.Parameter] = {}
         for name, variant in self._variants.items():

@@ -112,8 +112,7 @@ def make_ready(models: Iterable[nn.Module]) -> None:
 def computed_bytes(model: nn.Module) -> tuple[int, int]:
     """Return the bytes that a variant writes its weights to in each pass, and those that it keeps to do so.
 
-    The first are for its largest linear, and all such variants write there. Both are 0 for a variant whose
-    weights are stored.
+    The first are for its largest linear; all such variants share them. Both are 0 if weights are stored.
     """
     sizes = [method.nbytes(layer) for layer, method in _computing(model)]
     return max((written for written, _ in sizes), default=0), sum(own for _, own in sizes)

@@ -143,8 +143,7 @@ def one_copy_linear(
     """Return [tokens, outputs] for ``x`` [tokens, inputs] in its dtype, multiplied in INT8.
 
     ``x`` is quantised per token, with a zero point if there are ``weight_sums``. The INT4 weights become INT8
-    weights, which have the scales ``channel_scale``, by ``row`` and ``nested``, the tensors of NESTED if they
-    are nested.
+    weights with scales ``channel_scale``, by ``row`` and ``nested``: the tensors of NESTED, if any.
     """
     layout, bias = Layout(block, in_halves), None if bias is None else bias.float()
     scale, zero = scale.float().contiguous(), None if zero is None else zero.contiguous()

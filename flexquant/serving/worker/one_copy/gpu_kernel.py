@@ -111,8 +111,7 @@ def _weight(  # type: ignore[no-untyped-def]
 ):
     """Return the 8-bit weights of a word's place, 0 to 4, without a conversion between types.
 
-    The place stays where it is in the word, so a weight has the factor 16 to the place, and its ratio the
-    inverse: both are exact.
+    A weight in its place has the factor 16 to the place, and its ratio the inverse: both are exact.
     """
     value = ((word & (15 << (4 * place))) | integer_bits).to(tl.float32, bitcast=True)
     exact = (value - (middle * (1 << (4 * place)) + INTEGERS)) * (ratio * (1.0 / (1 << (4 * place))))
