@@ -15,15 +15,11 @@ import functools
 import threading
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flexquant.serving.kernels.cpu_kernels import TorchCPUInt4LinearKernel, exact_int8_linear
 from flexquant.serving.kernels.cpu_loops import has_loops, thread_memory
-from flexquant.serving.vllm_api import (
-    MPLinearKernel,
-    scalar_types,
-    unpack_quantized_values_into_int32,
-)
+from flexquant.serving.vllm_api import MPLinearKernel, scalar_types, unpack_quantized_values_into_int32
 from flexquant.serving.vllm_api import _custom_ops as ops
 from flexquant.serving.worker.one_copy.cpu_layouts import Layout, packed_alike, unpacked
 from flexquant.serving.worker.one_copy.product import (
@@ -66,26 +62,24 @@ class CPUInt8Product(Product):
         slice_bytes = max(AMX_WEIGHTS if self._for_amx else WEIGHTS, self._inputs * MULTIPLE)
         return min(super().written_bytes, slice_bytes)
 
-    def multiply(
-        self, source: nn.Module, buffers: Buffers, x: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def multiply(self, source: nn.Module, buffers: Buffers, x: Tensor, bias: Tensor | None) -> Tensor:
         nested = [buffers[name] for name in NESTED if name in buffers]
         weights = x, *self._weights(source), buffers[ROW], nested, buffers[CHANNEL_SCALE]
         sums, kept = buffers.get(WEIGHT_SUMS), (bias, self._layout.block, self._layout.in_halves)
-        out: torch.Tensor = (
+        out: Tensor = (
             torch.ops.flexquant_one_copy.linear_by_amx(*weights, *kept, AMX_WEIGHTS)
             if self._for_amx and x.dtype in AMX_TYPES and sums is None  # it has no zero points
             else torch.ops.flexquant.one_copy_linear(*weights, sums, *kept)
         )
         return out
 
-    def _channel_scales(self, source: nn.Module) -> torch.Tensor:
+    def _channel_scales(self, source: nn.Module) -> Tensor:
         return channel_scales(*self._weights(source), self._inputs, self._layout)
 
-    def _packed(self, difference: torch.Tensor) -> torch.Tensor:
+    def _packed(self, difference: Tensor) -> Tensor:
         return packed_alike(difference.t(), self._layout)
 
-    def _weight_sums(self, source: nn.Module, buffers: Buffers) -> torch.Tensor:
+    def _weight_sums(self, source: nn.Module, buffers: Buffers) -> Tensor:
         packed, scale, zero = self._weights(source)
         whole = scale.float().contiguous(), None if zero is None else zero.contiguous()
         nested = [buffers[name] for name in NESTED]
@@ -93,16 +87,14 @@ class CPUInt8Product(Product):
         parts = slices(1, self._inputs, self._outputs)
         return torch.cat([_int8_weights(*operands, part).sum(0, dtype=torch.int32) for part in parts])
 
-    def _weights(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _weights(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return packed weights, scales [groups, outputs], and zero points, int32 in packs of 8, if any."""
         packed, scale, zero, *_ = self._kernel._get_weight_params(layer)
         scale = scale.data[..., 0] if isinstance(self._kernel, TorchCPUInt4LinearKernel) else scale.data
         return packed, scale, zero.data if self._kernel.config.zero_points and zero is not None else None
 
 
-def channel_scales(
-    packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, inputs: int, layout: Layout
-) -> torch.Tensor:
+def channel_scales(packed: Tensor, scale: Tensor, zero: Tensor | None, inputs: int, layout: Layout) -> Tensor:
     """Return the scales of INT8 weights, float32 [outputs]: each channel's greatest weight becomes 127.
 
     The arguments are a layer's, as its INT4 kernel keeps them.
@@ -128,18 +120,18 @@ def slices(tokens: int, inputs: int, outputs: int) -> list[range]:
 
 
 def one_copy_linear(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    row: torch.Tensor,
-    nested: list[torch.Tensor],
-    channel_scale: torch.Tensor,
-    weight_sums: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    row: Tensor,
+    nested: list[Tensor],
+    channel_scale: Tensor,
+    weight_sums: Tensor | None,
+    bias: Tensor | None,
     block: int,
     in_halves: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Return [tokens, outputs] for ``x`` [tokens, inputs] in its dtype, multiplied in INT8.
 
     ``x`` is quantised per token, with a zero point if there are ``weight_sums``. The INT4 weights become INT8
@@ -171,13 +163,13 @@ register_operator(one_copy_linear, "CPU", output_of_int4)
 
 
 def _scaled_product(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    row: torch.Tensor,
-    zeros: tuple[torch.Tensor, torch.Tensor] | None,
-    channel_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+    x: Tensor,
+    weights: Tensor,
+    row: Tensor,
+    zeros: tuple[Tensor, Tensor] | None,
+    channel_scale: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
     """Return [tokens, outputs], float32, by PyTorch's operators.
 
     ``zeros`` are the tokens' zero points, int32 [tokens, 1], and the weights' sums, int32 [outputs].
@@ -217,7 +209,7 @@ def int8_product_is_exact() -> bool:
     return bool((torch._int_mm(x, weights) == 64 * 127 * 127).all())
 
 
-def _zeros(zero: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:
+def _zeros(zero: Tensor | None, scale: Tensor) -> Tensor:
     """Return the values that stand for 0, float32 [groups, outputs]."""
     if zero is None:
         return torch.full(scale.shape, ZERO, dtype=torch.float32)
@@ -225,15 +217,15 @@ def _zeros(zero: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _int8_weights(
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    row: torch.Tensor,
-    nested: list[torch.Tensor],
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    row: Tensor,
+    nested: list[Tensor],
     inputs: int,
     layout: Layout,
     part: range,
-) -> torch.Tensor:
+) -> Tensor:
     """Return (value - zero) * (scale * row), or nested weights, as int4_to_int8.cpp describes them.
 
     They are a slice's, int8 [inputs, some outputs]; the thread's next call writes over them.

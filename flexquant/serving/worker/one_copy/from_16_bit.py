@@ -10,7 +10,7 @@ makes a copy in INT8, for vLLM's kernel of W8A8.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.platforms import current_platform
 
 from flexquant.serving.kernels.layers import linear_sizes
@@ -53,9 +53,9 @@ class RoundingMethod(OneCopyMethod):
         weight = layer.get_parameter("weight")
         scratch(weight.device, weight.numel(), self._type)
 
-    def multiply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         weight = layer._parameters["weight"]
-        out: torch.Tensor = torch.ops.flexquant.linear_from_16_bit(x, weight, bias, self._type)
+        out: Tensor = torch.ops.flexquant.linear_from_16_bit(x, weight, bias, self._type)
         return out
 
 
@@ -91,14 +91,12 @@ class Int8CopyMethod(OneCopyMethod):
         inputs, outputs = linear_sizes(layer)
         return 0, (inputs + 4) * outputs
 
-    def multiply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out: torch.Tensor = self._source.kernel.apply_weights(self._source.copy, x, bias)
+    def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = self._source.kernel.apply_weights(self._source.copy, x, bias)
         return out
 
 
-def linear_from_16_bit(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, precision: torch.dtype
-) -> torch.Tensor:
+def linear_from_16_bit(x: Tensor, weight: Tensor, bias: Tensor | None, precision: torch.dtype) -> Tensor:
     """Return [tokens, outputs] for ``x`` [tokens, inputs], quantised per token and multiplied in 8 bit."""
     from flexquant.serving.worker.one_copy.gpu import FP8, multiply_in_8_bit, scratch
 
@@ -111,7 +109,7 @@ def linear_from_16_bit(
     return multiply_in_8_bit(x, out, scales[:, 0], bias)
 
 
-def _output(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+def _output(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.platforms import current_platform
 
 from flexquant.serving.vllm_api import MPLinearKernel, get_scale_perms
@@ -42,16 +42,12 @@ GREATEST = {INT8: 127.0, FP8: 448.0}
 BLACKWELL = 100
 """Compute capability from which on vLLM's CUTLASS product has no INT8; FP8 takes its place."""
 
-_memory: dict[torch.device, torch.Tensor] = {}
+_memory: dict[torch.device, Tensor] = {}
 
 
 def channel_scales(
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    precision: torch.dtype,
-    outputs_first: bool,
-) -> torch.Tensor:
+    packed: Tensor, scale: Tensor, zero: Tensor | None, precision: torch.dtype, outputs_first: bool
+) -> Tensor:
     """Return the scales of 8-bit weights, float32 [outputs], by each channel's greatest weight."""
     groups, outputs = scale.shape
     inputs = packed.numel() * 8 // outputs
@@ -73,8 +69,8 @@ class GPUProduct(Product):
         self.precision = "FP8" if self._precision == FP8 else "INT8"
 
     def prepare(
-        self, source: nn.Module, nested: Mapping[str, torch.Tensor] | None = None, symmetric: bool = True
-    ) -> dict[str, torch.Tensor]:
+        self, source: nn.Module, nested: Mapping[str, Tensor] | None = None, symmetric: bool = True
+    ) -> dict[str, Tensor]:
         packed, _, zero = self._weights(source)
         scratch(packed.device, self._inputs * self._outputs, self._precision)  # which is not made in a pass
         buffers = super().prepare(source, nested, symmetric)
@@ -84,48 +80,46 @@ class GPUProduct(Product):
             buffers[BIAS] = permuted_back(bias, get_scale_perms()[1])
         return buffers
 
-    def multiply(
-        self, source: nn.Module, buffers: Buffers, x: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def multiply(self, source: nn.Module, buffers: Buffers, x: Tensor, bias: Tensor | None) -> Tensor:
         weight, scale, _ = self._layout.names or (self._kernel.w_q_name, self._kernel.w_s_name, "")
         int4 = getattr(source, weight), getattr(source, scale), buffers.get(ZERO)
         nested = [buffers[name] for name in NESTED if name in buffers]
         factors = buffers[ROW], nested, buffers[CHANNEL_SCALE], buffers.get(WEIGHT_SUMS)
         bias = None if bias is None else buffers.get(BIAS, bias)
         kept = self._precision, self._layout.outputs_first
-        out: torch.Tensor = torch.ops.flexquant.one_copy_gpu_linear(x, *int4, *factors, bias, *kept)
+        out: Tensor = torch.ops.flexquant.one_copy_gpu_linear(x, *int4, *factors, bias, *kept)
         return out
 
-    def _channel_scales(self, source: nn.Module) -> torch.Tensor:
+    def _channel_scales(self, source: nn.Module) -> Tensor:
         return channel_scales(*self._weights(source), self._precision, self._layout.outputs_first)
 
-    def _packed(self, difference: torch.Tensor) -> torch.Tensor:
+    def _packed(self, difference: Tensor) -> Tensor:
         return packed_alike(difference, self._layout)
 
-    def _weight_sums(self, source: nn.Module, buffers: Buffers) -> torch.Tensor:
+    def _weight_sums(self, source: nn.Module, buffers: Buffers) -> Tensor:
         packed, scale, zero = self._weights(source)
         memory = scratch(packed.device, self._inputs * self._outputs, INT8).view(self._outputs, self._inputs)
         operands = packed, scale, zero, buffers[ROW], memory, self._layout.outputs_first
         weights = eight_bit_weights(*operands, [buffers[name] for name in NESTED])
         return weights.sum(1, dtype=torch.int32)
 
-    def _weights(self, source: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _weights(self, source: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
         return self._layout.tensors(self._kernel, source)
 
 
 def one_copy_gpu_linear(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    row: torch.Tensor,
-    nested: list[torch.Tensor],
-    channel_scale: torch.Tensor,
-    weight_sums: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    row: Tensor,
+    nested: list[Tensor],
+    channel_scale: Tensor,
+    weight_sums: Tensor | None,
+    bias: Tensor | None,
     precision: torch.dtype,
     outputs_first: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Return [tokens, outputs] for ``x`` [tokens, inputs], quantised per token and multiplied in 8 bit."""
     outputs, inputs = scale.shape[1], x.shape[1]
     out = scratch(x.device, inputs * outputs, precision).view(outputs, inputs)
@@ -137,12 +131,8 @@ register_operator(one_copy_gpu_linear, "CUDA", output_of_int4)
 
 
 def multiply_in_8_bit(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    channel_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    weight_sums: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weights: Tensor, channel_scale: Tensor, bias: Tensor | None, weight_sums: Tensor | None = None
+) -> Tensor:
     """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype, which is quantised per token.
 
     ``weights`` int8 or float8_e4m3fn [outputs, inputs], ``channel_scale`` float32 [outputs]. With
@@ -164,7 +154,7 @@ def eight_bit_type(precision: str) -> torch.dtype:
     return FP8 if precision == "fp8" or current_platform.has_device_capability(BLACKWELL) else INT8
 
 
-def scratch(device: torch.device, weights: int, precision: torch.dtype) -> torch.Tensor:
+def scratch(device: torch.device, weights: int, precision: torch.dtype) -> Tensor:
     """Return memory for a layer's weights; it grows while layers are prepared, and never in a pass."""
     if device not in _memory or _memory[device].numel() < weights:
         _memory[device] = torch.empty(weights, dtype=INT8, device=device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from flexquant.serving.vllm_api import tl, triton
 
@@ -139,14 +140,14 @@ def compile_options(tiles: int) -> dict[str, int]:
 
 
 def eight_bit_weights(
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    row: torch.Tensor,
-    out: torch.Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    row: Tensor,
+    out: Tensor,
     outputs_first: bool,
-    nested: Sequence[torch.Tensor] = (),
-) -> torch.Tensor:
+    nested: Sequence[Tensor] = (),
+) -> Tensor:
     """Write the weights into ``out`` [outputs, inputs], in INT8 or FP8, and return it.
 
     ``packed`` int32 [inputs / 16, outputs * 2] and ``scale`` [groups, outputs] are as the kernel keeps them,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.platforms import current_platform
 
 from flexquant.checkpoint.nested import count_exceptions
@@ -43,7 +43,7 @@ class OneCopyMethod(QuantizeMethodBase):
 
     kernel_name: str
     """For people."""
-    _rotation: Callable[[torch.Tensor], torch.Tensor] | None = None
+    _rotation: Callable[[Tensor], Tensor] | None = None
     """What inputs go through before they are multiplied; None: nothing."""
 
     def create_weights(self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any) -> None:
@@ -60,13 +60,13 @@ class OneCopyMethod(QuantizeMethodBase):
         inputs, outputs = linear_sizes(layer)
         return inputs * outputs, 0
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return [..., outputs] for ``x`` [..., inputs], in its dtype."""
         x = x if self._rotation is None else self._rotation(x)
         out = self.multiply(layer, x.reshape(-1, x.shape[-1]), bias)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
-    def multiply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype."""
         raise NotImplementedError
 
@@ -107,7 +107,7 @@ class Int4Method(OneCopyMethod):
     def nbytes(self, layer: LinearBase) -> tuple[int, int]:
         return self._product.written_bytes, FACTOR_BYTES * linear_sizes(layer)[1]
 
-    def multiply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._product.multiply(layer if self.source is None else self.source, layer._buffers, x, bias)
 
 
@@ -144,7 +144,7 @@ class NestedMethod(Int4Method):
             (COLUMN, (inputs,), torch.float32, {"input_dim": 0, "ignore_warning": True}),
         )
 
-        def load_column(parameter: nn.Parameter, loaded: torch.Tensor, *shard: object) -> None:
+        def load_column(parameter: nn.Parameter, loaded: Tensor, *shard: object) -> None:
             """Load the factors of one of the linears that vLLM fuses; raise FlexQuantError if they differ."""
             before = parameter.clone() if vars(parameter).get("is_loaded") else None
             weight_loader(parameter, loaded, *shard)

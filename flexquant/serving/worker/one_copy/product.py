@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flexquant.checkpoint.nested import unpack_nibbles
 from flexquant.serving.vllm_api import MPLinearKernel
@@ -30,7 +30,7 @@ PLACES, EXCEPTIONS = "flexquant_exception_input", "flexquant_exception"
 NESTED = (COLUMN, DIFFERENCE, PLACES, EXCEPTIONS)
 """The buffers of nested weights, in the order in which operators take them."""
 
-Buffers = Mapping[str, torch.Tensor | None]
+Buffers = Mapping[str, Tensor | None]
 
 _library = torch.library.Library("flexquant", "FRAGMENT")
 
@@ -50,8 +50,8 @@ class Product(ABC):
         return self._inputs * self._outputs
 
     def prepare(
-        self, source: nn.Module, nested: Mapping[str, torch.Tensor] | None = None, symmetric: bool = True
-    ) -> dict[str, torch.Tensor]:
+        self, source: nn.Module, nested: Mapping[str, Tensor] | None = None, symmetric: bool = True
+    ) -> dict[str, Tensor]:
         """Return the buffers that :meth:`multiply` needs beside ``source``, once its weights are packed.
 
         ``nested`` are CHANNEL_SCALE, ROW and NESTED, the difference as stored: uint8 [outputs, inputs / 2].
@@ -66,27 +66,23 @@ class Product(ABC):
         return buffers
 
     @abstractmethod
-    def multiply(
-        self, source: nn.Module, buffers: Buffers, x: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def multiply(self, source: nn.Module, buffers: Buffers, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype."""
 
     @abstractmethod
-    def _channel_scales(self, source: nn.Module) -> torch.Tensor:
+    def _channel_scales(self, source: nn.Module) -> Tensor:
         """Return the scales of 8-bit weights, float32 [outputs], by each channel's greatest weight."""
 
     @abstractmethod
-    def _packed(self, difference: torch.Tensor) -> torch.Tensor:
+    def _packed(self, difference: Tensor) -> Tensor:
         """Return 4-bit values [outputs, inputs], packed as the kernel packs its weights."""
 
     @abstractmethod
-    def _weight_sums(self, source: nn.Module, buffers: Buffers) -> torch.Tensor:
+    def _weight_sums(self, source: nn.Module, buffers: Buffers) -> Tensor:
         """Return the sum of each output's nested INT8 weights, int32 [outputs]."""
 
 
-def register_operator(
-    function: Callable[..., torch.Tensor], device: str, output: Callable[..., torch.Tensor]
-) -> None:
+def register_operator(function: Callable[..., Tensor], device: str, output: Callable[..., Tensor]) -> None:
     """Make ``function`` an operator of torch for a device; ``output`` returns an output without values."""
     name = function.__name__
     _library.define(name + torch.library.infer_schema(function, mutates_args=()))
@@ -94,5 +90,5 @@ def register_operator(
     torch.library.register_fake(f"flexquant::{name}", output, lib=_library)
 
 
-def output_of_int4(x: torch.Tensor, packed: object, scale: torch.Tensor, *_: object) -> torch.Tensor:
+def output_of_int4(x: Tensor, packed: object, scale: Tensor, *_: object) -> Tensor:
     return x.new_empty((x.shape[0], scale.shape[1]))
