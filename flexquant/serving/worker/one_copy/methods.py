@@ -189,11 +189,13 @@ def product_of(kernel: MPLinearKernel, kind: type[Any], precision: str = "int8")
     None if that kind's layout is not known. ``precision``: int8 or fp8.
     """
     if current_platform.is_cpu():
-        from flexquant.serving.worker.one_copy import cpu, cpu_layouts
+        from flexquant.serving.worker.one_copy.cpu import CPUInt8Product
+        from flexquant.serving.worker.one_copy.cpu_layouts import layout_of
 
-        of_cpu = cpu_layouts.layout_of(kind)
-        return None if of_cpu is None else cpu.CPUInt8Product(kernel, of_cpu)
-    from flexquant.serving.worker.one_copy import gpu, gpu_layouts
+        of_cpu = layout_of(kind)
+        return None if of_cpu is None else CPUInt8Product(kernel, of_cpu)
+    from flexquant.serving.worker.one_copy.gpu import GPUProduct
+    from flexquant.serving.worker.one_copy.gpu_layouts import layout_of as layout_on_gpu
 
-    of_gpu = gpu_layouts.layout_of(kind, kernel.config)
-    return None if of_gpu is None else gpu.GPUProduct(kernel, of_gpu, precision)
+    of_gpu = layout_on_gpu(kind, kernel.config)
+    return None if of_gpu is None else GPUProduct(kernel, of_gpu, precision)
