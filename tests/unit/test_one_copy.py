@@ -176,15 +176,7 @@ def test_weights_for_amx_are_those_that_vllm_would_pack(
     found = torch.empty(128, INPUTS + 4, dtype=torch.int8)
     for first in (0, 64):
         torch.ops.flexquant_one_copy.int4_to_amx(
-            packed,
-            scale,
-            zero,
-            row,
-            nested,
-            layout.block,
-            layout.in_halves,
-            first,
-            found[first : first + 64],
+            packed, scale, zero, row, nested, layout.block, layout.in_halves, first, found[first : first + 64]
         )
     assert torch.equal(found, torch.ops._C.convert_weight_packed(expected))
 

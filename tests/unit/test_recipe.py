@@ -21,11 +21,7 @@ from flexquant.quantization.recipe import (
     load_recipe,
     parse_recipe,
 )
-from flexquant.quantization.resolve import (
-    choose_group_size,
-    resolve_variant,
-    with_strengths,
-)
+from flexquant.quantization.resolve import choose_group_size, resolve_variant, with_strengths
 from flexquant.quantization.source_model import default_mappings, empty_model, resolve_mappings
 from tests.checkpoints import base_config
 

@@ -73,11 +73,7 @@ def test_the_chain_raises_one_layer_after_another(costs: list[float], chain: lis
     ("costs", "middle_seconds", "chain"),
     [
         # w4a8 wins half of what w8a8 wins for a tenth of its time; the second layer wins only in w8a8.
-        (
-            {(0, LOW): 0.2, (0, MIDDLE): 0.1, (1, LOW): 0.6, (1, MIDDLE): 0.6},
-            0.021,
-            ["LL", "ML", "MH", "HH"],
-        ),
+        ({(0, LOW): 0.2, (0, MIDDLE): 0.1, (1, LOW): 0.6, (1, MIDDLE): 0.6}, 0.021, ["LL", "ML", "MH", "HH"]),
         # A step that saves time and wins comes before all others.
         ({(0, LOW): 9.0, (0, MIDDLE): 8.9}, 0.01, ["L", "M", "H"]),
     ],
@@ -317,12 +313,7 @@ def test_times_of_every_variant_are_needed(study: Study) -> None:
 
 # what a layer costs and wins, from KL divergences by row that are written by hand
 
-KL = {
-    (HIGH, HIGH): [0.1, 0.3],
-    (LOW, LOW): [1.0, 2.0],
-    (LOW, HIGH): [0.2, 0.5],
-    (HIGH, LOW): [0.1, 0.3],
-}
+KL = {(HIGH, HIGH): [0.1, 0.3], (LOW, LOW): [1.0, 2.0], (LOW, HIGH): [0.2, 0.5], (HIGH, LOW): [0.1, 0.3]}
 DOCUMENT = {
     "checkpoint": "m",
     "reference": "r",
