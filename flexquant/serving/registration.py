@@ -168,20 +168,14 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        from flexquant.serving.config import (
-            choose_graph_mode,
-            find_compiled_code_again,
-            fuse_as_for_variants,
-            merged_of,
-            resolve_policy,
-        )
+        from flexquant.serving import config
         from flexquant.serving.draft_heads import read_from_merged
 
-        merged = merged_of(vllm_config.model_config)
-        routes = resolve_policy(vllm_config, merged)
-        choose_graph_mode(vllm_config, merged, routes)
-        fuse_as_for_variants(vllm_config, merged, routes)
-        find_compiled_code_again()
+        merged = config.merged_of(vllm_config.model_config)
+        routes = config.resolve_policy(vllm_config, merged)
+        config.choose_graph_mode(vllm_config, merged, routes)
+        config.fuse_as_for_variants(vllm_config, merged, routes)
+        config.find_compiled_code_again()
         read_from_merged(vllm_config, merged)
         verify_if_asked(vllm_config)
         # Extend vLLM's workers by FlexQuant's methods, unless the operator has set another extension.
@@ -227,11 +221,7 @@ def verify_if_asked(vllm_config: VllmConfig) -> None:
 
     Raises :class:`FlexQuantError`, which names the shard, for a byte that differs, and for no local folder.
     """
-    from flexquant.checkpoint.merged_checkpoint import (
-        MergedCheckpoint,
-        check_recorded_files,
-        check_recorded_tensors,
-    )
+    from flexquant.checkpoint import merged_checkpoint
     from flexquant.serving.config import ServingOptions
 
     if not ServingOptions.from_vllm(vllm_config).verify:
@@ -245,9 +235,9 @@ def verify_if_asked(vllm_config: VllmConfig) -> None:
     known = str(folder.resolve())
     if multiprocessing.parent_process() is not None and os.environ.get(VERIFIED) == known:
         return
-    checkpoint = MergedCheckpoint.open(folder)
-    check_recorded_files(checkpoint)
-    count = check_recorded_tensors(checkpoint)
+    checkpoint = merged_checkpoint.MergedCheckpoint.open(folder)
+    merged_checkpoint.check_recorded_files(checkpoint)
+    count = merged_checkpoint.check_recorded_tensors(checkpoint)
     os.environ[VERIFIED] = known
     logger.info("%s: %d tensors equal to recorded hashes", folder, count)
 

@@ -25,8 +25,8 @@ import importlib.resources
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
@@ -254,22 +254,26 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
+@contextmanager
+def _refusing(status: int) -> Iterator[None]:
+    try:
+        yield
+    except FlexQuantError as e:
+        raise HTTPException(status, str(e)) from e
+
+
+@_refusing(422)
 def read_policy(body: bytes, name: str) -> Policy:
     """Return the policy in a body; raise HTTPException 422 if there is none."""
-    try:
-        if not name.isprintable():
-            raise FlexQuantError(f"the name {name!r} is not printable; give another one")
-        return parse_policy_text(body, name, name)
-    except FlexQuantError as e:
-        raise HTTPException(422, str(e)) from e
+    if not name.isprintable():
+        raise FlexQuantError(f"the name {name!r} is not printable; give another one")
+    return parse_policy_text(body, name, name)
 
 
+@_refusing(409)
 def resolve(vllm_config: VllmConfig, policy: Policy) -> ServedPolicy:
     """Return the policy as workers take it; raise HTTPException 409 if this server cannot serve it."""
-    try:
-        return served_policy(vllm_config, merged_of(vllm_config.model_config), policy)
-    except FlexQuantError as e:
-        raise HTTPException(409, str(e)) from e
+    return served_policy(vllm_config, merged_of(vllm_config.model_config), policy)
 
 
 async def _ask_change(

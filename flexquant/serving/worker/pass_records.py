@@ -24,9 +24,10 @@ from vllm.logger import init_logger
 
 from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.weight_bytes import BytesByRange
 from flexquant.errors import FlexQuantError
 from flexquant.serving.config import ServedPolicy, ServingOptions
-from flexquant.serving.messages import EngineCounters
+from flexquant.serving.messages import RankMetrics
 from flexquant.serving.worker.forward_pass import Pass
 
 logger = init_logger("vllm.flexquant.trace")
@@ -243,7 +244,7 @@ class PassRecords:
         told = [{"plan": plan, "phase": phase, **counters.to_data()} for (plan, phase), counters in cells]
         return told if self._tells else None
 
-    def metrics_data(self) -> EngineCounters | None:
+    def metrics_data(self, weight_bytes: BytesByRange) -> RankMetrics | None:
         """Return all counters, and the policies, for ``/metrics``; None if another worker tells."""
         counted = self.counted()
         if counted is None:
@@ -253,4 +254,5 @@ class PassRecords:
             "policies": [(*policy, routes) for policy, routes in self._policies.items()],
             "counted": counted,
             "sizes": [counters.histogram() for counters in self._counters.values()],
+            "weight_bytes_by_layers": weight_bytes,
         }

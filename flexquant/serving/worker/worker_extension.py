@@ -55,8 +55,7 @@ class FlexQuantWorker:
     def flexquant_metrics(self: ServingWorker) -> RankMetrics | None:
         """Return this rank's counters and weights for ``/metrics``; None if another rank counts."""
         model = self.get_model()
-        told = model.records.metrics_data()
-        return RankMetrics(**told, weight_bytes_by_layers=model.weight_bytes_by_layers) if told else None
+        return model.records.metrics_data(model.weight_bytes_by_layers)
 
     def flexquant_change_policy(
         self: ServingWorker, policy: ServedPolicyData, dry_run: bool, seen: list[str] | None = None
