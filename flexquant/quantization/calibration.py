@@ -26,31 +26,15 @@ from flexquant.checkpoint.folder import NOTICES, find_files
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import read_earlier, write_text
 from flexquant.checkpoint.writer import Progress
+from flexquant.documents import texts
 from flexquant.documents.json_text import parse_json
 from flexquant.documents.results import digest_of
-from flexquant.documents.texts import (
-    SELF,
-    TextOrMessages,
-    document_tokens,
-    draw_rows,
-    read_corpus,
-    read_documents,
-    start_of_row,
-    tokens_needed,
-)
 from flexquant.errors import FlexQuantError
+from flexquant.quantization import sampling
 from flexquant.quantization.oneshot import explained_memory, load_whole, watched_layers
 from flexquant.quantization.progress import Stage
 from flexquant.quantization.recipe import Calibration
 from flexquant.quantization.report import versions
-from flexquant.quantization.sampling import (
-    TOPICS,
-    Language,
-    known_documents,
-    known_languages,
-    sample,
-    vocabulary_word,
-)
 from flexquant.quantization.source_model import SourceModel
 
 TEMPERATURES = (0.6, 0.8, 1.0)
@@ -94,7 +78,7 @@ def calibration_rows(
     and for a model that writes next to nothing, or whose activations are not finite.
     """
     file = output / "calibration.jsonl"
-    by_model = settings.data == SELF
+    by_model = settings.data == texts.SELF
     to_write = by_model and not _is_written(file, _made_with(source, settings), overwrite)
     title = "reading the calibration text"
     if to_write:
@@ -106,8 +90,8 @@ def calibration_rows(
     with stage(title, unit=" tokens" if to_write else "") as show:
         if to_write:
             _write(file, source, tokenizer, settings, show)
-        documents = read_documents(file if by_model else settings.data)
-        return draw_rows(documents, tokenizer, **settings.model_dump(exclude={"data"}))
+        documents = texts.read_documents(file if by_model else settings.data)
+        return texts.draw_rows(documents, tokenizer, **settings.model_dump(exclude={"data"}))
 
 
 def _made_with(source: SourceModel, settings: Calibration) -> JsonObject:
@@ -164,7 +148,7 @@ def _write(
     with explained_memory("writing the calibration text"):
         model = load_whole(source)
         with watched_layers(model, None):
-            author = _Author(model, tokenizer, settings, known_languages(model, tokenizer))
+            author = _Author(model, tokenizer, settings, sampling.known_languages(model, tokenizer))
             records = author.write(str(source.folder), progress)
     header = {**_made_with(source, settings), "text_sha256": digest_of(records)}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -185,12 +169,12 @@ class _Author:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     settings: Calibration
-    languages: Sequence[Language]
+    languages: Sequence[sampling.Language]
 
     def write(self, name: str, progress: Progress | None) -> list[Record]:
         """Return enough records; ``name`` is the model's, for the FlexQuantError if it writes too little."""
         samples, length = self.settings.samples, self.settings.length
-        needed = tokens_needed(self.tokenizer, samples=samples, length=length)
+        needed = texts.tokens_needed(self.tokenizer, samples=samples, length=length)
         to_write = max(needed // 2, needed - self._count_tokens(self._real_text(needed // 2)))
         records: list[Record] = []
         repeating: list[Record] = []
@@ -227,16 +211,18 @@ class _Author:
         starts, prompts = [], []
         for number, draw in zip(numbers, draws, strict=True):
             if tokenizer.chat_template and number % 2 == 0:
-                request = draw.choice(draw.choice(self.languages).requests).replace("{}", draw.choice(TOPICS))
-                start: TextOrMessages = [{"role": "user", "content": request}]
-                prompt = document_tokens(start, tokenizer, "the model's own text", to_answer=True)
+                request = draw.choice(draw.choice(self.languages).requests)
+                request = request.replace("{}", draw.choice(sampling.TOPICS))
+                start: texts.TextOrMessages = [{"role": "user", "content": request}]
+                prompt = texts.document_tokens(start, tokenizer, "the model's own text", to_answer=True)
             else:
                 openings = () if number % 4 == 1 else draw.choice(self.languages).openings
-                start = draw.choice(openings) if openings else vocabulary_word(tokenizer, draw)
-                prompt = start_of_row(tokenizer) + tokenizer(start, add_special_tokens=False)["input_ids"]
+                start = draw.choice(openings) if openings else sampling.vocabulary_word(tokenizer, draw)
+                ids = tokenizer(start, add_special_tokens=False)["input_ids"]
+                prompt = texts.start_of_row(tokenizer) + ids
             prompts.append(prompt)
             starts.append(start)
-        written = sample(self.model, tokenizer, prompts, temperatures, self.settings.length)
+        written = sampling.sample(self.model, tokenizer, prompts, temperatures, self.settings.length)
         records: list[Record] = []
         for start, temperature, prompt, ids in zip(starts, temperatures, prompts, written, strict=True):
             answer = str(tokenizer.decode(ids, skip_special_tokens=True))
@@ -255,11 +241,12 @@ class _Author:
         The languages but English are one kind.
         """
         kinds: dict[str, list[Record]] = {}
-        for kind, document in known_documents(read_corpus(held_out=False), self.languages, self.tokenizer):
+        corpus = texts.read_corpus(held_out=False)
+        for kind, document in sampling.known_documents(corpus, self.languages, self.tokenizer):
             record: Record = {"kind": kind}
             record |= {"text": document} if isinstance(document, str) else {"messages": document}
             kinds.setdefault(kind.partition("/")[0], []).append(record)
-        passages = [passage for page in read_documents(None) for passage in _passages(str(page))]
+        passages = [passage for page in texts.read_documents(None) for passage in _passages(str(page))]
         kinds["reference"] = [{"kind": "reference", "text": passage} for passage in passages]
         for kind, records in kinds.items():
             Random(f"{self.settings.seed}, {kind}").shuffle(records)
@@ -273,7 +260,7 @@ class _Author:
 
     def _tokens(self, record: Record) -> list[int]:
         document = record.get("messages") or record["text"]
-        return document_tokens(document, self.tokenizer, "the calibration text")
+        return texts.document_tokens(document, self.tokenizer, "the calibration text")
 
     def _count_tokens(self, records: Sequence[Record]) -> int:
         return sum(len(self._tokens(record)) for record in records)

@@ -44,15 +44,8 @@ from flexquant.serving.vllm_api import (
     VocabParallelEmbedding,
     initialize_model,
 )
+from flexquant.serving.worker import layers_by_name
 from flexquant.serving.worker.int8_head import hold_heads_in_int8
-from flexquant.serving.worker.layers_by_name import (
-    base_class,
-    check_precision,
-    explained_kernels,
-    keep_state,
-    name_apart,
-    share_states_of_view,
-)
 from flexquant.serving.worker.one_copy import nesting_in, one_copy_of, read_sources
 from flexquant.serving.worker.plan_views import check_structure, stack_of_layers
 from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activations
@@ -142,7 +135,7 @@ def build_variants(
     for name in computed:
         of, precision = routes.source(name), routes.derived[name].weights
         variants[name] = one_copy_of(variants[of], name, precision, merged.variants[of].is_in_16_bit)
-        share_states_of_view(variants[name], name, real_context)
+        layers_by_name.share_states_of_view(variants[name], name, real_context)
     return variants
 
 
@@ -166,14 +159,14 @@ def build_variant(
     needs_all = offloads or config.quant_config is None
     memory = nullcontext() if needs_all else memory_for(layers, config.quant_config)
     nesting = nesting_in(nested_in, config.quant_config)
-    with explained_kernels(name, vllm_config), nesting, memory:
-        variant = initialize_model(config, prefix=prefix, model_class=base_class(vllm_config))
+    with layers_by_name.explained_kernels(name, vllm_config), nesting, memory:
+        variant = initialize_model(config, prefix=prefix, model_class=layers_by_name.base_class(vllm_config))
     check_structure(variant, architecture)
     leave_out(variant, layers, vllm_config.compilation_config.static_forward_context)
     activations = routes.derived[name].activations if name in routes.derived else None
     if activations is not None:
         use_8bit_activations(variant, activations)
-    check_precision(name, variant, activations)
+    layers_by_name.check_precision(name, variant, activations)
     return variant
 
 
@@ -196,7 +189,7 @@ def share_modules(
     replacements: dict[nn.Module, nn.Module] = {}
     for layer_name, layer in registered.items():
         if isinstance(layer, MambaBase):
-            keep_state(layer_name, layer, name, real_context, [*variants.values(), variant])
+            layers_by_name.keep_state(layer_name, layer, name, real_context, [*variants.values(), variant])
         elif isinstance(layer, AttentionLayerBase):
             if owner(layer_name) == name:
                 real_context[layer_name] = layer
@@ -217,7 +210,7 @@ def share_modules(
             # The block around an expert layer also holds the shared experts, and loads them.
             replacements |= dict(zip(layer.modules(), there, strict=True))
         else:
-            name_apart(layer, name, real_context)
+            layers_by_name.name_apart(layer, name, real_context)
     for other in set(owners.values()) - {name}:
         common = [module for module, has_it in owners.items() if has_it == other]
         of_other = find_modules(variants[other], common)
