@@ -204,7 +204,9 @@ class Fit:
         decision = tuned.decision
         possible = [c for c in self.choices if set(decision.variants) <= set(c.names)]
         chosen = min(possible, key=lambda choice: self._loaded.of(choice.plans))
-        prompt, batch = max(_sizes(tuned.times.prefill)), min(_sizes(tuned.times.decode))
+        curves = tuned.times.prefill.values(), tuned.times.decode.values()
+        prompts, batches = (set.intersection(*map(set, of_phase)) for of_phase in curves)
+        prompt, batch = max(prompts), min(batches)
         head = ["", f"layers twice (of {len(chosen.plans[0])})", "bits/weight", "memory", "KV tokens"]
         head += [f"TTFT {prompt}", f"TPOT {batch}", *(["KL"] if self._losses else []), ""]
         rows = [head]
@@ -263,10 +265,6 @@ def _remark(
     which = f" ({describe_ranges(order[: most.twice])})" if 0 < most.twice < len(order) else ""
     by = f"those that lose most by {losses.file.name}" if losses else "from the first: no --sensitivity"
     return f"{most.twice} of {len(order)} layers{which} fit with {high} of their own, {by}."
-
-
-def _sizes(curves: Mapping[str, Mapping[int, object]]) -> set[int]:
-    return set.intersection(*map(set, curves.values()))
 
 
 def _time(times: PassTimes, choice: Choice, phase: str, size: int) -> str:

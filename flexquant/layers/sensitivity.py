@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.merged_checkpoint import folder_label, weights_identity
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.output import check_free_space, read_earlier, staged_file
+from flexquant.checkpoint.output import check_free_space, read_earlier, write_text
 from flexquant.documents.json_text import parse_json
 from flexquant.documents.results import digest_of
 from flexquant.evaluation.engine import (
@@ -164,7 +164,8 @@ class Study:
                 if name not in document["kl"]:
                     score = score or stack.enter_context(self._scoring(progress))
                     document["kl"][name] = score(layers)
-                    self._save(file, document)
+                    document.update(machine=describe_machine(), argv=describe_command())
+                    write_text(file, json.dumps(document, indent=1) + "\n")
                 return document["kl"][name]
 
             yield document, measure
@@ -213,12 +214,6 @@ class Study:
         foreign = "is not what 'flexquant sensitivity' wrote ({}); give another --output"
         other = "has results with other {}; give another --output, or --overwrite"
         return read_earlier(file, described, read, foreign=foreign, other=other) or described
-
-    def _save(self, file: Path, document: StudyDocument) -> None:
-        document["machine"] = describe_machine()
-        document["argv"] = describe_command()
-        with staged_file(file) as partial:
-            partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     def _take(self, llm: LLM, layers: Layers) -> None:
         """Decode by another plan from now on."""

@@ -59,10 +59,6 @@ def _read_time(times: list[float]) -> Time:
     return Time(*(ms / 1e3 for ms in times))
 
 
-def _read_curve(times: dict[str, Time]) -> Curve:
-    return {size: times[str(size)] for size in sorted(map(int, times))}
-
-
 SizeKey = Annotated[str, AfterValidator(_check_size), Field(json_schema_extra={"pattern": "^[1-9][0-9]*$"})]
 Milliseconds = Annotated[
     Annotated[list[Number], Field(min_length=3, max_length=3)],
@@ -75,7 +71,7 @@ else:  # in a document: variant -> size as text -> milliseconds
     OfSizes = Annotated[
         dict[SizeKey, Milliseconds],
         Field(min_length=1, json_schema_extra=KEYS_AS_GIVEN),
-        AfterValidator(_read_curve),
+        AfterValidator(lambda times: {size: times[str(size)] for size in sorted(map(int, times))}),
         says("give a mapping from sizes to times"),
     ]
     of_variants = "give a mapping from variants to their times"

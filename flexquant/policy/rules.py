@@ -183,7 +183,12 @@ def _validate(document: Document, name: str) -> Policy:
         problem = "is in the last rule, which must take every pass; remove it, or add a last rule"
         document.fail(("rules", last[0], "when"), problem)
     for variant, how in found.derive.items():
-        _check_derivation(variant, how, found, document)
+        if how.source in found.derive:
+            problem = f"is '{how.source}', itself derived; name a variant of the checkpoint"
+            document.fail(("derive", variant, "from"), problem)
+        if how.is_one_copy and how.activations != how.weights:
+            problem = f"is '{how.activations}'; {how.weights.upper()} weights need {how.weights}"
+            document.fail(("derive", variant, "activations"), problem)
         if not any(variant in rule.variants for rule in found.rules):
             document.fail(("derive", variant), "is used by no rule; remove it, or use it in one")
     return Policy(
@@ -196,16 +201,6 @@ def _validate(document: Document, name: str) -> Policy:
         document=document.data,
         place=document.place,
     )
-
-
-def _check_derivation(variant: str, how: Derivation, policy: PolicySection, document: Document) -> None:
-    path = ("derive", variant)
-    if how.source in policy.derive:
-        problem = f"is '{how.source}', itself derived; name a variant of the checkpoint"
-        document.fail((*path, "from"), problem)
-    if how.is_one_copy and how.activations != how.weights:
-        problem = f"is '{how.activations}'; {how.weights.upper()} weights need {how.weights}"
-        document.fail((*path, "activations"), problem)
 
 
 def _can_match(rule: Rule, earlier: Sequence[Rule]) -> bool:

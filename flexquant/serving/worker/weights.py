@@ -120,7 +120,8 @@ class VariantLoader:
                 f"the checkpoint holds '{key}', and its config.json says {self._num_layers} decoder layers, "
                 "counted from 0; correct num_hidden_layers there, or in the sources, and merge again"
             )
-        readers = [name for name in self._readers_of(prefix) if not self._is_copy(name, key)]
+        is_head = HEAD.search(key) is not None  # of a variant without one, a copy of its embedding
+        readers = [name for name in self._readers_of(prefix) if self._own_head[name] or not is_head]
         takers = [name for name in readers if is_in(key, self._layers[name])]
         held_once = prefix == SHARED_PREFIX and key.startswith(self._by_reference)
         return takers[:1] if held_once else takers
@@ -128,10 +129,6 @@ class VariantLoader:
     def _rotated(self, prefix: str, key: str) -> list[str]:
         """Return the variants that have rotations of which a tensor holds the matrix."""
         return [name for name in self._readers_of(prefix) if self._rotations.takes(name, key)]
-
-    def _is_copy(self, name: str, key: str) -> bool:
-        """Whether a variant's tensor is a copy of its embedding, under the name of the lm_head."""
-        return not self._own_head[name] and HEAD.search(key) is not None
 
     def _is_compared(self, prefix: str, key: str) -> bool:
         is_norm = "norm" in key and not self._drafts(key)
@@ -171,8 +168,11 @@ def mark(parameters: dict[str, torch.nn.Parameter]) -> None:
 def unwritten(parameters: dict[str, torch.nn.Parameter]) -> list[str]:
     """Return the names of the marked parameters that still have a row with its marks."""
 
+    def has_mark(marked: torch.Tensor) -> torch.Tensor:
+        return marked.float().isnan() if marked.is_floating_point() else marked == _mark_of(marked)
+
     def is_unwritten(name: str) -> bool:
-        return any(bool(_has_mark(rows).all(-1).any()) for rows in _marked(name, parameters[name]))
+        return any(bool(has_mark(rows).all(-1).any()) for rows in _marked(name, parameters[name]))
 
     return [name for name in parameters if is_unwritten(name)]
 
@@ -202,7 +202,3 @@ def _mark_of(data: torch.Tensor) -> float | int:
     if data.dtype is torch.uint8:
         return 0x0F
     return torch.nan if data.is_floating_point() else torch.iinfo(data.dtype).max // 3
-
-
-def _has_mark(marked: torch.Tensor) -> torch.Tensor:
-    return marked.float().isnan() if marked.is_floating_point() else marked == _mark_of(marked)
