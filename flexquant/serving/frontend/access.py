@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 STATUS_TIMEOUT = 60.0
 """Largest number of seconds for the workers' answer; they first finish the step that they are in."""
 
-WHERE_VLLMS_KEY_IS = "`--api-key`, where the server has one."
-VLLM_KEY = HTTPBearer(auto_error=False, scheme_name="vLLM's key", description=WHERE_VLLMS_KEY_IS)
-WHERE_ADMINISTRATORS_KEY_IS = f"{ADMIN_KEY} of the server's environment."
+VLLM_KEY = HTTPBearer(
+    auto_error=False, scheme_name="vLLM's key", description="`--api-key`, where the server has one."
+)
 ADMINISTRATORS_KEY = HTTPBearer(
-    auto_error=False, scheme_name="administrator's key", description=WHERE_ADMINISTRATORS_KEY_IS
+    auto_error=False,
+    scheme_name="administrator's key",
+    description=f"{ADMIN_KEY} of the server's environment.",
 )
 Given = HTTPAuthorizationCredentials | None
 Answer = TypeVar("Answer")

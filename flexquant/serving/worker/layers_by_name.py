@@ -20,9 +20,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 
@@ -30,10 +32,6 @@ from flexquant.errors import FlexQuantError, said_by
 from flexquant.serving.config import merged_of
 from flexquant.serving.kernels.layers import expert_layers
 from flexquant.serving.vllm_api import CompressedTensorsWNA16MoEMethod, LinearBase, MambaBase, MoERunner
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
 
 APART = "@"
 """Separates a layer's name from its variant; no module's name has it."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from compressed_tensors.utils import patch_attr
@@ -32,7 +31,9 @@ from vllm.config import VllmConfig
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.checkpoint.module_names import HEAD, is_in
 from flexquant.errors import FlexQuantError
+from flexquant.policy.routes import RouteTable
 from flexquant.serving.config import ServingOptions
+from flexquant.serving.draft_heads import take_section
 from flexquant.serving.kernels.choice import choose_kernels, sizes_by_variant
 from flexquant.serving.kernels.layers import expert_layers, expert_layers_by_path
 from flexquant.serving.vllm_api import (
@@ -41,6 +42,8 @@ from flexquant.serving.vllm_api import (
     MambaBase,
     MoERunner,
     ParallelLMHead,
+    QuantizationConfig,
+    QuantizeMethodBase,
     VocabParallelEmbedding,
     initialize_model,
 )
@@ -50,10 +53,6 @@ from flexquant.serving.worker.one_copy import nesting_in, one_copy_of, read_sour
 from flexquant.serving.worker.plan_views import check_structure, stack_of_layers
 from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activations
 
-if TYPE_CHECKING:
-    from flexquant.policy.routes import RouteTable
-    from flexquant.serving.vllm_api import QuantizationConfig, QuantizeMethodBase
-
 
 def variant_vllm_config(
     vllm_config: VllmConfig, variant: StoredVariant, base_architecture: str
@@ -61,10 +60,7 @@ def variant_vllm_config(
     """Return the config that vLLM would have for the variant's own checkpoint."""
     model_config = copy.copy(vllm_config.model_config)
     model_config.hf_config = copy.deepcopy(model_config.hf_config)
-    if not variant.quantization_config:
-        del model_config.hf_config.quantization_config
-    else:
-        model_config.hf_config.quantization_config = copy.deepcopy(variant.quantization_config)
+    take_section(model_config, variant.quantization_config)
     model_config.hf_config.architectures = [base_architecture]
     # This is often the config itself; with all variants in it, changing one would recompile all plans.
     model_config.hf_text_config = model_config.hf_config.get_text_config()
@@ -72,7 +68,6 @@ def variant_vllm_config(
         # vLLM untied lm_head and embedding because of another variant's lm_head.
         model_config.hf_config.tie_word_embeddings = True
         model_config.hf_text_config.tie_word_embeddings = True
-    model_config.quantization = variant.quantization_config.get("quant_method")
     config = copy.copy(vllm_config)
     config.model_config = model_config
     config.quant_config = VllmConfig.get_quantization_config(model_config, vllm_config.load_config)

@@ -12,7 +12,7 @@ another layout, which costs half a byte a weight.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,11 +23,8 @@ from flexquant.serving.derivable import ONE_SCALE, check_w4a8_device
 from flexquant.serving.kernels.cpu_kernels import TorchCPUW4A8LinearKernel
 from flexquant.serving.kernels.gpu_kernels import W4A8_KERNELS
 from flexquant.serving.kernels.layers import exchange_kernel
-from flexquant.serving.vllm_api import CompressedTensorsWNA16, get__quant_fp8_method
+from flexquant.serving.vllm_api import CompressedTensorsWNA16, MPLinearKernel, get__quant_fp8_method
 from flexquant.serving.worker.layers_by_name import is_state_layer_or_its_convolution
-
-if TYPE_CHECKING:
-    from flexquant.serving.vllm_api import MPLinearKernel
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 

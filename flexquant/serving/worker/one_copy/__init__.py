@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compressed_tensors.utils import patch_attr
 from torch import nn
@@ -33,13 +33,10 @@ from torch import nn
 from flexquant.errors import FlexQuantError
 from flexquant.serving.derivable import check_one_copy_device
 from flexquant.serving.kernels.layers import expert_layers_by_path, kernel_of_layer
-from flexquant.serving.vllm_api import LinearBase, MPLinearKernel
+from flexquant.serving.vllm_api import LinearBase, MPLinearKernel, QuantizationConfig, QuantizeMethodBase
 from flexquant.serving.worker.one_copy import from_16_bit
 from flexquant.serving.worker.one_copy.methods import Int4Method, NestedMethod, OneCopyMethod, product_of
 from flexquant.serving.worker.plan_views import shallow_copy, stack_of_layers, stack_path, with_module
-
-if TYPE_CHECKING:
-    from flexquant.serving.vllm_api import QuantizationConfig, QuantizeMethodBase
 
 
 def one_copy_of(source: nn.Module, name: str, precision: str, is_in_16_bit: bool = False) -> nn.Module:
