@@ -138,27 +138,21 @@ def test_what_is_slower_and_worse_is_not_on_the_front() -> None:
 
 PREFILL = {"when": {"phase": ["prefill", "mixed"]}, "use": HIGH}
 SMALL, LARGE = ({"when": {"phase": "decode", "batch_size": {"max": n}}, "use": LOW} for n in (4, 64))
+FEW = {"when": {"tokens": {"max": 8}}, "use": LOW}
 SEARCHED = {"default": HIGH, "layers": {"0": LOW}}
+FEW_IN_DECODE = {"when": {**FEW["when"], "phase": "decode"}, "use": SEARCHED}
 
 
 @pytest.mark.parametrize(
     ("rules", "sequences", "expected"),
     [
         ([PREFILL, SMALL, {"use": HIGH}], 1, [PREFILL, {**SMALL, "use": SEARCHED}, {"use": HIGH}]),
-        (
-            [PREFILL, SMALL, LARGE, {"use": HIGH}],
-            8,
-            [PREFILL, SMALL, {**LARGE, "use": SEARCHED}, {"use": HIGH}],
-        ),
+        ([SMALL, LARGE, {"use": HIGH}], 8, [SMALL, {**LARGE, "use": SEARCHED}, {"use": HIGH}]),
         ([{"use": HIGH}], 1, [{"when": {"phase": "decode"}, "use": SEARCHED}, {"use": HIGH}]),
         (
-            [{"when": {"tokens": {"max": 8}}, "use": LOW}, {"use": HIGH}],
+            [FEW, {"use": HIGH}],
             1,
-            [
-                {"when": {"tokens": {"max": 8}, "phase": "decode"}, "use": SEARCHED},
-                {"when": {"tokens": {"max": 8}}, "use": LOW},
-                {"use": HIGH},
-            ],
+            [{"when": {**FEW["when"], "phase": "decode"}, "use": SEARCHED}, FEW, {"use": HIGH}],
         ),
     ],
 )
@@ -313,14 +307,9 @@ def test_times_of_every_variant_are_needed(study: Study) -> None:
 
 # what a layer costs and wins, from KL divergences by row that are written by hand
 
-KL = {(HIGH, HIGH): [0.1, 0.3], (LOW, LOW): [1.0, 2.0], (LOW, HIGH): [0.2, 0.5], (HIGH, LOW): [0.1, 0.3]}
-DOCUMENT = {
-    "checkpoint": "m",
-    "reference": "r",
-    "variants": [HIGH, LOW],
-    "layers": 2,
-    "kl": {describe_layers(layers): rows for layers, rows in KL.items()},
-}
+KL = {"HH": [0.1, 0.3], "LL": [1.0, 2.0], "LH": [0.2, 0.5], "HL": [0.1, 0.3]}
+DOCUMENT = {"checkpoint": "m", "reference": "r", "variants": [HIGH, LOW], "layers": 2}
+DOCUMENT["kl"] = {describe_layers(plan(letters)): rows for letters, rows in KL.items()}
 
 
 def test_differences_are_taken_row_by_row() -> None:
