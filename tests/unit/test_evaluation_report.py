@@ -24,14 +24,9 @@ def make_document(**changes) -> dict:
         Scores(np.ones((2, 2)), np.array([[0.1, 0.2], [0.1, 0.4]]), np.ones((2, 2), dtype=bool)),
         Scores(np.ones((2, 2))),
     )
-    run = {
-        "policy": "phase",
-        "batch_size": 2,
-        "prefill_plan": "w8a8",
-        "decode_plan": "w4a16",
-        "same_as": None,
-    }
+    run = {"policy": "phase", "batch_size": 2, "prefill_plan": "w8a8", "decode_plan": "w4a16"}
     found = {
+        "same_as": None,
         "quality": vars(quality),
         "bytes_per_weight": {"resident": 1.5, "decode": 0.5},
         "answers": {"questions": 3, "identical": 1, "matched": 0.5, "same_as": None},

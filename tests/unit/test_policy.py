@@ -113,15 +113,8 @@ def test_partly_shadowed_rule_is_allowed() -> None:
 
 
 def test_builtin_policies_are_complete() -> None:
-    by_phase = [
-        "one-copy",
-        "phase",
-        "phase-batch",
-        "phase-batch-layer",
-        "phase-batch-w4a8",
-        "prefill-8-bit",
-        "prefill-fp8",
-    ]
+    by_phase = ["phase", "phase-batch", "phase-batch-layer", "phase-batch-w4a8", "fp8-phase-batch"]
+    by_size = ["one-copy", "prefill-8-bit", "prefill-fp8"]
     of_one = ["fp8-from-16-bit", "int8-from-16-bit", "single-copy", "w4a16", "w4a8", "w8a8", "w8a8-from-int4"]
     assert builtin_policies() == sorted([*by_phase, *by_size, *of_one])
     assert DEFAULT_POLICY in builtin_policies()

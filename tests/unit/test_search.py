@@ -149,11 +149,7 @@ FEW_IN_DECODE = {"when": {**FEW["when"], "phase": "decode"}, "use": SEARCHED}
         ([PREFILL, SMALL, {"use": HIGH}], 1, [PREFILL, {**SMALL, "use": SEARCHED}, {"use": HIGH}]),
         ([SMALL, LARGE, {"use": HIGH}], 8, [SMALL, {**LARGE, "use": SEARCHED}, {"use": HIGH}]),
         ([{"use": HIGH}], 1, [{"when": {"phase": "decode"}, "use": SEARCHED}, {"use": HIGH}]),
-        (
-            [FEW, {"use": HIGH}],
-            1,
-            [{"when": {**FEW["when"], "phase": "decode"}, "use": SEARCHED}, FEW, {"use": HIGH}],
-        ),
+        ([FEW, {"use": HIGH}], 1, [FEW_IN_DECODE, FEW, {"use": HIGH}]),
     ],
 )
 def test_the_plan_takes_the_decode_passes_of_the_rule_for_so_many_sequences(
