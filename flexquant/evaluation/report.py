@@ -196,10 +196,7 @@ def _notes(document: Evaluation) -> list[str]:
 
 
 def draw_quality(document: Evaluation) -> Figure:
-    """Draw mean KL (perplexity without a reference) over decode bytes per weight; equal runs share a point.
-
-    Raises FlexQuantError without matplotlib.
-    """
+    """Draw mean KL, else perplexity, over decode bytes a weight; raise FlexQuantError without matplotlib."""
     figure = new_figure(7, 5)
     axes = figure.subplots()
     has_kl = document["reference"] is not None

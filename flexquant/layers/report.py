@@ -110,10 +110,7 @@ def draw_sensitivity(document: StudyDocument) -> Figure:
 
 
 def format_search_table(found: SearchResult) -> str:
-    """Return a Markdown table of plans, the fastest first.
-
-    It has the variants alone, the chosen plan, and the plans to which no other is both faster and better.
-    """
+    """Return a Markdown table of the variants alone, the chosen plan and the front, the fastest first."""
     best = front(found.searched)
     rows = ["| plan | decode pass, ms | KL divergence, nats a token | |", "| --- | --- | --- | --- |"]
     for plan in sorted(found.searched, key=lambda plan: (plan.seconds, plan.kl)):

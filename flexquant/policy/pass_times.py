@@ -128,10 +128,7 @@ class PassTimes(Section):
 
 
 def device_name(origin: JsonObject) -> str:
-    """Return the GPU, or the CPU and its cores, of the ``machine`` in an origin or a document of results.
-
-    A user's document can have none.
-    """
+    """Return the GPU, or the CPU and its cores, in a document's ``machine``, which a user's can lack."""
     machine = origin.get("machine")
     if isinstance(machine, Mapping):
         return machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"

@@ -242,10 +242,7 @@ def match_rules(
 
 
 def _ranges(values: Mapping[int, T], end: int) -> list[tuple[int, int, T]]:
-    """Return ``(first, last, value)``, ascending, up to ``end``, from the values from each number on.
-
-    Neighbours with equal values are one range.
-    """
+    """Return ``(first, last, value)`` up to ``end``, by the values from each number on; equal ones join."""
     starts: list[int] = []
     for number in sorted(values):
         if number <= end and not (starts and values[starts[-1]] == values[number]):

@@ -95,10 +95,7 @@ def parse_policy_text(content: bytes, source: str, name: str) -> Policy:
 
 
 def parse_policy(document: JsonObject, source: str) -> Policy:
-    """Validate a policy given as data; ``source`` becomes its name, and opens messages.
-
-    Raises :class:`FlexQuantError` for a document that breaks the schema.
-    """
+    """Validate a policy given as data, called ``source``; raise :class:`FlexQuantError` if it is wrong."""
     return _validate(from_data(document, source, "policy"), source)
 
 
@@ -204,10 +201,7 @@ def _validate(document: Document, name: str) -> Policy:
 
 
 def _can_match(rule: Rule, earlier: Sequence[Rule]) -> bool:
-    """Whether some pass reaches the rule, rather than an earlier one.
-
-    Only sizes at which a range begins, or just above an end, need a test.
-    """
+    """Whether some pass reaches the rule; only sizes where a range begins or has just ended need a test."""
     for phase in rule.when.phases:
         in_phase = [other.when for other in earlier if phase in other.when.phases]
         for tokens in _starts(rule.when.tokens, [other.tokens for other in in_phase]):

@@ -234,10 +234,7 @@ def json_schema() -> JsonObject:
 
 
 def _inlined(schema: JsonObject, definitions: JsonObject) -> JsonObject:
-    """Return a JSON Schema with definitions in the place of references, and without defaults of null.
-
-    Null is refused in a policy.
-    """
+    """Return a JSON Schema with definitions for references, without defaults of null, which is refused."""
 
     def rewritten(value: object) -> object:
         if isinstance(value, list):

@@ -236,9 +236,7 @@ class _Author:
         return records
 
     def _real_text(self, tokens: int) -> list[Record]:
-        """Return real text, about ``tokens`` tokens if there are so many, as much of each kind.
-
-        The languages but English are one kind.
+        """Return about ``tokens`` tokens of real text, if there are, as much of each kind; languages are one.
         """
         kinds: dict[str, list[Record]] = {}
         corpus = texts.read_corpus(held_out=False)

@@ -262,10 +262,7 @@ def _round_weight(weight: torch.Tensor, args: QuantizationArgs | None) -> torch.
 
 
 def _round_input(x: torch.Tensor, args: QuantizationArgs | None) -> torch.Tensor:
-    """Quantise and dequantise activations [batch, tokens, in] by their own scale, also in static schemes.
-
-    ``args`` None leaves them unchanged.
-    """
+    """Quantise and dequantise activations [batch, tokens, in] by their own scale; ``args`` None: neither."""
     if args is None:
         return x
     scale, zero_point = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity())

@@ -119,10 +119,7 @@ def known_languages(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 def known_documents(
     corpus: Corpus, languages: Sequence[Language], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[str, TextOrMessages]]:
-    """Yield kind and document of what is in English or in one of the languages.
-
-    Without a chat template conversations are plain text.
-    """
+    """Yield kind and document of what is in one of the languages; plain text without a chat template."""
     for kind, documents in corpus.items():
         code = kind.removeprefix(LANGUAGES)
         if code == kind or any(code == language.code for language in languages):

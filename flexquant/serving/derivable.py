@@ -83,10 +83,7 @@ def layer_problem(weights: JsonObject) -> str | None:
 
 
 def check_one_copy_device(what: str, weights: str) -> None:
-    """Raise :class:`FlexQuantError` on a device for which there is no such product; ``what`` asks for it.
-
-    ``weights``: int8 or fp8.
-    """
+    """Refuse ``weights`` (int8, fp8), which ``what`` asks for, on a device that has no such product."""
     oldest, named = (89, "Ada") if weights == "fp8" else (80, "Ampere")
     if current_platform.is_cpu():
         problem = "which is for GPUs" if weights == "fp8" else None

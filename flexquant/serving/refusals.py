@@ -241,9 +241,6 @@ def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:
 
 
 def has_one_embedding(merged: MergedConfig, routes: RouteTable) -> bool:
-    """Whether all plans begin with the same embedding.
-
-    A plan's embedding comes from the variant of its last layer (`build_plan`).
-    """
+    """Whether all plans begin with the same embedding, that of the variant of their last layer."""
     sources = {routes.source(plan.layers[-1]) for plan in routes.plans}
     return len(sources) == 1 or any(m.rpartition(".")[2] in OF_TOKENS for m in merged.shared_modules)

@@ -115,9 +115,7 @@ class Memory:
         return reduce(or_, (Counter(self.own[candidate]) for candidate in candidates))
 
     def utilisation(self, variant: str) -> float:
-        """Return the share of each device's memory for this variant's engine, with one engine per variant.
-
-        The memory that the weights leave is divided evenly.
+        """Return a variant's share of each device's memory: its weights, and an even part of what all leave.
         """
         engines = {name: self.shared + sum(own.values()) for name, own in self.own.items()}
         share = engines[variant] + (self.total - sum(engines.values())) / len(engines)

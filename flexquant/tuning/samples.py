@@ -188,9 +188,7 @@ def wide(samples: Samples, variants: Sequence[str], width: float) -> list[tuple[
 
 
 def undecided(samples: Samples, variants: Sequence[str], phase: str) -> dict[int, float]:
-    """Return undecided size -> share by which a variant that can tie with the fastest can also be slower.
-
-    A size is undecided if the share is more than DOUBTFUL.
+    """Return size -> share, above DOUBTFUL, by which a variant that can tie with the fastest can be slower.
     """
     shares = {}
     for size in samples.sizes(phase):

@@ -69,10 +69,7 @@ def serves_merged(engine: AsyncLLM) -> bool:
 
 
 def merged_engine(request: Request) -> AsyncLLM:
-    """Return vLLM's client of the engine.
-
-    Raises HTTPException 404 if no merged checkpoint is served, or if the workers have another extension.
-    """
+    """Return vLLM's client of the engine; raise HTTPException 404 without FlexQuant's model or workers."""
     engine: AsyncLLM = request.app.state.flexquant_engine
     if not serves_merged(engine):
         extension = engine.vllm_config.parallel_config.worker_extension_cls

@@ -42,9 +42,7 @@ def exchange_kernel(layer: object, kind: Callable[..., LinearKernel], **changes:
 
 
 def _kernels(layer: object) -> Iterator[tuple[object, str]]:
-    """Yield what holds a layer's kernel, and the name of the attribute.
-
-    In compressed-tensors it is the layer's scheme, for AWQ and GPTQ the layer's method.
+    """Yield what holds a layer's kernel (compressed-tensors: its scheme, else its method), and the attribute.
     """
     for holder in (getattr(layer, "scheme", None), getattr(layer, "quant_method", None)):
         for name, value in getattr(holder, "__dict__", {}).items():

@@ -148,10 +148,7 @@ class VariantLoader:
                 yield prefix, [(self._split(key)[1], tensor) for key, tensor in run]
 
     def _split(self, key: str) -> tuple[str, str]:
-        """Split a merged key into its prefix, dot included, and the original key.
-
-        The keys of a checkpoint that was not merged have no prefix.
-        """
+        """Split a merged key into its prefix, dot included, and the original key; unmerged ones have none."""
         if "" in self._readers:
             return "", key
         prefix, dot, name = key.partition(".")

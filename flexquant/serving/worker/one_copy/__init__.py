@@ -86,9 +86,7 @@ def nesting_in(source: nn.Module | None, quant_config: QuantizationConfig | None
 
 
 def read_sources(variant: nn.Module, name: str) -> None:
-    """Choose how the nested linears of a variant read INT4 weights, once all kernels are chosen.
-
-    Raises :class:`FlexQuantError` if a layout is not known.
+    """Choose how nested linears read INT4 weights, once kernels are chosen; raise FlexQuantError if none can.
     """
     for layer, method in _computing(variant):
         if isinstance(method, NestedMethod):

@@ -53,9 +53,7 @@ class OneCopyMethod(QuantizeMethodBase):
         """Give ``layer`` what it needs beside its weights, once these are loaded."""
 
     def nbytes(self, layer: LinearBase) -> tuple[int, int]:
-        """Return the bytes that ``layer`` writes its weights to, which all layers share, and its own ones.
-
-        Its own are beside its parameters.
+        """Return the bytes that ``layer`` writes its weights to, which all share, and its own but parameters.
         """
         inputs, outputs = linear_sizes(layer)
         return inputs * outputs, 0
