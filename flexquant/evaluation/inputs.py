@@ -116,9 +116,7 @@ def read_rows(text: str | Path, tokenizer: PreTrainedTokenizerBase, settings: Se
 
 
 def read_questions(path: str | Path | None) -> list[str]:
-    """Return the lines of a file that are not blank; None: the questions that come with FlexQuant.
-
-    Raises FlexQuantError for a file that cannot be read or holds no question.
+    """Return a file's lines but blank ones (None: FlexQuant's own); raise FlexQuantError if there are none.
     """
     file = importlib.resources.files(__package__) / "questions.txt" if path is None else Path(path)
     try:

@@ -104,6 +104,7 @@ class PassTimes(Section):
 
     def seconds(self, layers: Layers, phase: str, size: int) -> float:
         """Return the time of a pass of ``size`` sequences (decode) or tokens (prefill), in seconds.
+
         Each layer is taken to cost an equal share of a pass in its variant. Times are interpolated between
         measured sizes, and extrapolated beyond them, in the logarithms of time and size.
         """

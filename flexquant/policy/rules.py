@@ -100,10 +100,7 @@ def parse_policy(document: JsonObject, source: str) -> Policy:
 
 
 def choose_policy(given: str | None = None, stored: JsonObject | None = None) -> Policy:
-    """Return the policy: ``given``, else ``stored``, else the default.
-
-    ``given`` is what :func:`load_policy` takes, ``stored`` the document in a merged checkpoint.
-    """
+    """Return ``given`` (a name or path), else the document ``stored`` in a checkpoint, else the default."""
     if given is None and stored is not None:
         return parse_policy(stored, STORED_SOURCE)
     return load_policy(DEFAULT_POLICY if given is None else given)

@@ -73,10 +73,7 @@ def reference_of(model: PreTrainedModel, rows: TextRows) -> Reference:
 def measuring_rows(
     corpus: Corpus, languages: Sequence[Language], tokenizer: PreTrainedTokenizerBase
 ) -> TextRows:
-    """Return the rows to measure with: each kind of English text, and the ``languages`` as one kind.
-
-    Without a chat template conversations are measured as plain text.
-    """
+    """Return the rows to measure with, by kind of English text; all ``languages`` are one kind."""
     start = start_of_row(tokenizer)
     kinds: dict[str, list[list[int]]] = {}
     for kind, document in known_documents(corpus, languages, tokenizer):

@@ -50,10 +50,7 @@ def needs_calibration(variant: ResolvedVariant) -> bool:
 
 
 def build_modifiers(variant: ResolvedVariant, tokens: int = 0) -> list[Modifier]:
-    """Return the modifiers in the order of use; ``tokens`` is the number of all calibration tokens.
-
-    Raises FlexQuantError for arguments that llmcompressor refuses.
-    """
+    """Return the modifiers in order, for ``tokens`` tokens; raise FlexQuantError for arguments it refuses."""
     recipe = variant.recipe
     try:
         built = [_modifier(name, {**given}, variant, tokens) for name, given in recipe.modifiers.items()]

@@ -69,9 +69,7 @@ def group_problem(weights: JsonObject, activations: str) -> str | None:
 
 
 def layer_problem(weights: JsonObject) -> str | None:
-    """Return, as a relative clause, why INT4 weights cannot be computed with in INT8; None if they can.
-
-    ``weights``: of a group of the checkpoint's ``quantization_config``.
+    """Return, as a relative clause, why a group of INT4 weights has no INT8 computed from it; None: it has.
     """
     given = weights.get("actorder")
     try:

@@ -62,10 +62,7 @@ logger = init_logger("vllm.flexquant.registration")
 
 
 class FlexQuantConfig(QuantizationConfig):
-    """The merged checkpoint's ``quantization_config``, as vLLM's quantisation config.
-
-    It quantises no layer itself: `worker.variants` gives each variant a config of vLLM's own.
-    """
+    """The merged checkpoint's ``quantization_config`` for vLLM; each variant has a config of vLLM's own."""
 
     def __init__(self, merged: MergedConfig) -> None:
         super().__init__()

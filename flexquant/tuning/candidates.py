@@ -66,10 +66,7 @@ def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str
 
 
 def eight_bit(variants: Mapping[str, Policy], merged: MergedConfig) -> str | None:
-    """Return, of what :func:`find_variants` found, the stored variant in 8 bit; None if there is none.
-
-    Of several it is the one whose activations have the fewest bits.
-    """
+    """Return the stored variant in 8 bit, of several that with the fewest bits of activations, or None."""
     stored = [name for name, policy in variants.items() if not policy.derived]
     return next((v for v in stored[::-1] if _precision(v, variants[v], merged)[0] == 8), None)
 

@@ -61,9 +61,7 @@ class Grid:
         return replace(self, decode=decode, prefill=prefill)
 
     def fitting(self, max_length: int | None) -> Grid:
-        """Return a grid for a model whose sequences have at most ``max_length`` tokens; None: no limit.
-
-        Raises UsageError if ``max_length`` is too small to measure.
+        """Return a grid for sequences of at most ``max_length`` tokens (None: any); raise UsageError if too few.
         """
         if max_length is None:
             return self

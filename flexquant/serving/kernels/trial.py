@@ -95,10 +95,7 @@ class LayerTrial(Layer):
 
 
 def find_fastest(layers: Sequence[LayerTrial]) -> list[str]:
-    """Return the name of the fastest kernel for each layer, by the geometric mean of the times over sizes.
-
-    The first kernel is kept unless another is clearly faster.
-    """
+    """Return each layer's fastest kernel, by geometric means over sizes; the first if none is clearly so."""
     keys = [{**_circumstances(), **layer} for layer in layers]
     folder = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "kernels"
     files = [folder / f"{digest_of(key)[:32]}.json" for key in keys]

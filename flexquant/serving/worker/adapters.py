@@ -74,10 +74,7 @@ def share_adapters(manager: LoRAModelManager) -> None:
 
 
 def check_unsmoothed(norms: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Raise :class:`FlexQuantError` if a norm's weights differ between variants.
-
-    ``norms`` maps names and then variants to the weights of norms that the variants do not share.
-    """
+    """Raise :class:`FlexQuantError` if a norm's weights differ; ``norms``: name -> variant -> own weights."""
     for name, of_variants in norms.items():
         (first, reference), *others = of_variants.items()
         for other, tensor in others:

@@ -73,9 +73,7 @@ class PlanGraphs:
         context: ForwardContext,
         inputs: Mapping[str, object],
     ) -> None:
-        """In a PIECEWISE pass while vLLM captures, capture the plans that lack graphs of the pass's size.
-
-        ``reachable`` names the plans that the policy can take at that size.
+        """In a PIECEWISE pass while vLLM captures, capture plans of ``reachable`` that lack graphs of its size.
         """
         if not monitor.cudagraph_capturing_enabled:
             return

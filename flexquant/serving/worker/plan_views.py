@@ -58,9 +58,7 @@ def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
 
 
 def decoder_path(model: nn.Module) -> str:
-    """Return the name of the module that holds a model's decoder layers: ``model`` or ``transformer``.
-
-    In a vision model it lies in the language model, or is that model itself.
+    """Return the name of the module that holds the decoder layers, in a vision model those of its language.
     """
     if not supports_multimodal(model):
         return "model" if hasattr(model, "model") else "transformer"

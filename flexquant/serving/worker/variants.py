@@ -142,9 +142,7 @@ def build_variant(
     prefix: str,
     nested_in: nn.Module | None = None,
 ) -> nn.Module:
-    """Build one variant, with attention layers of its own and the decoder layers that some plan takes.
-
-    ``nested_in`` is the variant in whose INT4 weights it is nested, if it is.
+    """Build one variant with attention layers of its own; ``nested_in``: the variant it is nested in, if any.
     """
     architecture, layers = merged.base_architecture, routes.layers[name]
     config = variant_vllm_config(vllm_config, merged.variants[routes.source(name)], architecture)

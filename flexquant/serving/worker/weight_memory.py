@@ -77,10 +77,7 @@ class WeightMemory:
         return {name: by_range(of_layers) for name, of_layers in sizes.items()}
 
     def nbytes_by_layer(self) -> dict[str, dict[int | None, int]]:
-        """Return the bytes of weights as :meth:`nbytes` does, by decoder layer; None: outside of layers.
-
-        What weights are written to in each pass is in ``written`` instead.
-        """
+        """Return the same by decoder layer (None: outside of layers), but for what is in ``written``."""
         owners: dict[Piece, tuple[int | None, list[str]]] = {}
         for name, model in self._models.items():
             modules = model.named_modules()

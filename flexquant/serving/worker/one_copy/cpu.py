@@ -95,10 +95,7 @@ class CPUInt8Product(Product):
 
 
 def channel_scales(packed: Tensor, scale: Tensor, zero: Tensor | None, inputs: int, layout: Layout) -> Tensor:
-    """Return the scales of INT8 weights, float32 [outputs]: each channel's greatest weight becomes 127.
-
-    The arguments are a layer's, as its INT4 kernel keeps them.
-    """
+    """Return the scales of INT8 weights, float32 [outputs], by which each channel's greatest becomes 127."""
     groups, outputs = scale.shape
     ones = torch.ones(groups, outputs, dtype=torch.float32)
     greatest = torch.empty(outputs, dtype=torch.float32)
