@@ -61,7 +61,7 @@ class Grid:
         return replace(self, decode=decode, prefill=prefill)
 
     def fitting(self, max_length: int | None) -> Grid:
-        """Return a grid for sequences of at most ``max_length`` tokens (None: any); raise UsageError if too few.
+        """Return a grid for sequences of up to ``max_length`` tokens (None: any); raise UsageError if too few.
         """
         if max_length is None:
             return self

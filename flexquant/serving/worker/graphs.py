@@ -73,7 +73,7 @@ class PlanGraphs:
         context: ForwardContext,
         inputs: Mapping[str, object],
     ) -> None:
-        """In a PIECEWISE pass while vLLM captures, capture plans of ``reachable`` that lack graphs of its size.
+        """In a PIECEWISE pass while vLLM captures, capture those of ``reachable`` that lack graphs of its size.
         """
         if not monitor.cudagraph_capturing_enabled:
             return
