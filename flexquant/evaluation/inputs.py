@@ -116,8 +116,7 @@ def read_rows(text: str | Path, tokenizer: PreTrainedTokenizerBase, settings: Se
 
 
 def read_questions(path: str | Path | None) -> list[str]:
-    """Return a file's lines but blank ones (None: FlexQuant's own); raise FlexQuantError if there are none.
-    """
+    """Return a file's non-blank lines (None: FlexQuant's questions); raise FlexQuantError if it has none."""
     file = importlib.resources.files(__package__) / "questions.txt" if path is None else Path(path)
     try:
         lines = file.read_text(encoding="utf-8").split("\n")

@@ -236,8 +236,7 @@ class _Author:
         return records
 
     def _real_text(self, tokens: int) -> list[Record]:
-        """Return about ``tokens`` tokens of real text, if there are, as much of each kind; languages are one.
-        """
+        """Return up to about ``tokens`` tokens of real text, equal for each kind (languages: one kind)."""
         kinds: dict[str, list[Record]] = {}
         corpus = texts.read_corpus(held_out=False)
         for kind, document in sampling.known_documents(corpus, self.languages, self.tokenizer):

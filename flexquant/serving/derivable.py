@@ -69,8 +69,7 @@ def group_problem(weights: JsonObject, activations: str) -> str | None:
 
 
 def layer_problem(weights: JsonObject) -> str | None:
-    """Return, as a relative clause, why a group of INT4 weights has no INT8 computed from it; None: it has.
-    """
+    """Return, as a relative clause, why no INT8 is computed from these INT4 weights; None if it is."""
     given = weights.get("actorder")
     try:
         order = QuantizationArgs.validate_actorder(given)

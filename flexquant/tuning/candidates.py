@@ -112,8 +112,7 @@ class Memory:
         return reduce(or_, (Counter(self.own[candidate]) for candidate in candidates))
 
     def utilisation(self, variant: str) -> float:
-        """Return a variant's share of each device's memory: its weights, and an even part of what all leave.
-        """
+        """Return a variant's share of each device's memory: its weights, and an even part of the rest."""
         engines = {name: self.shared + sum(own.values()) for name, own in self.own.items()}
         share = engines[variant] + (self.total - sum(engines.values())) / len(engines)
         return UTILISATION * share / self.total

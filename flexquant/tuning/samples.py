@@ -61,8 +61,7 @@ class Grid:
         return replace(self, decode=decode, prefill=prefill)
 
     def fitting(self, max_length: int | None) -> Grid:
-        """Return a grid for sequences of up to ``max_length`` tokens (None: any); raise UsageError if too few.
-        """
+        """Return a grid for sequences up to ``max_length`` tokens (None: any); UsageError if too few."""
         if max_length is None:
             return self
         needed = self.context + 2 * MAX_STEPS
@@ -186,8 +185,7 @@ def wide(samples: Samples, variants: Sequence[str], width: float) -> list[tuple[
 
 
 def undecided(samples: Samples, variants: Sequence[str], phase: str) -> dict[int, float]:
-    """Return size -> share, above DOUBTFUL, by which a variant that can tie with the fastest can be slower.
-    """
+    """Return size -> share (above DOUBTFUL) by which a variant tied with the fastest can be slower."""
     shares = {}
     for size in samples.sizes(phase):
         compared = samples.to_fastest(variants, phase, size).values()

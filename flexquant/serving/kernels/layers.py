@@ -42,8 +42,7 @@ def exchange_kernel(layer: object, kind: Callable[..., LinearKernel], **changes:
 
 
 def _kernels(layer: object) -> Iterator[tuple[object, str]]:
-    """Yield what holds a layer's kernel (compressed-tensors: its scheme, else its method), and the attribute.
-    """
+    """Yield the holder of a layer's kernel (its scheme or its method) and the name of the attribute."""
     for holder in (getattr(layer, "scheme", None), getattr(layer, "quant_method", None)):
         for name, value in getattr(holder, "__dict__", {}).items():
             if hasattr(type(value), "can_implement"):

@@ -73,8 +73,7 @@ class PlanGraphs:
         context: ForwardContext,
         inputs: Mapping[str, object],
     ) -> None:
-        """In a PIECEWISE pass while vLLM captures, capture those of ``reachable`` that lack graphs of its size.
-        """
+        """In a PIECEWISE pass while vLLM captures, capture ``reachable`` plans without graphs of its size."""
         if not monitor.cudagraph_capturing_enabled:
             return
         if context.batch_descriptor is not None:

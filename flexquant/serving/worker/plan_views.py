@@ -58,8 +58,7 @@ def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
 
 
 def decoder_path(model: nn.Module) -> str:
-    """Return the name of the module that holds the decoder layers, in a vision model those of its language.
-    """
+    """Return the name of the module that holds the decoder layers (of a vision model's language model)."""
     if not supports_multimodal(model):
         return "model" if hasattr(model, "model") else "transformer"
     language_model = model.get_language_model()

@@ -142,8 +142,7 @@ def build_variant(
     prefix: str,
     nested_in: nn.Module | None = None,
 ) -> nn.Module:
-    """Build one variant with attention layers of its own; ``nested_in``: the variant it is nested in, if any.
-    """
+    """Build one variant with separate attention layers; ``nested_in``: the variant that it is nested in."""
     architecture, layers = merged.base_architecture, routes.layers[name]
     config = variant_vllm_config(vllm_config, merged.variants[routes.source(name)], architecture)
     # --cpu-offload-gb needs layers with memory: vLLM copies each layer as soon as it is built.

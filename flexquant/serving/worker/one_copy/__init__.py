@@ -86,8 +86,7 @@ def nesting_in(source: nn.Module | None, quant_config: QuantizationConfig | None
 
 
 def read_sources(variant: nn.Module, name: str) -> None:
-    """Choose how nested linears read INT4 weights, once kernels are chosen; raise FlexQuantError if none can.
-    """
+    """Choose how nested linears read INT4, after the choice of kernels; raise FlexQuantError if none can."""
     for layer, method in _computing(variant):
         if isinstance(method, NestedMethod):
             method.read(method.source, f"{name}, {layer.prefix}")

@@ -53,8 +53,7 @@ class OneCopyMethod(QuantizeMethodBase):
         """Give ``layer`` what it needs beside its weights, once these are loaded."""
 
     def nbytes(self, layer: LinearBase) -> tuple[int, int]:
-        """Return the bytes that ``layer`` writes its weights to, which all share, and its own but parameters.
-        """
+        """Return the bytes that ``layer`` writes weights to (shared), and its other bytes but parameters."""
         inputs, outputs = linear_sizes(layer)
         return inputs * outputs, 0
 
