@@ -125,8 +125,7 @@ def format_quality_table(document: Evaluation) -> str:
 def writable_folder(folder: str | Path, option: str) -> Iterator[Path]:
     """Make a folder, writable, before measuring takes hours; if the block fails, remove it if it is empty.
 
-    A folder that was there stays. Raises FlexQuantError, which names the command line's ``option``, for a
-    folder that cannot be made or written into.
+    A folder that was there stays. Raises FlexQuantError, which names ``option``, if it cannot be written.
     """
     folder = Path(folder)
     is_new = not folder.exists()

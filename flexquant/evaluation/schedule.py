@@ -3,12 +3,11 @@
 """Plan the runs, and skip a run whose plans equal those of an earlier one.
 
 A forced row takes one prefill pass and decode passes of one batch size, so its scores depend on the plans of
-these passes, and on how their variants are derived: runs in which these are equal share their scores. (CUDA
+these passes and the derivations of their variants: runs in which these are equal share their scores. (CUDA
 graphs pad a batch to the next captured size, and the policy sees the padded size; :class:`Passes` reports if
 another plan ran than was planned.)
 
-Answers end one by one, so the batch shrinks: answers are the same only if the policies agree on all passes up
-to that size.
+Answers end one by one, so they are the same only if the policies agree on all smaller batches too.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from flexquant.policy.schema import Derivation
 def find_candidates(subject: Subject, names: Sequence[str] | None) -> dict[str, Policy]:
     """Return the policies with the given names, each once, by their names in results.
 
-    Names are those of :func:`find_policies`, which refuses others. None: every variant, and serving's
-    default.
+    None: every variant, and serving's default. :func:`find_policies` refuses unknown names.
     """
     merged = subject.checkpoint.merged
     if names is None:

@@ -79,8 +79,7 @@ class PlanLosses:
     ) -> None:
         """Read ``file``; of the variants ``lower``, the first that it has stands for all of them.
 
-        Raises UsageError for a file of other ``files`` (:func:`weights_identity`), or without layers that
-        leave ``high``.
+        Raises UsageError for other ``files`` (:func:`weights_identity`), and for layers not measured.
         """
         self.file = file
         try:
@@ -160,10 +159,9 @@ class Fit:
     ) -> None:
         """Find the most layers that fit; raise FlexQuantError if not even one copy does.
 
-        ``variants`` are those of :func:`find_variants`, SOURCE and FROM_INT4 among them, ``high`` that of
-        :func:`eight_bit`. ``memory`` is bytes a rank for weights, and for what INT8 weights are computed
-        into. ``is_nested``: whether ``high`` is stored as differences to SOURCE. ``mixable``: groups of
-        variants that one plan can mix.
+        ``variants``: of :func:`find_variants`, with SOURCE and FROM_INT4; ``high``: of :func:`eight_bit`;
+        ``is_nested``: whether ``high`` is stored as differences to SOURCE. ``memory``: bytes a rank for
+        weights, and to compute INT8 weights in. ``mixable``: groups of variants that one plan can mix.
         """
         self._memory, self._loaded, self._losses = memory, loaded, losses
         stored = [v for v, policy in variants.items() if not policy.derived and v != SOURCE]

@@ -3,8 +3,7 @@
 """Report what each layer costs and gains, and what a search measured: tables, plots, the searched policy.
 
 All plans are scored on the same rows, so differences are taken row by row. Intervals are 95 % bootstrap
-percentile intervals over the rows, with a fixed seed (B. Efron, R. Tibshirani, An Introduction to the
-Bootstrap, chapter 13).
+percentile intervals over the rows (B. Efron, R. Tibshirani, An Introduction to the Bootstrap, 13).
 """
 
 from __future__ import annotations

@@ -176,9 +176,8 @@ def greedy_chain(
     """Return plans from all layers in the last variant of ``seconds`` to all in the first.
 
     Each step raises the layer, and to the variant, that gains most for its time. ``costs(layer, variant)`` is
-    the KL divergence that the layer costs in that variant beside all others in the first, as else the errors
-    of all layers would interact. ``seconds`` maps each variant, the most precise first, to the time of a
-    decode pass in it.
+    the KL divergence that the layer costs in that variant with all others in the first, so that no errors
+    interact. ``seconds``: variant, the most precise first -> time of a decode pass.
     """
     variants = list(seconds)
     plan = all_in(variants[-1], num_layers)
@@ -220,10 +219,9 @@ def limit_loss(
 ) -> TuningResult:
     """Return the tuned policy with other plans in the rules whose variant loses more than ``most``.
 
-    A loss is the KL divergence of decode to the study's reference, in nats a token. A decode rule whose
-    variant loses more takes the fastest plan that does not, which can mix layers of several variants; any
-    other such rule takes the most precise variant. ``file`` keeps the measurements. Raises FlexQuantError if
-    no plan loses so little.
+    A loss is the KL divergence of decode to the study's reference, in nats a token. Such a decode rule takes
+    the fastest plan within the limit, which can mix variants; any other such rule takes the most precise
+    variant. ``file`` keeps the measurements. Raises FlexQuantError if no plan loses so little.
     """
     found = Search(study, tuned.times, Budget(max_kl=most)).run(file, overwrite=overwrite, progress=progress)
     number, kl = study.subject.num_layers, found.document["kl"]

@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Score one plan after another on one engine, against the log-probabilities of a reference.
 
-Prompts are always prefilled in the highest precision and their continuations decoded by the plan, so that
-only decoding differs from plan to plan. Results are saved after every plan, and an interrupted run resumes
-from them.
+Prompts are always prefilled in the highest precision, and only their continuations are decoded by the plan.
+Results are saved after every plan, and an interrupted run resumes from them.
 """
 
 from __future__ import annotations

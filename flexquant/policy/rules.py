@@ -119,9 +119,8 @@ def find_policies(
 ) -> dict[str, Policy]:
     """Return the policies with the given names, each once, keyed by their names in results.
 
-    A name is one of ``variants`` (which runs all passes), a built-in policy, a policy file (named by the last
-    part of its path), or ``stored``, that of the checkpoint ``folder``. Raises FlexQuantError for an unknown
-    name and two files of one name.
+    A name is one of ``variants`` (for all passes), a built-in policy, a policy file (the last part of its
+    path names it) or ``stored``, that of ``folder``. Raises FlexQuantError for an unknown or repeated name.
     """
     policies: dict[str, Policy] = {}
     for text in dict.fromkeys(names):

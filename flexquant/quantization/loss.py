@@ -3,8 +3,7 @@
 """What a variant lost against the 16-bit model, by itself or with prompts that another variant read.
 
 It is measured on the first tokens of the documents of ``flexquant.documents.texts`` that are held out. The
-16-bit model answers once, and its likeliest tokens are kept. KL divergences count all others as one token, so
-they are a little small.
+16-bit model answers once, and its likeliest tokens are kept; KL divergences count all others as one token.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 weights by it, s = max|x|^alpha / max|W|^(1 - alpha) for each channel (https://arxiv.org/abs/2211.10438). For
 each group it tries every alpha of a grid, and no smoothing, and keeps the one whose quantised output, Q(x /
 s) Q(W s)^T, is nearest to x W^T on a sample of calibration tokens. Q is the variant's scheme with rounding to
-nearest. The inputs are observed at the linears, not at the smoothed module's output: down_proj's input is
-up_proj's output times the activated gate.
+nearest. Inputs are observed at the linears: down_proj's is not up_proj's output, but that times the activated
+gate.
 
 `TokenNormalizedGPTQ` weights all calibration tokens alike.
 """

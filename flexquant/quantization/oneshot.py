@@ -162,8 +162,7 @@ def quantize_in_memory(
 ) -> tuple[PreTrainedModel, VariantRecipe, Report]:
     """Quantise a model as ``variant`` says, calibrated on ``rows`` of token ids (None: on none).
 
-    Returns it with the values that :func:`save_model` writes, its recipe without a search, and what was
-    found.
+    Returns it with the values that :func:`save_model` writes, its recipe, and what a search found.
     """
     tensors = [torch.tensor(row) for row in rows or ()]
     model = load_model(source)

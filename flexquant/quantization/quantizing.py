@@ -90,16 +90,15 @@ def quantize_variants(
     recipe's values if given; ``calibration`` is "self" (the model writes ``output``/calibration.jsonl) or
     what :func:`~flexquant.documents.texts.read_documents` takes. ``resume`` keeps variants that an earlier
     run finished from the same inputs; ``overwrite`` replaces others, each once the new one is complete.
-    ``check`` is called with the model's folder before anything is quantised, and may refuse it. ``progress``
-    receives notes of one line; ``stage`` is entered for each stage. Output of the libraries is discarded
-    unless ``verbose``.
+    ``check`` may refuse the model's folder before anything is quantised. ``progress`` receives notes;
+    ``stage`` is entered for each stage. Libraries' output is discarded unless ``verbose``.
 
     Equal inputs give equal bytes on one machine with one number of threads. A folder appears only when
     complete, with ``recipe.yaml``, which reproduces it, and a report.
 
-    Raises FlexQuantError, before any calibration and with nothing deleted, for inputs that cannot be used, an
-    output that may not be replaced, too little disk space, and a missing llmcompressor; later for activations
-    that are not finite and for memory that runs out.
+    Raises FlexQuantError, with nothing calibrated or deleted, for unusable inputs, an output that may not be
+    replaced, too little disk space, and without llmcompressor; later if activations are not finite or memory
+    runs out.
     """
     if importlib.util.find_spec("llmcompressor") is None:
         raise FlexQuantError(

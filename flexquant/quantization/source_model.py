@@ -103,9 +103,9 @@ class SourceModel:
 def read_source(folder: Path) -> SourceModel:
     """Read all files of a model folder once, and describe the model.
 
-    Raises FlexQuantError for a configuration that transformers does not know, generation settings that it
-    refuses, a weight that is missing, is not float16, bfloat16 or float32, or holds NaN or infinity, and a
-    model that reads more than text.
+    Raises FlexQuantError for a configuration or generation settings that transformers refuses, a weight that
+    is missing, of another type than float16, bfloat16 or float32, or not finite, and a model for more than
+    text.
     """
     from transformers import GenerationConfig
 
@@ -192,9 +192,9 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
 def gates(model: PreTrainedModel) -> list[str]:
     """Return the names of the linears that stay in 16 bit unless a recipe names them, as publishers do.
 
-    These are what lies outside of the layers, routers, and the gates and steps of time of a state (of each
-    module with a short convolution), with what vLLM computes together with them or only in 16 bit: all of a
-    Mamba-1 mixer, and Kimi's linear q, k and v.
+    These are what lies outside of the layers, routers, a state's gates and steps of time (in modules with a
+    short convolution), and what vLLM computes with them or only in 16 bit: Mamba-1 mixers, Kimi's linear q, k
+    and v.
     """
     from torch import nn
 

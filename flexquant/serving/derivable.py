@@ -2,8 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Refuse derived variants whose source or device does not allow them.
 
-The front end asks before it starts a worker. A worker asks again for what only it can see: the device that it
-runs on, and the scales of its tensors.
+The front end asks before it starts workers, and a worker for what only it sees: its device and the scales.
 """
 
 from __future__ import annotations

@@ -134,8 +134,7 @@ def read_from_merged(vllm_config: VllmConfig, merged: MergedConfig) -> None:
 def build_heads_as_stored(vllm_config: VllmConfig, model_class: type[nn.Module]) -> None:
     """In a worker that drafts with heads, have vLLM's draft class build them as their checkpoint stores them.
 
-    vLLM builds them after the model, with the model's quantisation config. ``model_class`` is that of the
-    variants.
+    vLLM builds them with the model's quantisation config. ``model_class``: of the variants.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != METHOD:

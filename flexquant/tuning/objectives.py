@@ -2,8 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Decide from samples which variant runs passes of which size, for a goal: in ranges of sizes.
 
-A goal is latency, throughput, both in balance, or bounds on TTFT and TPOT. ``together`` says which candidates
-can be loaded together.
+A goal is latency, throughput, both in balance, or bounds on TTFT and TPOT.
 """
 
 from __future__ import annotations
@@ -196,8 +195,7 @@ def choose_by_size(
 ) -> Decision:
     """Choose a variant for every measured size, at the least total cost, and the ends of the ranges.
 
-    The first of ``variants``, the most precise, is preferred at equal cost. ``slo``: phase -> bound in
-    seconds.
+    The first of ``variants``, the most precise, is preferred at equal cost. ``slo``: phase -> bound, s.
     """
     ranges: dict[str, tuple[Range, ...]] = {}
     for phase in MEASURED_PHASES:

@@ -4,8 +4,7 @@
 
 ``GET /flexquant`` returns policy, routes, kernels and counters, ``GET /flexquant/ui`` shows them as a page,
 and ``GET /metrics`` shows the counters beside vLLM's. ``POST /flexquant/policy`` changes the policy, and
-exists only if the operator has set a key. vLLM adds a plugin's routes only if the operator names the plugin:
-``VLLM_PLUGINS=flexquant``.
+exists only if the operator has set a key. vLLM adds a plugin's routes only with ``VLLM_PLUGINS=flexquant``.
 
 A policy changes between two steps of the engine. This process resolves it to its route table. All ranks are
 first asked whether they can take it, and compare it with what they have loaded. vLLM runs such a question in

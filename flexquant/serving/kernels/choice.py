@@ -66,8 +66,7 @@ FEWEST_WEIGHTS = 1 << 18
 def sizes_by_variant(routes: RouteTable) -> dict[str, tuple[int, ...]]:
     """Return for each variant of a policy the numbers of tokens with which its kernels are timed.
 
-    They are the sizes of its decode passes, if it has any, so that `flexquant tune` times what a tuned policy
-    gets.
+    They are the sizes of its decode passes, if any, so that a tuned policy gets what `flexquant tune` timed.
     """
     in_decode: dict[str, set[int]] = {}
     in_others: dict[str, set[int]] = {}

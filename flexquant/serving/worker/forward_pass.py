@@ -123,8 +123,7 @@ class PassObserver:
     ) -> None:
         """Observe passes in which a decoding sequence has ``tokens_per_sequence`` tokens.
 
-        ``began`` is called when one of the scheduler begins, ``replayed`` with each that did not call the
-        model.
+        ``began`` is called when one of the scheduler's begins, ``replayed`` with each replay of a FULL graph.
         """
         self._tokens_per_sequence = tokens_per_sequence
         self._began = began

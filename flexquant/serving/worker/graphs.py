@@ -126,9 +126,8 @@ class PlanGraphs:
     def capture_again(self, runner: Runner, vllm_config: VllmConfig) -> None:
         """Have vLLM capture the graphs that :meth:`fit` misses, by the model's routes; no pass may run.
 
-        If it raises, graphs can be missing, and a plan can have some of its pieces without the others. FULL
-        graphs, which vLLM tells apart by size only, are dropped first; PIECEWISE graphs stay. A capture
-        writes into no KV cache or state.
+        If it raises, graphs or pieces of a plan can be missing. FULL graphs, which vLLM tells apart by size
+        only, are dropped first; PIECEWISE graphs stay. A capture writes into no KV cache or state.
         """
         torch.accelerator.synchronize()
         if (manager := getattr(runner, "cudagraph_manager", None)) is not None:

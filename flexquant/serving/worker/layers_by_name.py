@@ -2,12 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Serve layers of several variants that vLLM looks up by name in a pass, and that hold linears of their own.
 
-Unlike attention layers, these cannot be shared as they are: each variant keeps its own, with its own weights
-and kernels. The first variant's has the name that vLLM gave it; the others are registered under that name and
-their variant's.
+Unlike attention layers, these cannot be shared: each variant keeps its own, with its own weights and kernels.
+The first variant's has the name that vLLM gave it; the others' names have their variant's in addition.
 
-*Experts*: only those that the checkpoint stores once are shared. A layer's router stays with its variant,
-since it reads that variant's norm.
+*Experts*: only those that the checkpoint stores once are shared. Routers stay, as they read a variant's norm.
 
 *Layers that keep a state* (linear attention, Mamba, short convolutions): all variants read and write *one*
 state, the cache of the first variant's layer. The others ask for no cache, so they are in no group of vLLM's

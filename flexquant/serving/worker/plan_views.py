@@ -101,8 +101,7 @@ def build_plan(
 ) -> nn.Module:
     """Return a causal LM whose decoder layer i is taken from variant ``plan.layers[i]``.
 
-    Other modules are those of its last layer's variant. ``merged`` and ``derived``: how variants are
-    quantised.
+    Other modules are the last layer's variant's. ``merged``, ``derived``: how variants are quantised.
     """
     base = variants[plan.layers[-1]]
     path, _, stack = stack_path(base).rpartition(".")

@@ -105,8 +105,7 @@ def build_variants(
 ) -> dict[str, nn.Module]:
     """Build the variants that plans need over one set of attention layers; the weights are loaded later.
 
-    Those without weights come last. Raises :class:`FlexQuantError` for an architecture without a stack of
-    layers.
+    Those without weights come last. Raises :class:`FlexQuantError` without a stack of layers.
     """
     names = [name for name in (*merged.variants, *routes.derived) if name in routes.layers]
     names.sort(key=lambda name: name in routes.nested)  # after their sources

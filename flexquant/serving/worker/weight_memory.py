@@ -5,8 +5,7 @@
 The count covers what a rank holds after vLLM's ``process_weights_after_loading``: every parameter, and every
 copy of a weight that a kernel has packed. Memory that several modules use counts once. On a CPU vLLM passes
 weights to oneDNN, which does not report how much it holds, so its copy counts like the loaded weight. Buffers
-and workspaces do not count, but for what a variant takes that computes its weights in each pass: the memory
-that it writes them to, and their scales.
+and workspaces do not count, but for the weights and scales that a variant computes in each pass.
 """
 
 from __future__ import annotations

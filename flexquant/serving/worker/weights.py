@@ -79,9 +79,8 @@ class VariantLoader:
     def load(self, weights: Iterable[NamedTensor]) -> set[str]:
         """Load all weights; return the names of the parameters, with the variant's name first.
 
-        Every variant's loader gets its tensors in the checkpoint's order, at most :data:`RUN` a call. Raises
-        :class:`FlexQuantError` if a tensor is missing or not finite, and for smoothed variants that must not
-        be.
+        Every loader gets its tensors in the checkpoint's order, at most :data:`RUN` a call. Raises
+        :class:`FlexQuantError` if a tensor is missing or not finite, and for smoothing where it must not be.
         """
         parameters: dict[str, torch.nn.Parameter] = {}
         for name, variant in self._variants.items():

@@ -112,8 +112,7 @@ def layout_found(kind: type[MPLinearKernel], group: int, zero_points: bool, dtyp
 def packed_alike(values: Tensor, layout: Layout) -> Tensor:
     """Return 4-bit ``values`` [outputs, inputs], packed in a layout: int32 [inputs / 16, outputs * 2].
 
-    A word has, for one of a tile's four blocks of 16 outputs, two neighbouring inputs of each half of the
-    tile's 16 inputs and of the block's outputs.
+    A word has two neighbouring inputs of each half of a tile's 16 inputs, and of a block's 16 outputs.
     """
     outputs, inputs = values.shape
     # [column, block, half of its outputs, output % 8; tile, half of its inputs, pair % 4, odd]
