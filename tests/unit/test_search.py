@@ -251,23 +251,21 @@ def test_the_plan_within_the_budget(
 CHOSEN = Decision({phase: (Range(None, "w4a16", None),) for phase in ("decode", "prefill")})
 
 
-def test_prompts_keep_the_most_precise_variant_where_a_tuned_policy_loses_too_much(
-    study: Study, file: Path
+@pytest.mark.parametrize(
+    ("most", "decode", "others"),
+    [
+        (0.04, {"default": "w4a16", "layers": {"1-2": "w8a8"}}, "w8a8"),
+        (kl(plan("LLLL")), "w4a16", "w4a16"),
+    ],
+)
+def test_a_tuned_policy_changes_only_where_it_loses_too_much(
+    study: Study, file: Path, most: float, decode: Any, others: str
 ) -> None:
+    """Prompts then take the most precise variant."""
     rules = [{"when": {"phase": "decode"}, "use": "w4a16"}, {"use": "w4a16"}]
     tuned = TuningResult({"schema": SCHEMA, "description": "tuned", "rules": rules}, CHOSEN, TIMES, [])
-    limited = limit_loss(tuned, study, 0.04, file, overwrite=False, progress=lambda message: None)
-    decode, others = limited.document["rules"]
-    assert decode["use"] == {"default": "w4a16", "layers": {"1-2": "w8a8"}}
-    assert others["use"] == "w8a8"
-
-
-def test_a_tuned_policy_that_loses_as_much_as_is_allowed_stays(study: Study, file: Path) -> None:
-    rules = [{"when": {"phase": "decode"}, "use": "w4a16"}, {"use": "w4a16"}]
-    tuned = TuningResult({"schema": SCHEMA, "description": "tuned", "rules": rules}, CHOSEN, TIMES, [])
-    most = kl(("w4a16",) * LAYERS)
     limited = limit_loss(tuned, study, most, file, overwrite=False, progress=lambda message: None)
-    assert limited.document["rules"] == rules
+    assert limited.document["rules"] == [{**rules[0], "use": decode}, {"use": others}]
 
 
 @pytest.mark.parametrize("changed", ["files", "settings", "variants"])
