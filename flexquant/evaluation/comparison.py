@@ -59,10 +59,7 @@ class Comparison:
         return replace(self, low=self.low / apart, high=self.high * apart)
 
     def words(self, lower: str = "faster", higher: str = "slower") -> str:
-        """Return the verdict, e.g. ``6.9 % faster``, ``equal within 14 %`` or ``too few rounds``.
-
-        The default words fit ratios of times.
-        """
+        """Return the verdict, e.g. ``6.9 % faster``, ``equal within 14 %`` or ``too few rounds``."""
         if self.verdict == EQUAL:
             furthest = max(abs(self.low - 1), abs(self.high - 1))
             return f"equal within {percent(furthest, math.ceil)}"

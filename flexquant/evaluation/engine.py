@@ -93,11 +93,7 @@ def take_policy(llm: LLM, name: str, document: JsonObject) -> None:
 def change_policy(
     llm: LLM, name: str, document: JsonObject, dry_run: bool = False, seen: list[str] | None = None
 ) -> list[JsonObject]:
-    """Resolve a policy as a server's front end does, and return what each rank answers to it.
-
-    The answers are those of :meth:`FlexQuantWorker.flexquant_change_policy`. Raises FlexQuantError for a
-    policy that this engine cannot serve.
-    """
+    """Resolve a policy as a front end does, which can raise FlexQuantError; return what each rank answers."""
     from flexquant.serving.config import merged_of, served_policy
 
     config = llm.llm_engine.vllm_config

@@ -17,7 +17,6 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space
 from flexquant.checkpoint.weight_bytes import weights_in_layers
 from flexquant.documents.results import hash_file
-from flexquant.evaluation.document import BytesPerWeight, Evaluation, Result
 from flexquant.evaluation.engine import (
     describe_command,
     describe_machine,
@@ -38,6 +37,7 @@ from flexquant.evaluation.measure import (
     most_tokens,
     summarise_scores,
 )
+from flexquant.evaluation.report import BytesPerWeight, Evaluation, Result, Run
 from flexquant.evaluation.schedule import Passes, PolicyRun, find_candidates, make_schedule
 from flexquant.policy.plans import Plan
 from flexquant.policy.routes import RouteTable
@@ -65,13 +65,10 @@ def evaluate(
     """Measure policies of a merged checkpoint on a text file; return a JSON-able document.
 
     ``reference`` is the folder or Hugging Face id of the 16-bit model; without it only perplexity is
-    measured. ``policies`` are variants, built-in policies, policy files and ``stored``; None: every variant
-    and the checkpoint's default. ``questions`` are answered only if there is a reference; None: the questions
-    that come with FlexQuant, empty: none. ``progress`` gets a line before each engine starts.
+    measured. ``policies``: see :func:`find_candidates`. ``questions`` are answered if there is a reference;
+    None: the questions that come with FlexQuant. ``progress`` gets a line before each engine starts.
 
-    The document's ``results`` hold one entry for each policy and batch size, the reference's first.
-    Raises FlexQuantError for a checkpoint, text, reference or policy that cannot be evaluated, before
-    anything is measured.
+    Raises FlexQuantError, before anything is measured, for inputs that cannot be evaluated.
     """
     settings = settings or Settings()
     prepare_environment()
@@ -82,9 +79,8 @@ def evaluate(
     longest, questions_tokens = 0, None
     if reference is not None:
         subject.check_reference(reference)
-        prompts = question_prompts(
-            read_questions(None) if questions is None else list(questions), subject.tokenizer
-        )
+        asked = read_questions(None) if questions is None else questions
+        prompts = question_prompts(asked, subject.tokenizer)
     if prompts:
         longest = max(map(len, prompts)) + settings.answer_tokens
         subject.check_length(longest, "a question and its answer")
@@ -95,9 +91,8 @@ def evaluate(
     evaluation = _Evaluation(subject, reference, settings, rows, prompts, runs, progress)
     for batch_size in settings.batch_sizes:
         questions_here = questions_tokens if batch_size == settings.batch_sizes[0] else None
-        options = engine_options(
-            batch_size, settings.prompt_tokens, max(settings.row_tokens, longest), questions_here
-        )
+        most = max(settings.row_tokens, longest)
+        options = engine_options(batch_size, settings.prompt_tokens, most, questions_here)
         evaluation.measure([run for run in runs if run.batch_size == batch_size], options)
     return {
         "schema": SCHEMA,
@@ -188,18 +183,14 @@ class _Evaluation:
 
     def results(self, policies: list[str]) -> list[Result]:
         """Return one entry per batch size for the reference, then one per policy and batch size."""
-        reference: list[Result] = [
-            {
-                "policy": REFERENCE,
-                "batch_size": batch_size,
-                "quality": asdict(quality),
-                "bytes_per_weight": {"resident": 2.0, "decode": 2.0},
-            }
-            for (name, batch_size), quality in self.quality.items()
-            if name == REFERENCE
-        ]
+        found: list[Result] = []
+        in_16_bit: BytesPerWeight = {"resident": 2.0, "decode": 2.0}
+        for (name, size), quality in self.quality.items():
+            if name == REFERENCE:
+                of_run: Run = {"policy": name, "batch_size": size}
+                found.append({**of_run, "quality": asdict(quality), "bytes_per_weight": in_16_bit})
         runs = sorted(self.runs, key=lambda run: policies.index(run.name))
-        return reference + [self._result(run) for run in runs]
+        return found + [self._result(run) for run in runs]
 
     def _result(self, run: PolicyRun) -> Result:
         source = run.same_as or (run.name, run.batch_size)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.resources
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,21 +111,12 @@ def read_rows(text: str | Path, tokenizer: PreTrainedTokenizerBase, settings: Se
     """
     if not Path(text).is_file():
         raise FlexQuantError(f"there is no file {text}; give a text or .jsonl file to measure on")
-    return draw_rows(
-        read_documents(text),
-        tokenizer,
-        samples=settings.samples,
-        length=settings.row_tokens,
-        seed=settings.seed,
-        name=f"the text {text}",
-    )
+    size = {"samples": settings.samples, "length": settings.row_tokens, "seed": settings.seed}
+    return draw_rows(read_documents(text), tokenizer, **size, name=f"the text {text}")
 
 
 def read_questions(path: str | Path | None) -> list[str]:
-    """Return the lines of a file that are not blank; None: the questions that come with FlexQuant.
-
-    Raises FlexQuantError for a file that cannot be read or holds no question.
-    """
+    """Return a file's non-blank lines (None: FlexQuant's questions); raise FlexQuantError if it has none."""
     file = importlib.resources.files(__package__) / "questions.txt" if path is None else Path(path)
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
@@ -136,7 +128,7 @@ def read_questions(path: str | Path | None) -> list[str]:
     return questions
 
 
-def question_prompts(questions: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def question_prompts(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return the token ids of each question, in the chat template if the tokenizer has one."""
     if not tokenizer.chat_template:
         return [tokenizer(question)["input_ids"] for question in questions]

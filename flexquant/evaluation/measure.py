@@ -44,10 +44,7 @@ class Scores:
 
 
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return KL(reference || other) in nats, a scalar, of two log-probability vectors [vocabulary].
-
-    A token that the reference rules out (-inf) adds nothing.
-    """
+    """Return KL(reference || other) in nats, of log-probabilities [vocabulary]; -inf adds nothing."""
     terms = reference.exp() * (reference - other)
     return torch.where(reference == -torch.inf, 0.0, terms).sum()
 
@@ -112,8 +109,7 @@ def engine_options(
 ) -> JsonObject:
     """Return vLLM options under which every batch is prefilled in one pass and decoded at its full size.
 
-    ``batch_tokens`` is the largest number of prompt tokens in a batch, if it is more than
-    ``batch_size * prompt_tokens``.
+    ``batch_tokens``: most prompt tokens in a batch, if more than ``batch_size * prompt_tokens``.
     """
     from vllm.platforms import current_platform
 
@@ -153,20 +149,13 @@ def decode_forced(
         folder_to_fill.mkdir(parents=True, exist_ok=True)
 
     def parameters(row: int) -> SamplingParams:
+        files = {"store_in": store_in, "compare_with": compare_with}
+        options = {name: str(of / f"{row}.npy") if of else None for name, of in files.items()}
+        options["scores"] = str(folder / f"{row}.npz")
         forced = rows[row][prompt_tokens:]
-        options = {
-            "forced": forced,
-            "scores": str(folder / f"{row}.npz"),
-            "store_in": str(store_in / f"{row}.npy") if store_in else None,
-            "compare_with": str(compare_with / f"{row}.npy") if compare_with else None,
-        }
-        return SamplingParams(
-            temperature=0,
-            max_tokens=len(forced),
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={EXTRA_ARGS_KEY: options},
-        )
+        extra_args = {EXTRA_ARGS_KEY: {**options, "forced": forced}}
+        settings = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+        return SamplingParams(**settings, max_tokens=len(forced), extra_args=extra_args)
 
     for batch in batches(range(len(rows)), batch_size):
         prompts = [TokensPrompt(prompt_token_ids=rows[row][:prompt_tokens]) for row in batch]
@@ -230,8 +219,6 @@ def greedy_answers(llm: LLM, prompts: list[list[int]], batch_size: int, answer_t
 def compare_answers(reference: Sequence[TokenIds], answers: Sequence[TokenIds]) -> AnswerAgreement:
     """Compare the answers to the same questions, in the same order."""
     pairs = list(zip(reference, answers, strict=True))
-    shares = [
-        sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))) / max(1, len(a))
-        for a, b in pairs
-    ]
+    alike = [len([*takewhile(lambda ids: ids[0] == ids[1], zip(a, b, strict=False))]) for a, b in pairs]
+    shares = [count / max(1, len(a)) for count, a in zip(alike, reference, strict=True)]
     return AnswerAgreement(len(pairs), sum(a == b for a, b in pairs), sum(shares) / len(shares))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The results of an evaluation: a Markdown table and JSON, written to files, and a plot."""
+"""The document of an evaluation: written as JSON (``quality.json``) and as a Markdown table, and drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import cycle
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryFile, gettempdir
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import write_text
@@ -22,7 +22,53 @@ from flexquant.policy.pass_times import device_name
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from flexquant.evaluation.document import Evaluation, Result
+
+class Run(TypedDict):
+    policy: str
+    batch_size: int
+
+
+class BytesPerWeight(TypedDict):
+    """Stored bytes for a weight of the decoder layers, scales included; 2.0 in the 16-bit model."""
+
+    resident: float
+    """Of the layers that some plan takes from a variant, shared tensors once."""
+    decode: float
+    """Of those that a decode pass reads."""
+
+
+class Result(Run):
+    """What was measured of a policy, or of the 16-bit reference, which has no plans, at one batch size."""
+
+    quality: JsonObject
+    """The fields of :class:`flexquant.evaluation.measure.Quality`."""
+    bytes_per_weight: BytesPerWeight
+    prefill_plan: NotRequired[str]
+    decode_plan: NotRequired[str]
+    same_as: NotRequired[Run | None]
+    """An earlier run with the same plans, whose quality this is."""
+    answers: NotRequired[JsonObject | None]
+    """The fields of :class:`flexquant.evaluation.measure.AnswerAgreement`, and ``same_as``, a policy."""
+    passes: NotRequired[JsonObject]
+    """The fields of :class:`flexquant.evaluation.schedule.Passes`; of a run that was measured."""
+    deviations: NotRequired[list[str]]
+    """How these passes differ from those that were meant, in sentences."""
+
+
+class Evaluation(TypedDict):
+    schema: str
+    checkpoint: str
+    reference: str | None
+    settings: JsonObject
+    """The fields of :class:`flexquant.evaluation.inputs.Settings`."""
+    text: dict[str, str]
+    """``file`` and its ``sha256``."""
+    questions: int
+    """How many were answered at each policy."""
+    results: list[Result]
+    machine: JsonObject
+    versions: dict[str, str]
+    argv: list[str]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -36,7 +82,7 @@ def _with_error(quality: JsonObject, name: str) -> str:
 
 def _plans(result: Result) -> str:
     if "decode_plan" not in result:
-        return ""
+        return "-"
     return " > ".join(dict.fromkeys([result["prefill_plan"], result["decode_plan"]]))
 
 
@@ -53,7 +99,7 @@ def _same_as(result: Result) -> str:
 COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("policy", lambda r: r["policy"]),
     ("batch", lambda r: str(r["batch_size"])),
-    ("prefill > decode", lambda r: _plans(r) or "-"),
+    ("prefill > decode", _plans),
     ("perplexity", lambda r: f"{r['quality']['perplexity']:.3f}"),
     ("log-ppl diff.", lambda r: _with_error(r["quality"], "log_perplexity_difference")),
     ("mean KL", lambda r: _with_error(r["quality"], "mean_kl")),
@@ -68,21 +114,18 @@ COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
 
 def format_quality_table(document: Evaluation) -> str:
     """Return the results as an aligned Markdown table, followed by notes on how they were measured."""
-    columns = [(title, [cell(r) for r in document["results"]]) for title, cell in COLUMNS]
-    columns = [(title, cells) for title, cells in columns if any(cell != "-" for cell in cells)]
-    rows = align_cells(
-        [list(row) for row in zip(*([title, *cells] for title, cells in columns), strict=True)]
-    )
+    columns = [[title, *map(cell, document["results"])] for title, cell in COLUMNS]
+    told = [column for column in columns if {*column[1:]} != {"-"}]
+    rows = align_cells([list(row) for row in zip(*told, strict=True)])
     rows.insert(1, ["-" * len(title) for title in rows[0]])
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *_notes(document)])
 
 
 @contextmanager
 def writable_folder(folder: str | Path, option: str) -> Iterator[Path]:
-    """Make a folder with its parents and check that it is writable, before measuring takes hours.
+    """Make a folder, writable, before measuring takes hours; if the block fails, remove it if it is empty.
 
-    If the block fails, a folder that was made here and is still empty is removed. Raises FlexQuantError,
-    which names the command line's ``option``, for a folder that cannot be made or written into.
+    A folder that was there stays. Raises FlexQuantError, which names ``option``, if it cannot be written.
     """
     folder = Path(folder)
     is_new = not folder.exists()
@@ -102,10 +145,9 @@ def writable_folder(folder: str | Path, option: str) -> Iterator[Path]:
 
 
 def write_results(document: Evaluation, folder: str | Path) -> None:
-    """Write ``quality.json`` and ``quality.md`` into ``folder``, made if need be.
+    """Write ``quality.json`` and ``quality.md`` into ``folder``, each in one step.
 
-    Existing files are replaced once the new ones are complete. Raises FlexQuantError if a file cannot be
-    written; the results are then kept in a temporary file, if possible, which the message names.
+    Raises FlexQuantError if one cannot be written, and names a temporary file that keeps the results, if any.
     """
     folder = Path(folder)
     numbers = json.dumps(document, indent=2) + "\n"
@@ -133,20 +175,19 @@ def _keep_aside(numbers: str) -> str:
 def _notes(document: Evaluation) -> list[str]:
     settings, text = document["settings"], document["text"]
     versions = " ".join(f"{name} {version}" for name, version in document["versions"].items())
+    answers = (
+        f"Same answers: of {document['questions']} greedy ones of up to {settings['answer_tokens']} tokens, "
+        "and the mean share of the reference's answer before the first difference."
+    )
     notes = [
         f"{settings['samples']} rows of {text['file']} (SHA-256 {text['sha256'][:12]}), each "
         f"{settings['prompt_tokens']} tokens of prompt and {settings['tokens']} forced tokens, seed "
         f"{settings['seed']}. KL divergence and log-perplexity are in nats, with standard errors over rows. "
         "B/weight: bytes held for a weight of the decoder layers, scales included; decode: bytes that one "
         "decode pass reads.",
+        *([answers] if any(result.get("answers") for result in document["results"]) else []),
         f"{device_name({**document})}, {versions}.",
     ]
-    if any(result.get("answers") for result in document["results"]):
-        notes.insert(
-            1,
-            f"Same answers: of {document['questions']} greedy ones of up to {settings['answer_tokens']} "
-            "tokens, and the mean share of the reference's answer before the first difference.",
-        )
     for result in document["results"]:
         for deviation in result.get("deviations", ()):
             notes.append(f"Warning: {result['policy']}, batch {result['batch_size']}: {deviation}.")
@@ -154,11 +195,7 @@ def _notes(document: Evaluation) -> list[str]:
 
 
 def draw_quality(document: Evaluation) -> Figure:
-    """Draw mean KL (log scale; perplexity without a reference) over decode bytes per weight.
-
-    Runs with equal numbers share one point, labelled with all their names. Raises FlexQuantError without
-    matplotlib.
-    """
+    """Draw mean KL, else perplexity, over decode bytes a weight; raise FlexQuantError without matplotlib."""
     figure = new_figure(7, 5)
     axes = figure.subplots()
     has_kl = document["reference"] is not None

@@ -3,12 +3,11 @@
 """Plan the runs, and skip a run whose plans equal those of an earlier one.
 
 A forced row takes one prefill pass and decode passes of one batch size, so its scores depend on the plans of
-these passes, and on how their variants are derived: runs in which these are equal share their scores. (CUDA
+these passes and the derivations of their variants: runs in which these are equal share their scores. (CUDA
 graphs pad a batch to the next captured size, and the policy sees the padded size; :class:`Passes` reports if
 another plan ran than was planned.)
 
-Answers end one by one, so the batch shrinks: answers are the same only if the policies agree on all passes up
-to that size.
+Answers end one by one, so they are the same only if the policies agree on all smaller batches too.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ from flexquant.policy.schema import Derivation
 def find_candidates(subject: Subject, names: Sequence[str] | None) -> dict[str, Policy]:
     """Return the policies with the given names, each once, by their names in results.
 
-    A name is a variant of the checkpoint (which runs all passes), a built-in policy, a policy file, or
-    ``stored``. None: every variant, and the policy that serving takes by default. Raises FlexQuantError for
-    an unknown name and two files of one name.
+    None: every variant, and serving's default. :func:`find_policies` refuses unknown names.
     """
     merged = subject.checkpoint.merged
     if names is None:
@@ -76,8 +73,8 @@ def make_schedule(
 ) -> list[PolicyRun]:
     """Return every policy at every batch size; runs at the smallest, the first, also answer the questions.
 
-    A row has ``prompt_tokens`` prompt tokens. ``questions_tokens`` is the largest number of tokens in a batch
-    of questions, None without questions. Raises FlexQuantError for a policy that does not fit the checkpoint.
+    ``prompt_tokens``: of a row; ``questions_tokens``: most in a batch of questions; None: no questions.
+    Raises FlexQuantError for a policy that does not fit the checkpoint.
     """
     merged = subject.checkpoint.merged
     measured: dict[object, tuple[str, int]] = {}
@@ -100,18 +97,8 @@ def make_schedule(
             intervals = [*routes.intervals("prefill"), *routes.intervals("decode")]
             key = routes.head, tuple(intervals), _derivations(policy, (row.plan for row in intervals))
             passes = routes.head, plans, _derivations(policy, plans)
-            runs.append(
-                PolicyRun(
-                    name,
-                    policy,
-                    batch_size,
-                    routes,
-                    *plans,
-                    same_as=measured.get(passes),
-                    answers=answers,
-                    answers_same_as=answered.get(key) if answers else None,
-                )
-            )
+            same = measured.get(passes), answers, answered.get(key) if answers else None
+            runs.append(PolicyRun(name, policy, batch_size, routes, *plans, *same))
             measured.setdefault(passes, (name, batch_size))
             if answers:
                 answered.setdefault(key, name)
@@ -152,10 +139,8 @@ class Passes:
         found = []
         for phase in sorted({*meant, *self.by_plan}):
             if self.by_plan.get(phase) != meant.get(phase):
-                found.append(
-                    f"{phase} passes were {_describe(self.by_plan.get(phase))}, "
-                    f"but {_describe(meant.get(phase))} were meant"
-                )
+                were, expected = (_describe(plans.get(phase)) for plans in (self.by_plan, meant))
+                found.append(f"{phase} passes were {were}, but {expected} were meant")
         if others := [size for size in self.decode_batch_sizes if size != batch_size]:
             sizes = ", ".join(map(str, others))
             found.append(f"some decode passes had {sizes} sequences instead of {batch_size}")

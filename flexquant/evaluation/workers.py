@@ -134,8 +134,8 @@ def start_workers(
 ) -> Iterator[dict[str, Worker]]:
     """Start an engine for each policy, yield the workers by name, and stop them on leaving.
 
-    ``options`` returns vLLM's engine arguments for a name. On a GPU the engines start one after the other,
-    since each checks how much memory is left. Raises FlexQuantError if an engine does not start.
+    ``options`` returns vLLM's engine arguments for a name. On a GPU, engines start one by one, as each checks
+    how much memory is left. Raises FlexQuantError if an engine does not start.
     """
     import_ahead()
     from vllm.platforms import current_platform

@@ -49,9 +49,8 @@ def fit_checkpoint(
 ) -> Fit:
     """Return what of a merged checkpoint fits into ``memory`` bytes a rank, or beside ``kv_tokens`` tokens.
 
-    ``names`` are the variants to choose among (None: all), and ``sensitivity`` the file of ``flexquant
-    sensitivity`` by which layers are chosen. Raises FlexQuantError if there are no INT4 weights, or if not
-    even one copy fits.
+    ``names``: variants to choose among (None: all); ``sensitivity``: file by which layers are chosen. Raises
+    FlexQuantError without INT4 weights, or if not even one copy fits.
     """
     merged, num_layers = read_merged_config(folder)
     if SOURCE not in merged.variants:
@@ -80,8 +79,7 @@ class PlanLosses:
     ) -> None:
         """Read ``file``; of the variants ``lower``, the first that it has stands for all of them.
 
-        ``files`` are what :func:`weights_identity` returns. Raises UsageError for a file of another
-        checkpoint, or without layers that leave ``high``.
+        Raises UsageError for other ``files`` (:func:`weights_identity`), and for layers not measured.
         """
         self.file = file
         try:
@@ -161,11 +159,9 @@ class Fit:
     ) -> None:
         """Find the most layers that fit; raise FlexQuantError if not even one copy does.
 
-        ``variants`` are those of :func:`flexquant.tuning.candidates.find_variants`, SOURCE and FROM_INT4
-        among them, and ``high`` the one that :func:`flexquant.tuning.candidates.eight_bit` finds. ``memory``
-        is bytes a rank for weights, and for what INT8 weights are computed into. ``is_nested``: whether
-        ``high`` is stored as differences to SOURCE. ``mixable`` are groups of variants whose layers one plan
-        can mix.
+        ``variants``: of :func:`find_variants`, with SOURCE and FROM_INT4; ``high``: of :func:`eight_bit`;
+        ``is_nested``: whether ``high`` is stored as differences to SOURCE. ``memory``: bytes a rank for
+        weights, and to compute INT8 weights in. ``mixable``: groups of variants that one plan can mix.
         """
         self._memory, self._loaded, self._losses = memory, loaded, losses
         stored = [v for v, policy in variants.items() if not policy.derived and v != SOURCE]
@@ -180,11 +176,8 @@ class Fit:
         mixed = [] if high is None else [_mixed(high, order, count, one, is_nested) for count in numbers]
         most = ([one] + [choice for choice in mixed if self._fits(choice)])[-1]
         shown = {num_layers * step // STEPS for step in range(1, STEPS + 1)} | {most.twice}
-        others = [
-            Choice(f"{v}, {SOURCE}", (whole(v), whole(SOURCE)), 0)
-            for v in variants
-            if v not in (high, SOURCE, FROM_INT4)
-        ]
+        beside = [variant for variant in variants if variant not in (high, SOURCE, FROM_INT4)]
+        others = [Choice(f"{v}, {SOURCE}", (whole(v), whole(SOURCE)), 0) for v in beside]
         alone = [Choice(f"{v} alone", (whole(v),), 0) for v in [*stored, SOURCE]]
         self.choices = [*(c for c in mixed[::-1] if c.twice in shown), one, *others, *alone]
         """At equal speed the first is preferred."""
@@ -200,37 +193,29 @@ class Fit:
     @property
     def together(self) -> list[list[str]]:
         """The candidates of every choice that fits and is measured."""
-        return [
-            [name for name in self.candidates if name in choice.names]
-            for choice in self.choices
-            if self._fits(choice) and set(choice.names) <= set(self.candidates)
-        ]
+        fitting = [set(choice.names) for choice in self.choices if self._fits(choice)]
+        measured = [names for names in fitting if names <= set(self.candidates)]
+        return [[name for name in self.candidates if name in names] for names in measured]
 
     def report(self, tuned: TuningResult) -> TuningResult:
         """Return the tuned policy with the table of choices in its notes."""
         decision = tuned.decision
         possible = [c for c in self.choices if set(decision.variants) <= set(c.names)]
         chosen = min(possible, key=lambda choice: self._loaded.of(choice.plans))
-        prompt, batch = max(_sizes(tuned.times.prefill)), min(_sizes(tuned.times.decode))
+        curves = tuned.times.prefill.values(), tuned.times.decode.values()
+        prompts, batches = (set.intersection(*map(set, of_phase)) for of_phase in curves)
+        prompt, batch = max(prompts), min(batches)
         head = ["", f"layers twice (of {len(chosen.plans[0])})", "bits/weight", "memory", "KV tokens"]
         head += [f"TTFT {prompt}", f"TPOT {batch}", *(["KL"] if self._losses else []), ""]
         rows = [head]
         for choice in self.choices:
-            nbytes = self._loaded.of(choice.plans)
+            nbytes, bits = self._loaded.of(choice.plans), self._loaded.bits(choice.plans)
+            row = [choice.name, str(choice.twice), f"{bits:.2f}", format_bytes(nbytes)]
+            row.append(str(self._loaded.cache_tokens(nbytes)))
+            row += [_time(tuned.times, choice, *one) for one in (("prefill", prompt), ("decode", batch))]
+            row += [self._losses.describe(choice.plans[0])] if self._losses else []
             told = "chosen" if choice is chosen else "" if self._fits(choice) else "does not fit"
-            rows.append(
-                [
-                    choice.name,
-                    str(choice.twice),
-                    f"{self._loaded.bits(choice.plans):.2f}",
-                    format_bytes(nbytes),
-                    str(self._loaded.cache_tokens(nbytes)),
-                    _time(tuned.times, choice, "prefill", prompt),
-                    _time(tuned.times, choice, "decode", batch),
-                    *([self._losses.describe(choice.plans[0])] if self._losses else []),
-                    told,
-                ]
-            )
+            rows.append([*row, told])
         notes = [
             self.remark,
             f"Choices for {format_bytes(self._memory)} a rank; ms for a prompt of {prompt} tokens, and for a "
@@ -280,16 +265,11 @@ def _remark(
     return f"{most.twice} of {len(order)} layers{which} fit with {high} of their own, {by}."
 
 
-def _sizes(curves: Mapping[str, Mapping[int, object]]) -> set[int]:
-    return set.intersection(*map(set, curves.values()))
-
-
 def _time(times: PassTimes, choice: Choice, phase: str, size: int) -> str:
     """Return the milliseconds of the fastest plan of a choice."""
-    seconds, mark = min(
-        (times.seconds((name,), phase, size), "")
-        if name in times.variants
-        else (times.seconds(plan, phase, size), "~")
-        for name, plan in zip(choice.names, choice.plans, strict=True)
-    )
+    found = []
+    for name, plan in zip(choice.names, choice.plans, strict=True):
+        layers, mark = ((name,), "") if name in times.variants else (plan, "~")
+        found.append((times.seconds(layers, phase, size), mark))
+    seconds, mark = min(found)
     return f"{mark}{1e3 * seconds:.3g}"

@@ -3,8 +3,7 @@
 """Report what each layer costs and gains, and what a search measured: tables, plots, the searched policy.
 
 All plans are scored on the same rows, so differences are taken row by row. Intervals are 95 % bootstrap
-percentile intervals over the rows, with a fixed seed (B. Efron, R. Tibshirani, An Introduction to the
-Bootstrap, chapter 13).
+percentile intervals over the rows (B. Efron, R. Tibshirani, An Introduction to the Bootstrap, 13).
 """
 
 from __future__ import annotations
@@ -64,15 +63,11 @@ def format_sensitivity_table(document: StudyDocument) -> str:
     alone = ", ".join(f"{v} {estimate(_kl(document, all_in(v, number)))}" for v in variants)
     columns = effects(document)
     ranking = sorted(range(number), key=lambda layer: columns[-1][1][layer].mean, reverse=True)
-    return "\n".join(
-        [
-            f"KL divergence to {of}, nats a token, with all layers in one variant: {alone}.",
-            "",
-            f"| layer | {' | '.join(title for title, _ in columns)} |",
-            "| --- |" + " --- |" * len(columns),
-            *(f"| {layer} | {' | '.join(str(found[layer]) for _, found in columns)} |" for layer in ranking),
-        ]
-    )
+    lines = [f"KL divergence to {of}, nats a token, with all layers in one variant: {alone}.", ""]
+    lines += [f"| layer | {' | '.join(title for title, _ in columns)} |", "| --- |" + " --- |" * len(columns)]
+    for layer in ranking:
+        lines.append(f"| {layer} | {' | '.join(str(found[layer]) for _, found in columns)} |")
+    return "\n".join(lines)
 
 
 def effects(document: StudyDocument) -> list[tuple[str, list[Estimate]]]:
@@ -114,10 +109,7 @@ def draw_sensitivity(document: StudyDocument) -> Figure:
 
 
 def format_search_table(found: SearchResult) -> str:
-    """Return a Markdown table of plans, the fastest first.
-
-    It has the variants alone, the chosen plan, and the plans to which no other is both faster and better.
-    """
+    """Return a Markdown table of the variants alone, the chosen plan and the front, the fastest first."""
     best = front(found.searched)
     rows = ["| plan | decode pass, ms | KL divergence, nats a token | |", "| --- | --- | --- | --- |"]
     for plan in sorted(found.searched, key=lambda plan: (plan.seconds, plan.kl)):
@@ -139,20 +131,13 @@ def searched_policy_document(
     """
     document = {**base.document, "schema": SCHEMA}
     rules = list(document["rules"])
-    place = next(
-        number for number, rule in enumerate(base.rules) if rule.matches("decode", sequences, sequences)
-    )
-    rule = {
-        "when": {**rules[place].get("when", {}), "phase": "decode"},
-        "use": Plan.from_layers(found.chosen.layers).rule_use(),
-    }
+    place = [rule.matches("decode", sequences, sequences) for rule in base.rules].index(True)
+    when = {**rules[place].get("when", {}), "phase": "decode"}
     takes_others = base.rules[place].when.phases != ("decode",)
-    rules[place : place if takes_others else place + 1] = [rule]
-    document |= {
-        "description": f"decode by a searched plan, {budget}: {describe_layers(found.chosen.layers)}",
-        "rules": rules,
-    }
-    document = with_derivations(document, variants.values())
+    use = Plan.from_layers(found.chosen.layers).rule_use()
+    rules[place : place if takes_others else place + 1] = [{"when": when, "use": use}]
+    told = f"decode by a searched plan, {budget}: {describe_layers(found.chosen.layers)}"
+    document = with_derivations(document | {"description": told, "rules": rules}, variants.values())
     parse_policy(document, "the searched policy")
     return document
 
@@ -163,24 +148,18 @@ def policy_text(document: JsonObject, found: SearchResult) -> str:
     of = found.document["reference"] or f"{found.document['variants'][0]} itself"
     numbers = Counter(found.chosen.layers).most_common()
     counts = ", ".join(f"{number} {variant}" for variant, number in numbers)
-    comments = [
-        f"KL divergence to {of} on {found.document['text']['file']}, of decoding.",
-        f"Layers by variant: {counts}.",
-        "",
-        *table,
-    ]
-    return to_yaml(document, comments)
+    told = f"KL divergence to {of} on {found.document['text']['file']}, of decoding."
+    return to_yaml(document, [told, f"Layers by variant: {counts}.", "", *table])
 
 
 def draw_search(found: SearchResult) -> Figure:
     """Draw KL divergence over decode time; raise FlexQuantError without matplotlib."""
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
-    kinds = (
+    for title, plans, marker, size in (
         ("searched, and the variants alone", found.searched, "o", 6),
         ("chosen", [found.chosen], "*", 12),
-    )
-    for title, plans, marker, size in kinds:
+    ):
         places = [1000 * plan.seconds for plan in plans], [plan.kl for plan in plans]
         axes.plot(*places, marker, markersize=size, label=title)
     name = found.document["checkpoint"]

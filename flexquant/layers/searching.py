@@ -20,7 +20,7 @@ from statistics import fmean
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.layers.sensitivity import Study, StudyDocument
+from flexquant.layers.sensitivity import Study, StudyDocument, measure_plans
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
 from flexquant.policy.rules import parse_policy, with_derivations
@@ -144,12 +144,12 @@ class Search:
                 if fastest.kl <= self.budget.max_kl:
                     return SearchResult(document, fastest, [*map(measured, pure)])
             alone = [*pure, *self.study.leaving(self.study.highest)]
-            self.study.measure_layers(document, measure, alone, progress)
-            chain = greedy_chain(
-                lambda layer, v: fmean(measure(with_layer(highest, layer, v))) - fmean(measure(highest)),
-                {plan[0]: self._seconds(plan) for plan in pure},
-                len(highest),
-            )
+            measure_plans(alone, document, measure, progress)
+
+            def cost(layer: int, variant: str) -> float:
+                return fmean(measure(with_layer(highest, layer, variant))) - fmean(measure(highest))
+
+            chain = greedy_chain(cost, {plan[0]: self._seconds(plan) for plan in pure}, len(highest))
             progress("whole plans")
             if (most := self.budget.max_kl) is not None:
                 first = bisect_left(chain[:-1], True, key=lambda plan: fmean(measure(plan)) <= most)
@@ -176,9 +176,8 @@ def greedy_chain(
     """Return plans from all layers in the last variant of ``seconds`` to all in the first.
 
     Each step raises the layer, and to the variant, that gains most for its time. ``costs(layer, variant)`` is
-    the KL divergence that the layer costs in that variant while all others are in the first one: with all
-    others in the last, the errors of all layers would interact. ``seconds`` maps each variant, the most
-    precise first, to the time of a decode pass with all layers in it.
+    the KL divergence that the layer costs in that variant with all others in the first, so that no errors
+    interact. ``seconds``: variant, the most precise first -> time of a decode pass.
     """
     variants = list(seconds)
     plan = all_in(variants[-1], num_layers)
@@ -192,11 +191,8 @@ def greedy_chain(
         return won > 0, won / longer if longer > 0 else math.copysign(math.inf, won)
 
     while any(variant != variants[0] for variant in plan):
-        steps = [
-            (layer, variant)
-            for layer, before in enumerate(plan)
-            for variant in variants[: variants.index(before)]
-        ]
+        higher = ((layer, variants[: variants.index(before)]) for layer, before in enumerate(plan))
+        steps = [(layer, variant) for layer, above in higher for variant in above]
         layer, variant = max(steps, key=lambda step: (*worth(*step), -step[0]))
         plan = with_layer(plan, layer, variant)
         chain.append(plan)
@@ -223,10 +219,9 @@ def limit_loss(
 ) -> TuningResult:
     """Return the tuned policy with other plans in the rules whose variant loses more than ``most``.
 
-    A loss is the KL divergence of decode to the study's reference, in nats a token. A decode rule whose
-    variant loses more takes the fastest plan that does not, which can mix layers of several variants; any
-    other such rule takes the most precise variant. :class:`Search` keeps its measurements in ``file``. Raises
-    FlexQuantError if no plan loses so little.
+    A loss is the KL divergence of decode to the study's reference, in nats a token. Such a decode rule takes
+    the fastest plan within the limit, which can mix variants; any other such rule takes the most precise
+    variant. ``file`` keeps the measurements. Raises FlexQuantError if no plan loses so little.
     """
     found = Search(study, tuned.times, Budget(max_kl=most)).run(file, overwrite=overwrite, progress=progress)
     number, kl = study.subject.num_layers, found.document["kl"]
@@ -242,11 +237,10 @@ def limit_loss(
     rules = [limited(rule) for rule in tuned.document["rules"]]
     document = with_derivations({**tuned.document, "rules": rules}, study.variants.values())
     told = ", ".join(f"{variant} {loss:.3g}" for variant, loss in losses.items())
-    of = found.document["reference"] or f"{study.highest} itself"
+    of, name = found.document["reference"] or f"{study.highest} itself", describe_layers(plan.layers)
     notes = [
         f"KL divergence of decode to {of} on {study.text.name}, nats a token: {told}.",
-        f"At most {most:g} is allowed: the fastest plan, {describe_layers(plan.layers)}, "
-        f"loses {plan.kl:.3g}.",
+        f"At most {most:g} is allowed: the fastest plan, {name}, loses {plan.kl:.3g}.",
     ]
     if document["rules"] != tuned.document["rules"]:
         document["description"] += f"; where that loses more than {most:g} nats a token, another plan"

@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Score one plan after another on one engine, against the log-probabilities of a reference.
 
-Prompts are always prefilled in the highest precision and their continuations decoded by the plan, so that
-only decoding differs from plan to plan. Results are saved after every plan, and an interrupted run resumes
-from them.
+Prompts are always prefilled in the highest precision, and only their continuations are decoded by the plan.
+Results are saved after every plan, and an interrupted run resumes from them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.merged_checkpoint import folder_label, weights_identity
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.output import check_free_space, read_earlier, staged_file
+from flexquant.checkpoint.output import check_free_space, read_earlier, write_text
 from flexquant.documents.json_text import parse_json
 from flexquant.documents.results import digest_of
 from flexquant.evaluation.engine import (
@@ -109,13 +108,8 @@ class Study:
 
     def leaving(self, variant: str) -> list[Layers]:
         """Return every plan that runs all layers but one in this variant."""
-        number = self.subject.num_layers
-        return [
-            with_layer(all_in(variant, number), layer, other)
-            for layer in range(number)
-            for other in self.variants
-            if other != variant
-        ]
+        whole, others = all_in(variant, self.subject.num_layers), [v for v in self.variants if v != variant]
+        return [with_layer(whole, layer, other) for layer in range(len(whole)) for other in others]
 
     def described(self) -> StudyDocument:
         """Return the document of all that the results depend on, with nothing measured yet."""
@@ -146,21 +140,8 @@ class Study:
         *_, lowest = self.variants
         plans = [*self.alone(), *self.leaving(self.highest), *self.leaving(lowest)]
         with self.measuring(file, overwrite=overwrite, progress=progress) as (document, measure):
-            self.measure_layers(document, measure, plans, progress)
+            measure_plans(plans, document, measure, progress)
         return document
-
-    def measure_layers(
-        self,
-        document: StudyDocument,
-        measure: Measure,
-        plans: Sequence[Layers],
-        progress: Callable[[str], None],
-    ) -> None:
-        """Measure the plans that the document lacks, with what :meth:`measuring` yields."""
-        missing = [plan for plan in plans if describe_layers(plan) not in document["kl"]]
-        for number, plan in enumerate(missing, 1):
-            progress(f"{describe_layers(plan)} ({len(plans) - len(missing) + number} of {len(plans)})")
-            measure(plan)
 
     @contextmanager
     def measuring(
@@ -182,7 +163,8 @@ class Study:
                 if name not in document["kl"]:
                     score = score or stack.enter_context(self._scoring(progress))
                     document["kl"][name] = score(layers)
-                    self._save(file, document)
+                    document.update(machine=describe_machine(), argv=describe_command())
+                    write_text(file, json.dumps(document, indent=1) + "\n")
                 return document["kl"][name]
 
             yield document, measure
@@ -228,20 +210,9 @@ class Study:
             document.setdefault("derive", {})  # earlier files have none
             return {key: document.get(key) for key in described} | {"kl": {}}, document
 
-        found = read_earlier(
-            file,
-            described,
-            read,
-            foreign="is not what 'flexquant sensitivity' wrote ({}); give another --output",
-            other="has results with other {}; give another --output, or --overwrite",
-        )
-        return described if found is None else found
-
-    def _save(self, file: Path, document: StudyDocument) -> None:
-        document["machine"] = describe_machine()
-        document["argv"] = describe_command()
-        with staged_file(file) as partial:
-            partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        foreign = "is not what 'flexquant sensitivity' wrote ({}); give another --output"
+        other = "has results with other {}; give another --output, or --overwrite"
+        return read_earlier(file, described, read, foreign=foreign, other=other) or described
 
     def _take(self, llm: LLM, layers: Layers) -> None:
         """Decode by another plan from now on."""
@@ -252,6 +223,16 @@ class Study:
     def _score(self, llm: LLM, folder: Path, **files: Path) -> Scores:
         (batch_size,) = self.settings.batch_sizes
         return decode_forced(llm, self.rows, self.settings.prompt_tokens, batch_size, folder, **files)
+
+
+def measure_plans(
+    plans: Sequence[Layers], document: StudyDocument, measure: Measure, progress: Callable[[str], None]
+) -> None:
+    """Measure the plans that the document lacks, with what :meth:`Study.measuring` yields."""
+    missing = [plan for plan in plans if describe_layers(plan) not in document["kl"]]
+    for number, plan in enumerate(missing, 1):
+        progress(f"{describe_layers(plan)} ({len(plans) - len(missing) + number} of {len(plans)})")
+        measure(plan)
 
 
 def policy_that_loads(variants: Mapping[str, Policy]) -> JsonObject:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -58,10 +59,6 @@ def _read_time(times: list[float]) -> Time:
     return Time(*(ms / 1e3 for ms in times))
 
 
-def _read_curve(times: dict[str, Time]) -> Curve:
-    return {size: times[str(size)] for size in sorted(map(int, times))}
-
-
 SizeKey = Annotated[str, AfterValidator(_check_size), Field(json_schema_extra={"pattern": "^[1-9][0-9]*$"})]
 Milliseconds = Annotated[
     Annotated[list[Number], Field(min_length=3, max_length=3)],
@@ -71,19 +68,14 @@ Milliseconds = Annotated[
 if TYPE_CHECKING:
     Curves = Mapping[str, Curve]
 else:  # in a document: variant -> size as text -> milliseconds
-    Curves = Annotated[
-        dict[
-            str,
-            Annotated[
-                dict[SizeKey, Milliseconds],
-                Field(min_length=1, json_schema_extra=KEYS_AS_GIVEN),
-                AfterValidator(_read_curve),
-                says("give a mapping from sizes to times"),
-            ],
-        ],
-        Field(min_length=1),
-        says("give a mapping from variants to their times"),
+    OfSizes = Annotated[
+        dict[SizeKey, Milliseconds],
+        Field(min_length=1, json_schema_extra=KEYS_AS_GIVEN),
+        AfterValidator(lambda times: {size: times[str(size)] for size in sorted(map(int, times))}),
+        says("give a mapping from sizes to times"),
     ]
+    of_variants = "give a mapping from variants to their times"
+    Curves = Annotated[dict[str, OfSizes], Field(min_length=1), says(of_variants)]
 
 
 class PassTimes(Section):
@@ -101,11 +93,9 @@ class PassTimes(Section):
     @model_validator(mode="after")
     def _check(self) -> PassTimes:
         if set(self.decode) != set(self.prefill):
-            raise Problem(
-                f"has the variants {', '.join(self.prefill)}, but decode_ms {', '.join(self.decode)}; "
-                "give both",
-                ["prefill_ms"],
-            )
+            prefill, decode = ", ".join(self.prefill), ", ".join(self.decode)
+            problem = f"has the variants {prefill}, but decode_ms {decode}; give both"
+            raise Problem(problem, ["prefill_ms"])
         return self
 
     @property
@@ -115,22 +105,17 @@ class PassTimes(Section):
     def seconds(self, layers: Layers, phase: str, size: int) -> float:
         """Return the time of a pass of ``size`` sequences (decode) or tokens (prefill), in seconds.
 
-        ``layers`` are the variants of all decoder layers (``Plan.layers`` of :mod:`flexquant.policy.plans`);
-        each layer is taken to cost an equal share of a pass in its variant. Times are interpolated between
+        Each layer is taken to cost an equal share of a pass in its variant. Times are interpolated between
         measured sizes, and extrapolated beyond them, in the logarithms of time and size.
         """
-        curves = self.decode if phase == "decode" else self.prefill
-        return sum(
-            _interpolate(curves[variant], size) * layers.count(variant) / len(layers)
-            for variant in dict.fromkeys(layers)
-        )
+        curves, number = self.decode if phase == "decode" else self.prefill, len(layers)
+        counts = Counter(layers).items()
+        return sum(_interpolate(curves[variant], size) * count / number for variant, count in counts)
 
     def only(self, variants: Collection[str]) -> PassTimes:
         """Return the times of these variants alone."""
         curves = {"decode": self.decode, "prefill": self.prefill}
-        kept = {
-            phase: {name: c for name, c in of.items() if name in variants} for phase, of in curves.items()
-        }
+        kept = {phase: {name: of[name] for name in of if name in variants} for phase, of in curves.items()}
         return self.model_copy(update=kept)
 
     def to_data(self) -> JsonObject:
@@ -144,10 +129,7 @@ class PassTimes(Section):
 
 
 def device_name(origin: JsonObject) -> str:
-    """Return the GPU, or the CPU and its cores, in the ``machine`` of an origin or of a document of results.
-
-    :mod:`flexquant.evaluation.engine` makes the ``machine``; a user's document can have none.
-    """
+    """Return the GPU, or the CPU and its cores, in a document's ``machine``, which a user's can lack."""
     machine = origin.get("machine")
     if isinstance(machine, Mapping):
         return machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
@@ -188,10 +170,7 @@ def _interpolate(curve: Curve, size: int) -> float:
 
 
 def _curves_to_data(curves: Mapping[str, Curve]) -> dict[str, dict[str, list[float]]]:
-    return {
-        variant: {
-            str(size): [float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in time]
-            for size, time in curve.items()
-        }
-        for variant, curve in curves.items()
-    }
+    def to_data(curve: Curve) -> dict[str, list[float]]:
+        return {str(size): [float(f"{1e3 * s:.{DIGITS}g}") for s in time] for size, time in curve.items()}
+
+    return {variant: to_data(curve) for variant, curve in curves.items()}

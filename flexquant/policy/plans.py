@@ -27,11 +27,10 @@ class Plan:
     @classmethod
     def from_layers(cls, layers: Layers) -> Plan:
         base = Counter(layers).most_common(1)[0][0]
-        others = {
-            variant: describe_ranges(i for i, v in enumerate(layers) if v == variant)
-            for variant in dict.fromkeys(layers)
-            if variant != base
-        }
+        numbers: dict[str, list[int]] = {}
+        for number, variant in enumerate(layers):
+            numbers.setdefault(variant, []).append(number)
+        others = {variant: describe_ranges(found) for variant, found in numbers.items() if variant != base}
         return cls(plan_name(base, others), layers)
 
     @property

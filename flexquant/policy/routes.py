@@ -36,12 +36,12 @@ class Interval(NamedTuple):
     max_tokens: int
     plan: Plan
 
-
-NO_NAMES: Mapping[str, str] = {}
+    def to_data(self) -> JsonObject:
+        return {**self._asdict(), "plan": self.plan.name}
 
 
 class RouteTableData(TypedDict):
-    """A :class:`RouteTable` in vLLM's configuration, from the front end to the workers."""
+    """A :class:`RouteTable` as plain data, from the front end to the workers."""
 
     plans: dict[str, list[str]]
     """Plan -> the variant of every decoder layer."""
@@ -60,14 +60,14 @@ class RouteTable:
         self,
         intervals: Mapping[Phase, Sequence[Interval]],
         derived: Mapping[str, Derivation],
-        nested: Mapping[str, str] = NO_NAMES,
+        nested: Mapping[str, str] | None = None,
         tokens_per_sequence: int = 1,
         head: Head = "stored",
     ) -> None:
         """Take ``intervals`` for every phase, in ascending order and without gaps from one token."""
         self.derived = derived
         """Name -> derivation of a variant that is computed from a checkpoint's variant."""
-        self.nested = nested
+        self.nested = nested or {}
         """Variant that holds differences alone -> the variant whose weights they are added to."""
         self.tokens_per_sequence = tokens_per_sequence
         self.head = head
@@ -80,24 +80,18 @@ class RouteTable:
     @classmethod
     def from_json(cls, data: RouteTableData) -> RouteTable:
         """Return the table that :meth:`to_json` returned as data."""
-        intervals = {
-            phase: [
-                Interval(first, last, Plan.from_layers(tuple(data["plans"][plan])))
-                for first, last, plan in rows
-            ]
-            for phase, rows in data["intervals"].items()
-        }
+        plans = {name: Plan.from_layers(tuple(layers)) for name, layers in data["plans"].items()}
+        rows = data["intervals"].items()
+        intervals = {phase: [Interval(*ends, plans[plan]) for *ends, plan in found] for phase, found in rows}
         derived = {name: Derivation.model_validate(how) for name, how in data["derived"].items()}
         return cls(intervals, derived, data["nested"], data["tokens_per_sequence"], data["head"])
 
     def to_json(self) -> RouteTableData:
         """Return the table as JSON-able data."""
+        found = self._intervals.items()
         return {
             "plans": self.layers_by_plan(),
-            "intervals": {
-                phase: [(row.min_tokens, row.max_tokens, row.plan.name) for row in rows]
-                for phase, rows in self._intervals.items()
-            },
+            "intervals": {phase: [(*row[:2], row.plan.name) for row in rows] for phase, rows in found},
             "derived": {name: how.model_dump(by_alias=True) for name, how in self.derived.items()},
             "nested": dict(self.nested),
             "tokens_per_sequence": self.tokens_per_sequence,
@@ -110,12 +104,8 @@ class RouteTable:
 
     def up_to(self, max_decode_tokens: int) -> RouteTable:
         """Return the table in which no decode pass has more than ``max_decode_tokens`` padded tokens."""
-        rows = self._intervals["decode"]
-        decode = [
-            row._replace(max_tokens=min(row.max_tokens, max_decode_tokens))
-            for row in rows
-            if row.min_tokens <= max_decode_tokens
-        ]
+        rows = [row for row in self._intervals["decode"] if row.min_tokens <= max_decode_tokens]
+        decode = [row._replace(max_tokens=min(row.max_tokens, max_decode_tokens)) for row in rows]
         intervals = {**self._intervals, "decode": decode}
         return RouteTable(intervals, self.derived, self.nested, self.tokens_per_sequence, self.head)
 
@@ -129,11 +119,9 @@ class RouteTable:
         used: dict[str, set[int]] = {}
         for plan in plans:
             for number, variant in enumerate(plan.layers):
-                used.setdefault(variant, set()).add(number)
-                if not self.has_weights(variant):
-                    used.setdefault(self.source(variant), set()).add(number)
-                if variant in self.nested:
-                    used.setdefault(self.nested[variant], set()).add(number)
+                of = None if self.has_weights(variant) else self.source(variant)
+                for needed in filter(None, (variant, of, self.nested.get(variant))):
+                    used.setdefault(needed, set()).add(number)
         return {variant: frozenset(numbers) for variant, numbers in used.items()}
 
     def intervals(self, phase: Phase) -> list[Interval]:
@@ -189,18 +177,12 @@ class RouteChange:
 
 
 def route_changes(before: RouteTable, after: RouteTable) -> list[RouteChange]:
-    """Return the passes whose plan differs between two tables of one model, by phase and token count.
-
-    Both tables have to end at the same token count, like the tables of one server. Plans are compared by
-    name.
-    """
+    """Return the passes whose plan differs, by its name, between two tables of one server."""
     changes: list[RouteChange] = []
     for phase in PHASES:
         rows = [*before.intervals(phase), *after.intervals(phase)]
-        plans = {
-            row.min_tokens: tuple(table.lookup(phase, row.min_tokens).name for table in (before, after))
-            for row in rows
-        }
+        starts = [row.min_tokens for row in rows]
+        plans = {n: (before.lookup(phase, n).name, after.lookup(phase, n).name) for n in starts}
         for first, last, (old, new) in _ranges(plans, rows[-1].max_tokens):
             if old != new:
                 changes.append(RouteChange(phase, first, last, old, new))
@@ -213,7 +195,7 @@ def build_route_table(
     num_layers: int,
     max_tokens: int,
     mixable: Collection[Collection[str]] | None = None,
-    nested: Mapping[str, str] = NO_NAMES,
+    nested: Mapping[str, str] | None = None,
     tokens_per_sequence: int = 1,
     max_decode_tokens: int | None = None,
     head: Head | None = None,
@@ -221,27 +203,22 @@ def build_route_table(
     """Build the route table of a policy for a model of ``num_layers`` decoder layers.
 
     ``max_tokens`` is the largest number of tokens in a pass, ``max_decode_tokens`` in a decode pass, padding
-    included. A decode pass has ``tokens_per_sequence`` tokens per sequence, more than one only with
-    speculative decoding; its batch size is its token count divided by that, rounded up.
+    included. A decode pass has ``tokens_per_sequence`` tokens a sequence; its batch size is rounded up.
+    ``variants`` are the checkpoint's; the policy can derive more. ``mixable`` are groups of variants whose
+    layers one plan can mix, where a derived variant counts as its source; None: all can be mixed. ``nested``
+    is that of :class:`RouteTable`. ``head`` is the precision of the lm_head; None: the policy's.
 
-    ``variants`` are the checkpoint's variants; the policy can derive more. ``mixable`` are groups of variants
-    whose layers one plan can mix, where a derived variant counts as its source; None: all can be mixed.
-    ``nested`` is that of :class:`RouteTable`. ``head`` is the precision of the lm_head; None: the policy's.
-
-    Raises :class:`FlexQuantError` for a variant that does not exist, a layer that the model does not have or
-    that is named twice, and a plan with layers of variants in different groups of ``mixable``.
+    Raises :class:`FlexQuantError` for a variant or layer that does not exist, a layer that is named twice,
+    and a plan with layers of variants in different groups of ``mixable``.
     """
     _check_derived(policy, variants)
     known = [*variants, *policy.derived]
     plans: list[Plan] = []
     for number in range(len(policy.rules)):
         plans.append(Plan.from_layers(_layers(policy, number, known, num_layers)))
-        if mixable is not None:
-            _check_mixable(policy, number, plans[-1], mixable)
-    intervals = {
-        phase: [Interval(*row) for row in match_rules(policy, plans, phase, max_tokens, tokens_per_sequence)]
-        for phase in PHASES
-    }
+        _check_mixable(policy, number, plans[-1], mixable)
+    rows = {phase: match_rules(policy, plans, phase, max_tokens, tokens_per_sequence) for phase in PHASES}
+    intervals = {phase: [Interval(*row) for row in found] for phase, found in rows.items()}
     table = RouteTable(intervals, policy.derived, nested, tokens_per_sequence, head or policy.head)
     return table if max_decode_tokens is None else table.up_to(max_decode_tokens)
 
@@ -265,10 +242,7 @@ def match_rules(
 
 
 def _ranges(values: Mapping[int, T], end: int) -> list[tuple[int, int, T]]:
-    """Return ``(first, last, value)``, ascending, up to ``end``; neighbours with equal values are one range.
-
-    ``values`` are those from each number on.
-    """
+    """Return ``(first, last, value)`` up to ``end``, by the values from each number on; equal ones join."""
     starts: list[int] = []
     for number in sorted(values):
         if number <= end and not (starts and values[starts[-1]] == values[number]):
@@ -297,9 +271,11 @@ def _use(policy: Policy, number: int) -> KeyPath:
     return ("rules", number, "use", *(["default"] if policy.rules[number].layers else []))
 
 
-def _check_mixable(policy: Policy, number: int, plan: Plan, mixable: Collection[Collection[str]]) -> None:
+def _check_mixable(
+    policy: Policy, number: int, plan: Plan, mixable: Collection[Collection[str]] | None
+) -> None:
     stored = {source_of(v, policy.derived) for v in plan.variants}
-    if any(stored <= set(group) for group in mixable):
+    if mixable is None or any(stored <= set(group) for group in mixable):
         return
     groups = [" with ".join(group) for group in mixable if len(group) > 1]
     advice = f"mix {' or '.join(groups)} only, or use" if groups else "use"
@@ -314,8 +290,8 @@ def _layers(policy: Policy, number: int, variants: Collection[str], num_layers: 
     """Return the variant of each layer in the plan of the rule with this number."""
     rule = policy.rules[number]
     places = {text: policy.place(("rules", number, "use", "layers", text)) for text in rule.layers}
-    choices = [(rule.variant, policy.place(_use(policy, number)))]
-    for variant, place in [*choices, *((rule.layers[text], place) for text, place in places.items())]:
+    choices = {policy.place(_use(policy, number)): rule.variant}
+    for place, variant in (choices | {places[text]: own for text, own in rule.layers.items()}).items():
         if variant not in variants:
             raise FlexQuantError(
                 f"{place} names the variant '{variant}', but the checkpoint has "

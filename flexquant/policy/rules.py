@@ -78,40 +78,29 @@ def builtin_policies() -> list[str]:
 
 
 def load_policy(name_or_path: str) -> Policy:
-    """Load a built-in policy by name, or a policy file by path.
+    """Load a built-in policy by name, or a policy file by path (:func:`read_named` tells them apart).
 
-    :func:`~flexquant.documents.yaml_document.read_named` tells names from paths. Raises
-    :class:`FlexQuantError` for an unknown name, an unreadable file, and a document that breaks the schema.
+    Raises :class:`FlexQuantError` for an unknown name, an unreadable file, and a wrong document.
     """
     content, source = read_named(name_or_path, PACKAGE, "policy")
     return parse_policy_text(content, source, name_or_path)
 
 
 def parse_policy_text(content: bytes, source: str, name: str) -> Policy:
-    """Validate a policy given as YAML, or as JSON, which is YAML.
+    """Validate a policy given as YAML or JSON, under a ``name``; ``source`` and the line open messages.
 
-    Raises :class:`FlexQuantError`, whose message begins with ``source`` and the line, for bad syntax and for
-    a document that breaks the schema. ``name`` becomes the policy's name.
+    Raises :class:`FlexQuantError` for bad syntax, and for a document that breaks the schema.
     """
     return _validate(from_yaml(content, source, "policy", ("schema", "rules")), name)
 
 
 def parse_policy(document: JsonObject, source: str) -> Policy:
-    """Validate a policy given as data, e.g. the one stored in a merged checkpoint.
-
-    ``source`` becomes the policy's name. Raises :class:`FlexQuantError`, whose message begins with
-    ``source``, for a document that breaks the schema.
-    """
+    """Validate a policy given as data, called ``source``; raise :class:`FlexQuantError` if it is wrong."""
     return _validate(from_data(document, source, "policy"), source)
 
 
 def choose_policy(given: str | None = None, stored: JsonObject | None = None) -> Policy:
-    """Return the policy: ``given``, else ``stored``, else the default.
-
-    ``given`` is a built-in policy's name or a policy file's path, ``stored`` the document in a merged
-    checkpoint. Raises FlexQuantError for an unknown name, a file that cannot be read, and a document that
-    breaks the schema.
-    """
+    """Return ``given`` (a name or path), else the document ``stored`` in a checkpoint, else the default."""
     if given is None and stored is not None:
         return parse_policy(stored, STORED_SOURCE)
     return load_policy(DEFAULT_POLICY if given is None else given)
@@ -130,9 +119,8 @@ def find_policies(
 ) -> dict[str, Policy]:
     """Return the policies with the given names, each once, keyed by their names in results.
 
-    A name is one of ``variants`` (which runs all passes), a built-in policy, a policy file, or ``stored``:
-    the document in the checkpoint ``folder``. The name of a file in results is the last part of its path.
-    Raises FlexQuantError for an unknown name and two files of one name.
+    A name is one of ``variants`` (for all passes), a built-in policy, a policy file (the last part of its
+    path names it) or ``stored``, that of ``folder``. Raises FlexQuantError for an unknown or repeated name.
     """
     policies: dict[str, Policy] = {}
     for text in dict.fromkeys(names):
@@ -164,12 +152,10 @@ def with_derivations(document: JsonObject, policies: Iterable[Policy]) -> JsonOb
     known: JsonObject = {}
     for one in (document, *(policy.document for policy in policies)):
         known |= one.get("derive", {})
-    uses = [rule["use"] for rule in document["rules"]]
-    used = {
-        name
-        for use in uses
-        for name in ([use] if isinstance(use, str) else [use["default"], *use.get("layers", {}).values()])
-    }
+    used: set[str] = set()
+    for rule in document["rules"]:
+        use = rule["use"] if isinstance(rule["use"], dict) else {"default": rule["use"]}
+        used |= {use["default"], *use.get("layers", {}).values()}
     derived = {name: how for name, how in known.items() if name in used}
     rules = {key: document[key] for key in ("rules", "measured") if key in document}
     others = {key: value for key, value in document.items() if key not in (*rules, "derive")}
@@ -190,8 +176,12 @@ def _validate(document: Document, name: str) -> Policy:
         problem = "is in the last rule, which must take every pass; remove it, or add a last rule"
         document.fail(("rules", last[0], "when"), problem)
     for variant, how in found.derive.items():
-        _check_derivation(variant, how, found, document)
-    for variant in found.derive:
+        if how.source in found.derive:
+            problem = f"is '{how.source}', itself derived; name a variant of the checkpoint"
+            document.fail(("derive", variant, "from"), problem)
+        if how.is_one_copy and how.activations != how.weights:
+            problem = f"is '{how.activations}'; {how.weights.upper()} weights need {how.weights}"
+            document.fail(("derive", variant, "activations"), problem)
         if not any(variant in rule.variants for rule in found.rules):
             document.fail(("derive", variant), "is used by no rule; remove it, or use it in one")
     return Policy(
@@ -206,22 +196,8 @@ def _validate(document: Document, name: str) -> Policy:
     )
 
 
-def _check_derivation(variant: str, how: Derivation, policy: PolicySection, document: Document) -> None:
-    path = ("derive", variant)
-    if how.source in policy.derive:
-        problem = f"is '{how.source}', itself derived; name a variant of the checkpoint"
-        document.fail((*path, "from"), problem)
-    if how.is_one_copy and how.activations != how.weights:
-        problem = f"is '{how.activations}'; {how.weights.upper()} weights need {how.weights}"
-        document.fail((*path, "activations"), problem)
-
-
 def _can_match(rule: Rule, earlier: Sequence[Rule]) -> bool:
-    """Whether some pass reaches the rule, rather than an earlier one.
-
-    Only sizes at which a range begins, or just above an end, need a test: if earlier rules miss a pass of the
-    rule, they miss one of these.
-    """
+    """Whether some pass reaches the rule; only sizes where a range begins or has just ended need a test."""
     for phase in rule.when.phases:
         in_phase = [other.when for other in earlier if phase in other.when.phases]
         for tokens in _starts(rule.when.tokens, [other.tokens for other in in_phase]):

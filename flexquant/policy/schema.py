@@ -45,8 +45,7 @@ def parse_layers(text: str) -> tuple[int, int]:
     match = LAYERS.fullmatch(text)
     if match is None:
         raise Problem('does not name layers; write a number or a range such as "5", "0-3" or "-4--1"')
-    first = int(match[1])
-    last = first if match[2] is None else int(match[2])
+    first, last = int(match[1]), int(match[2] or match[1])
     if first > last and (first < 0) == (last < 0):
         raise Problem(f'runs backwards; write "{last}-{first}"')
     return first, last
@@ -87,10 +86,7 @@ class Bounds(Section):
         return self.min <= number and (self.max is None or number <= self.max)
 
     def starts(self, unit: int = 1) -> set[int]:
-        """Return the first number in the range and the first above it.
-
-        Both are token counts, if the range counts sequences of ``unit`` tokens.
-        """
+        """Return the first size in the range and the first above it, in tokens if it has ``unit`` tokens."""
         first = (self.min - 1) * unit + 1
         return {first} if self.max is None else {first, self.max * unit + 1}
 
@@ -238,10 +234,7 @@ def json_schema() -> JsonObject:
 
 
 def _inlined(schema: JsonObject, definitions: JsonObject) -> JsonObject:
-    """Return a JSON Schema with definitions in the place of references, and without defaults of null.
-
-    An editor would write such a default into a policy, where null is refused.
-    """
+    """Return a JSON Schema with definitions for references, without defaults of null, which is refused."""
 
     def rewritten(value: object) -> object:
         if isinstance(value, list):

@@ -3,9 +3,9 @@
 """Make the rows of token ids for calibration, from text that is read or that the 16-bit model writes.
 
 For users who have no text, the model writes half of it, in its languages and its chat template: answers to
-requests, and continuations of first words, each sampled at one of several temperatures. Documents that repeat
-themselves are left out. The rest is real text of many kinds, about as much of each: those of
-``flexquant.documents.corpus`` in English and the languages that the model knows, and Python's documentation.
+requests, and continuations of first words, at several temperatures, without documents that repeat themselves.
+The rest is real text, about as much of each kind: of ``flexquant.documents.corpus``, in English and the
+languages that the model knows, and Python's documentation.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import TypedDict
@@ -25,31 +26,15 @@ from flexquant.checkpoint.folder import NOTICES, find_files
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import read_earlier, write_text
 from flexquant.checkpoint.writer import Progress
+from flexquant.documents import texts
 from flexquant.documents.json_text import parse_json
 from flexquant.documents.results import digest_of
-from flexquant.documents.texts import (
-    SELF,
-    TextOrMessages,
-    document_tokens,
-    draw_rows,
-    read_corpus,
-    read_documents,
-    start_of_row,
-    tokens_needed,
-)
 from flexquant.errors import FlexQuantError
+from flexquant.quantization import sampling
 from flexquant.quantization.oneshot import explained_memory, load_whole, watched_layers
 from flexquant.quantization.progress import Stage
 from flexquant.quantization.recipe import Calibration
 from flexquant.quantization.report import versions
-from flexquant.quantization.sampling import (
-    TOPICS,
-    Language,
-    known_documents,
-    known_languages,
-    sample,
-    vocabulary_word,
-)
 from flexquant.quantization.source_model import SourceModel
 
 TEMPERATURES = (0.6, 0.8, 1.0)
@@ -87,14 +72,13 @@ def calibration_rows(
 ) -> list[list[int]]:
     """Return ``settings.samples`` rows of ``settings.length`` token ids, within one ``stage``.
 
-    With SELF the model writes the text into the folder ``output``, unless an equal run has done so: enough
-    for the rows, about half of it real text, and equal for equal arguments on one machine with one number of
-    threads. Raises FlexQuantError for text that cannot be read or is too short, for a file with another text
-    in its place, unless ``overwrite`` is set, and for a model that writes next to nothing, or whose
-    activations are not finite.
+    With SELF the model writes the text into the folder ``output``, unless an equal run has done so; equal
+    arguments give equal text on one machine with one number of threads. Raises FlexQuantError for text that
+    cannot be read or is too short, for a file with another text in its place, unless ``overwrite`` is set,
+    and for a model that writes next to nothing, or whose activations are not finite.
     """
     file = output / "calibration.jsonl"
-    by_model = settings.data == SELF
+    by_model = settings.data == texts.SELF
     to_write = by_model and not _is_written(file, _made_with(source, settings), overwrite)
     title = "reading the calibration text"
     if to_write:
@@ -106,8 +90,8 @@ def calibration_rows(
     with stage(title, unit=" tokens" if to_write else "") as show:
         if to_write:
             _write(file, source, tokenizer, settings, show)
-        documents = read_documents(file if by_model else settings.data)
-        return draw_rows(documents, tokenizer, **settings.model_dump(exclude={"data"}))
+        documents = texts.read_documents(file if by_model else settings.data)
+        return texts.draw_rows(documents, tokenizer, **settings.model_dump(exclude={"data"}))
 
 
 def _made_with(source: SourceModel, settings: Calibration) -> JsonObject:
@@ -148,9 +132,9 @@ def _is_written(file: Path, expected: JsonObject, overwrite: bool) -> bool:
     try:
         return bool(read_earlier(file, expected, read, foreign=foreign, other=refusal, error=FlexQuantError))
     except FlexQuantError:
-        if overwrite:
-            return False
-        raise
+        if not overwrite:
+            raise
+        return False
 
 
 def _write(
@@ -164,50 +148,12 @@ def _write(
     with explained_memory("writing the calibration text"):
         model = load_whole(source)
         with watched_layers(model, None):
-            records = _write_documents(model, tokenizer, source, settings, progress)
+            author = _Author(model, tokenizer, settings, sampling.known_languages(model, tokenizer))
+            records = author.write(str(source.folder), progress)
     header = {**_made_with(source, settings), "text_sha256": digest_of(records)}
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [{**records[0], "made_with": header}, *records[1:]]
     write_text(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-
-
-def _write_documents(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    source: SourceModel,
-    settings: Calibration,
-    progress: Progress | None,
-) -> list[Record]:
-    needed = tokens_needed(tokenizer, samples=settings.samples, length=settings.length)
-    languages = known_languages(model, tokenizer)
-    real = _real_text(tokenizer, languages, needed // 2, settings.seed)
-    to_write = max(needed // 2, needed - _count_tokens(real, tokenizer))
-    records: list[Record] = []
-    repeating: list[Record] = []
-    tokens = asked = 0
-    most = MOST_DOCUMENTS * math.ceil(to_write / settings.length)
-    while tokens < to_write:
-        if asked >= (most if tokens else min(most, BATCH)):
-            found = f"only {tokens:,} tokens" if tokens else "nothing but its end token"
-            raise FlexQuantError(
-                f"{source.folder} wrote {found} in {asked} documents, and {settings.samples} samples of "
-                f"{settings.length} tokens need {to_write:,} beside real text; give text like your users' "
-                "requests with --calibration FILE"
-            )
-        size = min(BATCH, math.ceil((to_write - tokens) / settings.length) + 1)
-        torch.manual_seed(Random(f"{settings.seed}, {asked}").getrandbits(63))
-        for record in _write_batch(model, tokenizer, languages, range(asked, asked + size), settings):
-            ids = _record_tokens(record, tokenizer)
-            tokens += len(ids)
-            (repeating if _repeats(ids) else records).append(record)
-        asked += size
-        if progress is not None:
-            progress(min(tokens, to_write), to_write)
-    missing = needed - _count_tokens(records, tokenizer)
-    real = _real_text(tokenizer, languages, missing, settings.seed)
-    if _count_tokens(real, tokenizer) < missing:
-        records += repeating
-    return [*records, *real]
 
 
 def _repeats(ids: Sequence[int]) -> bool:
@@ -216,76 +162,105 @@ def _repeats(ids: Sequence[int]) -> bool:
     return len(set(runs)) < DISTINCT * len(runs)
 
 
-def _write_batch(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    languages: tuple[Language, ...],
-    numbers: Sequence[int],
-    settings: Calibration,
-) -> list[Record]:
-    """Return the records of the documents with these numbers, without those that stayed empty."""
-    draws = [Random(f"{settings.seed}, document {number}") for number in numbers]
-    temperatures = [draw.choice(TEMPERATURES) for draw in draws]
-    starts, prompts = [], []
-    for number, draw in zip(numbers, draws, strict=True):
-        if tokenizer.chat_template and number % 2 == 0:
-            request = draw.choice(draw.choice(languages).requests).replace("{}", draw.choice(TOPICS))
-            start: TextOrMessages = [{"role": "user", "content": request}]
-            prompts.append(document_tokens(start, tokenizer, "the model's own text", to_answer=True))
-        else:
-            openings = () if number % 4 == 1 else draw.choice(languages).openings
-            start = draw.choice(openings) if openings else vocabulary_word(tokenizer, draw)
-            prompts.append(start_of_row(tokenizer) + tokenizer(start, add_special_tokens=False)["input_ids"])
-        starts.append(start)
-    written = sample(model, tokenizer, prompts, temperatures, settings.length)
-    records: list[Record] = []
-    for start, temperature, prompt, ids in zip(starts, temperatures, prompts, written, strict=True):
-        answer = str(tokenizer.decode(ids, skip_special_tokens=True))
-        if not answer.strip():
-            continue
-        document: Record = (
-            {"text": str(tokenizer.decode([*prompt, *ids], skip_special_tokens=True))}
-            if isinstance(start, str)
-            else {"messages": [*start, {"role": "assistant", "content": answer}]}
-        )
-        records.append({**document, "temperature": temperature})
-    return records
+@dataclass(frozen=True)
+class _Author:
+    """The 16-bit model as the author of calibration text, with real text beside its own."""
 
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    settings: Calibration
+    languages: Sequence[sampling.Language]
 
-def _real_text(
-    tokenizer: PreTrainedTokenizerBase, languages: Sequence[Language], tokens: int, seed: int
-) -> list[Record]:
-    """Return records of real text with ``tokens`` tokens or a few more, about as many of each kind.
+    def write(self, name: str, progress: Progress | None) -> list[Record]:
+        """Return enough records; ``name`` is the model's, for the FlexQuantError if it writes too little."""
+        samples, length = self.settings.samples, self.settings.length
+        needed = texts.tokens_needed(self.tokenizer, samples=samples, length=length)
+        to_write = max(needed // 2, needed - self._count_tokens(self._real_text(needed // 2)))
+        records: list[Record] = []
+        repeating: list[Record] = []
+        tokens = asked = 0
+        most = MOST_DOCUMENTS * math.ceil(to_write / length)
+        while tokens < to_write:
+            if asked >= (most if tokens else min(most, BATCH)):
+                found = f"only {tokens:,} tokens" if tokens else "nothing but its end token"
+                raise FlexQuantError(
+                    f"{name} wrote {found} in {asked} documents, and {samples} samples of {length} tokens "
+                    f"need {to_write:,} beside real text; give text like your users' requests with "
+                    "--calibration FILE"
+                )
+            size = min(BATCH, math.ceil((to_write - tokens) / length) + 1)
+            torch.manual_seed(Random(f"{self.settings.seed}, {asked}").getrandbits(63))
+            for record in self._write_batch(range(asked, asked + size)):
+                ids = self._tokens(record)
+                tokens += len(ids)
+                (repeating if _repeats(ids) else records).append(record)
+            asked += size
+            if progress is not None:
+                progress(min(tokens, to_write), to_write)
+        missing = needed - self._count_tokens(records)
+        real = self._real_text(missing)
+        if self._count_tokens(real) < missing:
+            records += repeating
+        return [*records, *real]
 
-    It may be fewer if all that there is has fewer. The languages but English are one kind.
-    """
-    kinds: dict[str, list[Record]] = {}
-    for kind, document in known_documents(read_corpus(held_out=False), languages, tokenizer):
-        record: Record = (
-            {"kind": kind, "text": document}
-            if isinstance(document, str)
-            else {"kind": kind, "messages": document}
-        )
-        kinds.setdefault(kind.partition("/")[0], []).append(record)
-    passages = [passage for page in read_documents(None) for passage in _passages(str(page))]
-    kinds["reference"] = [{"kind": "reference", "text": passage} for passage in passages]
-    for kind, records in kinds.items():
-        Random(f"{seed}, {kind}").shuffle(records)
-    used = dict.fromkeys(kinds, 0)
-    taken: list[Record] = []
-    while sum(used.values()) < tokens and (left := [kind for kind in used if kinds[kind]]):
-        kind = min(left, key=lambda kind: used[kind])
-        taken.append(kinds[kind].pop())
-        used[kind] += len(_record_tokens(taken[-1], tokenizer))
-    return taken
+    def _write_batch(self, numbers: Sequence[int]) -> list[Record]:
+        """Return the records of the documents with these numbers, without those that stayed empty."""
+        tokenizer = self.tokenizer
+        draws = [Random(f"{self.settings.seed}, document {number}") for number in numbers]
+        temperatures = [draw.choice(TEMPERATURES) for draw in draws]
+        starts, prompts = [], []
+        for number, draw in zip(numbers, draws, strict=True):
+            if tokenizer.chat_template and number % 2 == 0:
+                request = draw.choice(draw.choice(self.languages).requests)
+                request = request.replace("{}", draw.choice(sampling.TOPICS))
+                start: texts.TextOrMessages = [{"role": "user", "content": request}]
+                prompt = texts.document_tokens(start, tokenizer, "the model's own text", to_answer=True)
+            else:
+                openings = () if number % 4 == 1 else draw.choice(self.languages).openings
+                start = draw.choice(openings) if openings else sampling.vocabulary_word(tokenizer, draw)
+                ids = tokenizer(start, add_special_tokens=False)["input_ids"]
+                prompt = texts.start_of_row(tokenizer) + ids
+            prompts.append(prompt)
+            starts.append(start)
+        written = sampling.sample(self.model, tokenizer, prompts, temperatures, self.settings.length)
+        records: list[Record] = []
+        for start, temperature, prompt, ids in zip(starts, temperatures, prompts, written, strict=True):
+            answer = str(tokenizer.decode(ids, skip_special_tokens=True))
+            if not answer.strip():
+                continue
+            if isinstance(start, str):
+                document: Record = {"text": str(tokenizer.decode([*prompt, *ids], skip_special_tokens=True))}
+            else:
+                document = {"messages": [*start, {"role": "assistant", "content": answer}]}
+            records.append({**document, "temperature": temperature})
+        return records
 
+    def _real_text(self, tokens: int) -> list[Record]:
+        """Return up to about ``tokens`` tokens of real text, equal for each kind (languages: one kind)."""
+        kinds: dict[str, list[Record]] = {}
+        corpus = texts.read_corpus(held_out=False)
+        for kind, document in sampling.known_documents(corpus, self.languages, self.tokenizer):
+            record: Record = {"kind": kind}
+            record |= {"text": document} if isinstance(document, str) else {"messages": document}
+            kinds.setdefault(kind.partition("/")[0], []).append(record)
+        passages = [passage for page in texts.read_documents(None) for passage in _passages(str(page))]
+        kinds["reference"] = [{"kind": "reference", "text": passage} for passage in passages]
+        for kind, records in kinds.items():
+            Random(f"{self.settings.seed}, {kind}").shuffle(records)
+        used = dict.fromkeys(kinds, 0)
+        taken: list[Record] = []
+        while sum(used.values()) < tokens and (left := [kind for kind in used if kinds[kind]]):
+            kind = min(left, key=lambda kind: used[kind])
+            taken.append(kinds[kind].pop())
+            used[kind] += len(self._tokens(taken[-1]))
+        return taken
 
-def _record_tokens(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return document_tokens(record.get("messages") or record["text"], tokenizer, "the calibration text")
+    def _tokens(self, record: Record) -> list[int]:
+        document = record.get("messages") or record["text"]
+        return texts.document_tokens(document, self.tokenizer, "the calibration text")
 
-
-def _count_tokens(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> int:
-    return sum(len(_record_tokens(record, tokenizer)) for record in records)
+    def _count_tokens(self, records: Sequence[Record]) -> int:
+        return sum(len(self._tokens(record)) for record in records)
 
 
 def _passages(page: str) -> list[str]:

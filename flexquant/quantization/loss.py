@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What a variant lost against the 16-bit model, by itself or with prompts that another variant read.
 
-It is measured on the texts of ``flexquant.documents.texts`` that are held out: the first tokens of each
-document. The 16-bit model answers once, and its likeliest tokens are kept. KL divergences count all tokens
-beyond the likeliest as one, so they are a little small.
+It is measured on the first tokens of the documents of ``flexquant.documents.texts`` that are held out. The
+16-bit model answers once, and its likeliest tokens are kept; KL divergences count all others as one token.
 """
 
 from __future__ import annotations
@@ -66,19 +65,14 @@ def read_reference(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 def reference_of(model: PreTrainedModel, rows: TextRows) -> Reference:
     """Return the 16-bit model's answers to ``rows``, of the kinds to which all are finite."""
     answers = {kind: [_answers(*said) for said in _said(model, of_kind)] for kind, of_kind in rows.items()}
-    finite = {
-        kind: found for kind, found in answers.items() if all(bool(a.nll.isfinite().all()) for a in found)
-    }
+    finite = {kind: found for kind, found in answers.items() if all(a.nll.isfinite().all() for a in found)}
     return Reference(rows, finite)
 
 
 def measuring_rows(
     corpus: Corpus, languages: Sequence[Language], tokenizer: PreTrainedTokenizerBase
 ) -> TextRows:
-    """Return the rows to measure with: each kind of English text, and the ``languages`` as one kind.
-
-    Without a chat template conversations are measured as plain text.
-    """
+    """Return the rows to measure with, by kind of English text; all ``languages`` are one kind."""
     start = start_of_row(tokenizer)
     kinds: dict[str, list[list[int]]] = {}
     for kind, document in known_documents(corpus, languages, tokenizer):
@@ -117,9 +111,8 @@ def read_prompts(model: PreTrainedModel, reference: Reference) -> dict[str, list
         for batch in _batches(reference.rows[kind]):
             with torch.inference_mode():
                 said = model(input_ids=batch[:, :PROMPT_TOKENS], use_cache=True)
-            if any(
-                isinstance(layer, LinearAttentionCacheLayerMixin) for layer in said.past_key_values.layers
-            ):
+            layers = said.past_key_values.layers
+            if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
                 return None
             prompts[kind].append(ReadPrompts(said.logits[:, -1:].clone(), said.past_key_values))
     return prompts
@@ -128,7 +121,7 @@ def read_prompts(model: PreTrainedModel, reference: Reference) -> dict[str, list
 def measure_answers(
     model: PreTrainedModel, prompts: dict[str, list[ReadPrompts]], reference: Reference
 ) -> dict[str, Loss]:
-    """Return what is lost on the answers of ``model`` to ``prompts``, which another may have read, as served.
+    """Return what is lost on the answers of ``model`` to ``prompts``, which another may have read.
 
     The first token of an answer is that of the model that read the prompt. ``prompts`` is used up.
     """
@@ -195,13 +188,7 @@ def _loss(documents: Sequence[tuple[float, float, float]]) -> Loss:
     values = torch.tensor(documents, dtype=torch.float64)
     means, errors = values.mean(0), (values.var(0, correction=0) / (len(documents) - 1)).sqrt()
     growth = means[1].exp()
-    found = {
-        "kl": means[0],
-        "kl_error": errors[0],
-        "perplexity": growth - 1,
-        "perplexity_error": growth * errors[1],
-        "same_top": means[2],
-    }
-    return Loss(
-        documents=len(documents), **{key: round(float(value), DIGITS) for key, value in found.items()}
-    )
+    found = {"kl": means[0], "kl_error": errors[0], "same_top": means[2]}
+    found |= {"perplexity": growth - 1, "perplexity_error": growth * errors[1]}
+    rounded = {key: round(float(value), DIGITS) for key, value in found.items()}
+    return Loss(documents=len(documents), **rounded)

@@ -3,11 +3,11 @@
 """Make llmcompressor's modifiers, and two of our own, from a resolved recipe.
 
 `SearchedSmoothQuant` divides the activations in front of a group of linears by s and multiplies the linears'
-weights by it, s = max|x|^alpha / max|W|^(1 - alpha) for each channel (https://arxiv.org/abs/2211.10438). Each
-group of each layer tries every alpha of a grid, and no smoothing, and keeps the one whose quantised output,
-Q(x / s) Q(W s)^T, is nearest to x W^T on a sample of calibration tokens. Q is the scheme of the variant's
-quantising modifier, with rounding to nearest instead of GPTQ. The inputs are observed at the linears, not at
-the smoothed module's output: down_proj's input is up_proj's output times the activated gate.
+weights by it, s = max|x|^alpha / max|W|^(1 - alpha) for each channel (https://arxiv.org/abs/2211.10438). For
+each group it tries every alpha of a grid, and no smoothing, and keeps the one whose quantised output, Q(x /
+s) Q(W s)^T, is nearest to x W^T on a sample of calibration tokens. Q is the variant's scheme with rounding to
+nearest. Inputs are observed at the linears: down_proj's is not up_proj's output, but that times the activated
+gate.
 
 `TokenNormalizedGPTQ` weights all calibration tokens alike.
 """
@@ -50,10 +50,7 @@ def needs_calibration(variant: ResolvedVariant) -> bool:
 
 
 def build_modifiers(variant: ResolvedVariant, tokens: int = 0) -> list[Modifier]:
-    """Return the modifiers in the order of use; ``tokens`` is the number of all calibration tokens.
-
-    Raises FlexQuantError for arguments that llmcompressor refuses.
-    """
+    """Return the modifiers in order, for ``tokens`` tokens; raise FlexQuantError for arguments it refuses."""
     recipe = variant.recipe
     try:
         built = [_modifier(name, {**given}, variant, tokens) for name, given in recipe.modifiers.items()]
@@ -67,11 +64,10 @@ def _modifier(name: str, arguments: JsonObject, variant: ResolvedVariant, tokens
     """Return one modifier of a recipe, from its own ``arguments``; raise ValueError for refused ones."""
     if name == "SmoothQuantModifier":
         given = arguments.pop("smoothing_strength")
-        searched = given if isinstance(given, list) else []
-        fixed = (
-            {} if searched else given if isinstance(given, dict) else dict.fromkeys(variant.smoothed, given)
-        )
-        return SearchedSmoothQuant(candidates=searched, fixed=fixed, tokens=tokens, **arguments)
+        if isinstance(given, list):
+            return SearchedSmoothQuant(candidates=given, tokens=tokens, **arguments)
+        fixed = given if isinstance(given, dict) else dict.fromkeys(variant.smoothed, given)
+        return SearchedSmoothQuant(fixed=fixed, **arguments)
     if name == "AWQModifier":
         pairs = [pair for m in arguments.pop("mappings") if (pair := split_mapping(m))]
         return AWQModifier(mappings=[AWQMapping(smooth, balance) for balance, smooth in pairs], **arguments)
@@ -106,8 +102,7 @@ class TokenNormalizedGPTQ(GPTQModifier):
     """llmcompressor's GPTQ on inputs of equal norm; each row must begin at the beginning of a sequence.
 
     GPTQ weights the error of a linear by H = sum of x x^T over the calibration tokens. A few tokens, mostly
-    the first of a row, have activations hundreds of times larger than all others: H then describes these
-    alone, and damping exceeds the contribution of the others, which GPTQ in effect rounds to nearest. Here
+    the first of a row, have activations hundreds of times larger than all others and would decide H alone, so
     each x is divided by its norm. The first token, to which every later one attends, gets the weight of
     several. benchmarks/results/quality-methods compares the methods.
     """
@@ -137,7 +132,7 @@ class TokenNormalizedGPTQ(GPTQModifier):
 
 
 class SearchedSmoothQuant(SmoothQuantModifier):
-    """llmcompressor's SmoothQuant with a strength per mapping; ``chosen`` and ``errors`` hold the results."""
+    """llmcompressor's SmoothQuant with a strength per mapping."""
 
     candidates: list[float] = []
     """Strengths to try for each mapping, beside no smoothing."""
@@ -147,7 +142,7 @@ class SearchedSmoothQuant(SmoothQuantModifier):
     """Number of all calibration tokens."""
 
     chosen: dict[str, float | None] = {}
-    """Name of the smoothed module -> strength of its mapping; found by the modifier, like the next two."""
+    """Name of the smoothed module -> strength of its mapping, a result like the next two."""
     errors: dict[str, dict[float | None, float]] = {}
     """Searched mapping -> strength -> output MSE, summed over its linears."""
     power: dict[str, float] = {}
@@ -203,22 +198,17 @@ class SearchedSmoothQuant(SmoothQuantModifier):
             return None
         targets = [torch.nn.functional.linear(x, layer.weight.float()) for layer in quantised]
         self.power[name] = sum(float(y.square().mean()) for y in targets)
-        tried: list[float | None] = [None, *sorted({*self.candidates, REFERENCE})]
-        self.errors[name] = {
-            alpha: sum(
-                _output_error(x, layer, y, smoothing_scales(alpha, largest_input, weights))
-                for layer, y in zip(quantised, targets, strict=True)
-            )
-            for alpha in tried
-        }
+        self.errors[name] = {}
+        for alpha in (None, *sorted({*self.candidates, REFERENCE})):
+            s, pairs = smoothing_scales(alpha, largest_input, weights), zip(quantised, targets, strict=True)
+            self.errors[name][alpha] = sum(_output_error(x, layer, y, s) for layer, y in pairs)
         return min([None, *self.candidates], key=self.errors[name].__getitem__)
 
 
 def smoothing_report(smoothing: SearchedSmoothQuant) -> JsonObject | None:
-    """Return the strength of each mapping, and where it was searched the output MSE at every strength.
+    """Return each mapping's strength, and the output MSE at every strength where it was searched.
 
-    ``mse_gain`` is the summed MSE with REFERENCE for all mappings, divided by that with the chosen strengths.
-    None if nothing was smoothed.
+    ``mse_gain``: summed MSE with REFERENCE over that with the chosen strengths. None if nothing was smoothed.
     """
     chosen, errors = smoothing.chosen, smoothing.errors
     if not chosen:
@@ -269,10 +259,7 @@ def _round_weight(weight: torch.Tensor, args: QuantizationArgs | None) -> torch.
 
 
 def _round_input(x: torch.Tensor, args: QuantizationArgs | None) -> torch.Tensor:
-    """Quantise and dequantise activations [batch, tokens, in]; ``args`` None leaves them unchanged.
-
-    Static schemes, too, use the scale of the given activations.
-    """
+    """Quantise and dequantise activations [batch, tokens, in] by their own scale; ``args`` None: neither."""
     if args is None:
         return x
     scale, zero_point = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity())

@@ -76,7 +76,11 @@ def load_model(source: SourceModel) -> PreTrainedModel:
 
 def load_whole(source: SourceModel) -> PreTrainedModel:
     """Return the model to compute with as it is, on GPUs if there are any."""
-    return _load(source, device_map="auto" if torch.cuda.is_available() else None)
+    return _load(source, device_map=_devices())
+
+
+def _devices() -> str | None:
+    return "auto" if torch.cuda.is_available() else None
 
 
 def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel:
@@ -84,17 +88,12 @@ def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel
 
     Raises FlexQuantError for parameters that transformers would fill at random.
     """
+    options = {"config": source.config, "trust_remote_code": False, "device_map": device_map}
+    dtype = source.dtype if torch.cuda.is_available() else torch.float32
     with nothing_fetched():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.folder,
-            config=source.config,
-            trust_remote_code=False,
-            output_loading_info=True,
-            dtype=source.dtype if torch.cuda.is_available() else torch.float32,
-            device_map=device_map,
+        loaded: tuple[PreTrainedModel, Mapping[str, set[str]]] = AutoModelForCausalLM.from_pretrained(
+            source.folder, output_loading_info=True, dtype=dtype, **options
         )
-    model: PreTrainedModel
-    found: Mapping[str, set[str]]
     model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise FlexQuantError(
@@ -106,15 +105,11 @@ def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel
 
 def load_quantized(folder: Path) -> PreTrainedModel:
     """Return a checkpoint of compressed-tensors, of which the linears quantise their inputs as served."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder,
-        trust_remote_code=False,
-        dtype="auto" if torch.cuda.is_available() else torch.float32,
-        device_map="auto" if torch.cuda.is_available() else None,
-        quantization_config=CompressedTensorsConfig(run_compressed=False),
-    )
-    if section := read_config(folder)["quantization_config"].get("transform_config"):
-        _rotate_inputs(model, TransformConfig.model_validate(section), read_tensors(folder))
+    dtype, section = _devices() or torch.float32, CompressedTensorsConfig(run_compressed=False)
+    options = {"trust_remote_code": False, "device_map": _devices(), "quantization_config": section}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+    if rotations := read_config(folder)["quantization_config"].get("transform_config"):
+        _rotate_inputs(model, TransformConfig.model_validate(rotations), read_tensors(folder))
     if not torch.cuda.is_available():  # tensors that transformers renames come in the dtype of the file
         _convert_parameters(model, torch.float32, all_of_them=True)
     return model
@@ -132,8 +127,7 @@ def _rotate_inputs(model: PreTrainedModel, config: TransformConfig, stored: Mapp
 def _names_of_experts(model: PreTrainedModel) -> list[WeightTransform]:
     """Return the renamings for separate experts in transformers' conversions for fused ones.
 
-    Mixtral's ``experts.0.w1`` becomes gate_proj, ``w3`` up_proj. Empty if experts are published in one tensor
-    for all, and without experts.
+    Mixtral's ``experts.0.w1`` becomes gate_proj, ``w3`` up_proj. Empty without experts published one by one.
     """
     names: list[WeightTransform] = []
     conversions = get_model_conversion_mapping(model) if get_non_linearized_moes(model) else []
@@ -168,8 +162,7 @@ def quantize_in_memory(
 ) -> tuple[PreTrainedModel, VariantRecipe, Report]:
     """Quantise a model as ``variant`` says, calibrated on ``rows`` of token ids (None: on none).
 
-    Returns the model, with the values that :func:`save_model` writes, the recipe that makes it without a
-    search, and what was found, which is part of the report.
+    Returns it with the values that :func:`save_model` writes, its recipe, and what a search found.
     """
     tensors = [torch.tensor(row) for row in rows or ()]
     model = load_model(source)
@@ -179,10 +172,8 @@ def quantize_in_memory(
     recipe = variant.recipe
     for modifier in modifiers:
         if isinstance(modifier, SearchedSmoothQuant):
-            recipe, findings["smoothing"] = (
-                with_strengths(variant, modifier.chosen),
-                smoothing_report(modifier),
-            )
+            recipe = with_strengths(variant, modifier.chosen)
+            findings["smoothing"] = smoothing_report(modifier)
     if (distillation := recipe.scale_distillation) is not None:
         with explained_memory(f"training the scales of '{recipe.name}'", "remove scale_distillation"):
             by_epoch = distill_scales(model, load_model(source), tensors, distillation.epochs, seed, show)
@@ -284,13 +275,12 @@ def explained_memory(doing: str, remedy: str = "lower --samples or --length") ->
         ) from e
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if any(text in str(error).lower() for text in CPU_ALLOCATOR):
-        return True
-    inner = error.__cause__ or error.__context__
-    return inner is not None and _is_out_of_memory(inner)
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    return error is not None and (
+        isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        or any(text in str(error).lower() for text in CPU_ALLOCATOR)
+        or _is_out_of_memory(error.__cause__ or error.__context__)
+    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from flexquant.checkpoint.writer import Progress
 
 if TYPE_CHECKING:
-    from loguru import Message
+    from loguru import Message, Record
 
 MODIFIERS = "llmcompressor.modifiers"
 Stage = Callable[..., AbstractContextManager[Progress | None]]
@@ -61,13 +61,11 @@ def quiet_libraries(warn: Callable[[str], None]) -> Iterator[None]:
                     said.add(text)
                     warn(text)
 
+            def is_wanted(record: Record) -> bool:
+                return str(record["name"]).startswith(MODIFIERS) and record["level"].name != "METRIC"
+
             logger.remove()
-            handler = logger.add(
-                pass_on,
-                level="WARNING",
-                filter=lambda r: str(r["name"]).startswith(MODIFIERS) and r["level"].name != "METRIC",
-                format="{message}",
-            )
+            handler = logger.add(pass_on, level="WARNING", filter=is_wanted, format="{message}")
             try:
                 yield
             finally:

@@ -90,17 +90,15 @@ def quantize_variants(
     recipe's values if given; ``calibration`` is "self" (the model writes ``output``/calibration.jsonl) or
     what :func:`~flexquant.documents.texts.read_documents` takes. ``resume`` keeps variants that an earlier
     run finished from the same inputs; ``overwrite`` replaces others, each once the new one is complete.
-    ``check`` is called with the model's folder before anything is quantised, and may refuse it.
-    ``progress`` receives notes of one line; ``stage`` is entered for each stage. Output of the libraries is
-    discarded unless ``verbose``.
+    ``check`` may refuse the model's folder before anything is quantised. ``progress`` receives notes;
+    ``stage`` is entered for each stage. Libraries' output is discarded unless ``verbose``.
 
     Equal inputs give equal bytes on one machine with one number of threads. A folder appears only when
-    complete; in it, ``recipe.yaml`` reproduces the variant and ``quantization_report.json`` records what was
-    searched.
+    complete, with ``recipe.yaml``, which reproduces it, and a report.
 
-    Raises FlexQuantError, before any calibration and with nothing deleted, for a model, recipe or calibration
-    data that cannot be used, an output that may not be replaced, too little disk space, and a missing
-    llmcompressor. Also raises it for activations that are not finite and for memory that runs out.
+    Raises FlexQuantError, with nothing calibrated or deleted, for unusable inputs, an output that may not be
+    replaced, too little disk space, and without llmcompressor; later if activations are not finite or memory
+    runs out.
     """
     if importlib.util.find_spec("llmcompressor") is None:
         raise FlexQuantError(
@@ -207,13 +205,12 @@ class _Run:
         """
         finished, problems = [], []
         for job in jobs:
-            report = read_report(job.folder, replaceable=self.overwrite)
-            problem = None
-            if report is not None:
+            problem: str | None = "is missing"
+            if (report := read_report(job.folder, replaceable=self.overwrite)) is not None:
                 self.progress(f"{job.variant.recipe.name}: comparing {job.folder} with its hashes")
                 if problem := find_difference(job.folder, report, job.made_from):
                     problems.append(f"{job.folder} {problem}")
-            finished.append(report is not None and problem is None)
+            finished.append(problem is None)
         if problems and not self.overwrite:
             raise FlexQuantError(
                 f"{'; '.join(problems)}; replace what differs with --overwrite, or choose another folder"
@@ -253,11 +250,9 @@ class _Run:
 
 def _choose(recipe: Recipe, names: Sequence[str] | None) -> list[VariantRecipe]:
     names = list(recipe.variants) if names is None else list(dict.fromkeys(names))
-    for name in names:
-        if name not in recipe.variants:
-            raise FlexQuantError(
-                f"'{name}' is no variant of the recipe '{recipe.name}'; it has {', '.join(recipe.variants)}"
-            )
+    known = ", ".join(recipe.variants)
+    if unknown := [name for name in names if name not in recipe.variants]:
+        raise FlexQuantError(f"'{unknown[0]}' is no variant of the recipe '{recipe.name}'; it has {known}")
     if not names:
-        raise FlexQuantError(f"no variant is chosen; the recipe has {', '.join(recipe.variants)}")
+        raise FlexQuantError(f"no variant is chosen; the recipe has {known}")
     return [recipe.variants[name] for name in names]

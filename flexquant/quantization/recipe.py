@@ -134,9 +134,8 @@ def builtin_recipes() -> list[str]:
 def load_recipe(name_or_path: str | Path) -> Recipe:
     """Load a built-in recipe by name, or a recipe file by path.
 
-    :func:`~flexquant.documents.yaml_document.read_named` tells names from paths. Raises FlexQuantError, with
-    the line and what is allowed, for an unknown name, a file that cannot be read, a document that breaks the
-    schema, and a recipe that would change the KV cache.
+    Raises FlexQuantError, with the line and what is allowed, for an unknown name, a file that cannot be read,
+    a document that breaks the schema, and a recipe that would change the KV cache.
     """
     content, source = read_named(str(name_or_path), PACKAGE, "recipe")
     return parse_recipe(content, source, str(name_or_path))
@@ -155,11 +154,8 @@ def _variant(name: str, section: VariantSection, document: Document) -> VariantR
     modifiers = {key: value for key, value in document.data["variants"][name].items() if key in MODIFIERS}
     quantizers = [key for key in modifiers if key in QUANTIZERS]
     if len(quantizers) != 1 or list(modifiers)[-1:] != quantizers:
-        document.fail(
-            path,
-            f"has the modifiers {', '.join(modifiers) or 'none'}; give exactly one of "
-            f"{', '.join(QUANTIZERS)}, as the last one",
-        )
+        given, allowed = ", ".join(modifiers) or "none", ", ".join(QUANTIZERS)
+        document.fail(path, f"has the modifiers {given}; give exactly one of {allowed}, as the last one")
     if ROTATES in modifiers and list(modifiers)[-2] != ROTATES:
         document.fail(path, f"moves scales behind {ROTATES}; put it right before {quantizers[0]}")
     return VariantRecipe(name, modifiers, section.scale_distillation, document.place(path))

@@ -139,12 +139,11 @@ def find_difference(folder: Path, report: Report, made_from: Mapping[str, object
     if different := different_keys(made_from, report["made_from"]):
         return f"was made with different {', '.join(different)}"
     recorded, found = report["files"], _hash_files(folder)
-    changes = {name: "is missing" if name not in found else "has other content" for name in recorded}
-    changes |= {name: "was added" for name in found if name not in recorded}
-    changed = ", ".join(
-        f"{name} {changes[name]}" for name in changes if recorded.get(name) != found.get(name)
-    )
-    return f"was changed after it was made: {changed}" if changed else None
+    changes = []
+    for name in different_keys(recorded, found):
+        told = "has other content" if name in recorded else "was added"
+        changes.append(f"{name} {told if name in found else 'is missing'}")
+    return f"was changed after it was made: {', '.join(changes)}" if changes else None
 
 
 class QuantizedVariant(BaseModel, frozen=True):

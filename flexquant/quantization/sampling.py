@@ -81,22 +81,15 @@ def sample(
     room = getattr(model.config, "max_position_embeddings", None)
     most = tokens if room is None else max(1, min(tokens, room - longest))
     padding = ends[0] if ends else 0
-    ids = torch.tensor([[padding] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    ids = [[padding] * (longest - len(p)) + list(p) for p in prompts]
+    mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
+    as_the_model_says = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    stop = {"max_new_tokens": most, "eos_token_id": ends or None, "pad_token_id": padding}
     generate = cast("Callable[..., torch.Tensor]", model.generate)
     output = generate(
-        input_ids=ids,
-        attention_mask=mask,
-        generation_config=GenerationConfig(
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            repetition_penalty=1.0,
-            max_new_tokens=most,
-            eos_token_id=ends or None,
-            pad_token_id=padding,
-        ),
+        input_ids=torch.tensor(ids, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
+        generation_config=GenerationConfig(do_sample=True, **as_the_model_says, **stop),
         logits_processor=LogitsProcessorList([RowTemperatures(temperatures)]),
     )
     rows = output[:, longest:].tolist()
@@ -115,8 +108,7 @@ def known_languages(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     """Return English, and the other languages in which the model finds one sentence about as likely."""
     nats = {}
     for language in (ENGLISH, *OTHERS):
-        start = start_of_row(tokenizer)
-        ids = start + tokenizer(language.sentence, add_special_tokens=False)["input_ids"]
+        ids = start_of_row(tokenizer) + tokenizer(language.sentence, add_special_tokens=False)["input_ids"]
         row = torch.tensor([ids], device=model.device)
         logits = model(row).logits[0, :-1].float().log_softmax(-1)  # [tokens - 1, vocabulary]
         nats[language] = -float(logits.gather(1, row[0, 1:, None].to(logits.device)).sum())
@@ -127,10 +119,7 @@ def known_languages(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 def known_documents(
     corpus: Corpus, languages: Sequence[Language], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[str, TextOrMessages]]:
-    """Yield kind and document of what is in English or in one of the languages.
-
-    Without a chat template conversations are plain text.
-    """
+    """Yield kind and document of what is in one of the languages; plain text without a chat template."""
     for kind, documents in corpus.items():
         code = kind.removeprefix(LANGUAGES)
         if code == kind or any(code == language.code for language in languages):

@@ -53,10 +53,7 @@ MLP_NORM = dict.fromkeys(
         "ernie4_5", "phi3", "glm", "glm4", "qwen2", "qwen3", "gemma", "qwen3_5_text",
     ),
     "post_attention_layernorm",
-) | {
-    "gemma2": "pre_feedforward_layernorm",
-    "gemma3_text": "pre_feedforward_layernorm",
-}
+) | dict.fromkeys(("gemma2", "gemma3_text"), "pre_feedforward_layernorm")
 # fmt: on
 
 ATTENTION_NORM_ONLY = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -106,9 +103,9 @@ class SourceModel:
 def read_source(folder: Path) -> SourceModel:
     """Read all files of a model folder once, and describe the model.
 
-    Raises FlexQuantError for a configuration that transformers does not know, generation settings that it
-    refuses, a weight that is missing, is not float16, bfloat16 or float32, or holds NaN or infinity (the
-    message names the tensor), and a model that reads more than text.
+    Raises FlexQuantError for a configuration or generation settings that transformers refuses, a weight that
+    is missing, of another type than float16, bfloat16 or float32, or not finite, and a model for more than
+    text.
     """
     from transformers import GenerationConfig
 
@@ -195,9 +192,9 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
 def gates(model: PreTrainedModel) -> list[str]:
     """Return the names of the linears that stay in 16 bit unless a recipe names them, as publishers do.
 
-    These are what lies outside of the layers, routers, and the gates and steps of time of a state (of each
-    module with a short convolution), with what vLLM computes together with them or only in 16 bit: all of a
-    Mamba-1 mixer, and Kimi's linear q, k and v.
+    These are what lies outside of the layers, routers, a state's gates and steps of time (in modules with a
+    short convolution), and what vLLM computes with them or only in 16 bit: Mamba-1 mixers, Kimi's linear q, k
+    and v.
     """
     from torch import nn
 
@@ -227,8 +224,7 @@ def default_mappings(model_type: str, which: str, names: Iterable[str]) -> list[
     """Return the mappings that do not change K and V; none if it is unknown which linears the norms feed.
 
     Scales move from each norm to all linears that read it and, with ``norms-and-up``, from up_proj to
-    down_proj; in a mixture of experts only from the norm to q, k and v. ``names`` are those of the model's
-    modules: they tell which linears are fused.
+    down_proj; in a mixture of experts only from the norm to q, k and v. ``names``: of all modules.
     """
     attention, mlp = readers_of_norms(names)
     before_attention: list[ScaleMapping] = [(attention, r"re:.*\.input_layernorm$")]
@@ -252,8 +248,7 @@ def resolve_mappings(
 ) -> dict[str, list[str]]:
     """Return module in front -> linears that its scales move into, by name, in a ``model`` without weights.
 
-    Raises FlexQuantError for a mapping that matches nothing, and for one that omits a linear that reads the
-    norm, because that linear would compute something else.
+    Raises FlexQuantError for a mapping that matches nothing, or omits a linear that reads the norm.
     """
     from compressed_tensors.utils import match_modules_set
 

@@ -3,14 +3,13 @@
 """Define what a recipe may hold: llmcompressor's modifiers, their arguments, and the allowed values.
 
 The names are llmcompressor's, except ``group_size`` and ``asymmetric_activations``, which its presets fix,
-and GPTQ's ``first_token_weight``, which selects
-:class:`flexquant.quantization.modifiers.TokenNormalizedGPTQ`. A recipe is checked by them, line by line,
-before anything heavy is imported.
+and ``first_token_weight``, which selects :class:`flexquant.quantization.modifiers.TokenNormalizedGPTQ`. A
+recipe is checked by them, line by line, before anything heavy is imported.
 
 What would change K, V and states is refused, so that the variants can share one KV cache. Scales may move
-from a norm into all linears that read it, gates of a state included, and from up_proj into down_proj, which
-only the residual stream follows. They may not move out of v_proj or k_proj, into a norm of the heads, or out
-of what writes a state: such a model is right on its own cache, and wrong on the other variants'.
+from a norm into all linears that read it, gates of a state included, and from up_proj into down_proj. They
+may not move out of v_proj or k_proj, into a norm of the heads, or out of what writes a state: such a model is
+right on its own cache, and wrong on the other variants'.
 """
 
 from __future__ import annotations
@@ -26,9 +25,11 @@ from flexquant.documents.yaml_document import Positive, Problem, Section, says, 
 SHARED_CACHE = (
     "would make this variant's KV cache another than that of the variants it is to share one cache with"
 )
+ROUNDED_OUTPUTS = f"rounded outputs of k_proj and v_proj {SHARED_CACHE}"
 
 _LAYER = "model.layers.0."
 _UP, _DOWN = "mlp.up_proj", "mlp.down_proj"
+_GATES = ("linear_attn.in_proj_ba", "linear_attn.in_proj_a", "mamba.dt_proj")
 _CONVOLUTIONS = ("linear_attn.conv1d", "mamba.conv1d", "mixer.conv1d", "conv.conv")
 _CACHED = {
     "self_attn.v_proj": "scales V",
@@ -37,20 +38,19 @@ _CACHED = {
     "self_attn.qkv_proj": "scales Q, K and V",
     "self_attn.k_norm": "scales K",
     "self_attn.q_norm": "scales Q, and K in return",
-    **dict.fromkeys(("linear_attn.in_proj_qkvz", "linear_attn.in_proj_qkv"), "scales the state"),
-    **dict.fromkeys(("linear_attn.in_proj_ba", "linear_attn.in_proj_a"), "changes what the state forgets"),
     "linear_attn.in_proj_b": "scales what goes into the state",
+    **dict.fromkeys(("linear_attn.in_proj_qkvz", "linear_attn.in_proj_qkv"), "scales the state"),
     **dict.fromkeys(("mamba.in_proj", "mamba.x_proj", "mixer.in_proj", "conv.in_proj"), "scales the state"),
-    "mamba.dt_proj": "changes what the state forgets",
     **dict.fromkeys(_CONVOLUTIONS, "scales the state"),
+    **dict.fromkeys(_GATES, "changes what the state forgets"),
 }
 """Module -> how moving scales out of it changes the KV cache."""
 _UNBALANCED = {
-    "self_attn.o_proj": "has no linear behind it that could take the scales back",
-    "mlp.gate_proj": "is not linear in what follows it",
-    "mlp.down_proj": "has no linear behind it that could take the scales back",
-    "linear_attn.out_proj": "has no linear behind it that could take the scales back",
-    "linear_attn.in_proj_z": "is not linear in what follows it",
+    **dict.fromkeys(
+        ("self_attn.o_proj", "mlp.down_proj", "linear_attn.out_proj"),
+        "has no linear behind it that could take the scales back",
+    ),
+    **dict.fromkeys(("mlp.gate_proj", "linear_attn.in_proj_z"), "is not linear in what follows it"),
 }
 """Module -> why moving scales out of it changes what the model computes."""
 NAMED_MAPPINGS = ("norms", "norms-and-up")
@@ -139,9 +139,7 @@ def _config_groups(value: object) -> str | None:
         return "give a mapping from names to groups with targets, weights and input_activations"
     for name, group in value.items():
         if group.get("output_activations") is not None:
-            return (
-                f"remove output_activations from {name}: rounded outputs of k_proj and v_proj {SHARED_CACHE}"
-            )
+            return f"remove output_activations from {name}: {ROUNDED_OUTPUTS}"
         if problem := _targets(group.get("targets")):
             return f"correct the targets of {name}: {problem}"
     return None
@@ -194,8 +192,7 @@ class Modifier(Section):
 
     refused = {
         "kv_cache_scheme": f"a variant's own scales for K and V {SHARED_CACHE}; set vLLM's --kv-cache-dtype",
-        "output_activations": f"rounded outputs of k_proj and v_proj {SHARED_CACHE}; remove it",
-        "output_observer": f"rounded outputs of k_proj and v_proj {SHARED_CACHE}; remove it",
+        **dict.fromkeys(("output_activations", "output_observer"), f"{ROUNDED_OUTPUTS}; remove it"),
     }
 
 

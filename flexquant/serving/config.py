@@ -4,10 +4,9 @@
 
 The front end (every process in which vLLM builds its configuration) does all this, at the start
 (:func:`resolve_policy`) and for each later policy (:func:`served_policy`). It puts the table beside the
-user's options into vLLM's ``--additional-config``, which vLLM passes to every worker that the front end
-starts, so no worker reads a policy. Workers take the table, clipped to their server (:func:`clip_to_server`).
-Workers of several front ends, one on each machine, compare what they received
-(:mod:`flexquant.serving.worker.ranks`).
+user's options into vLLM's ``--additional-config``, which all workers of the front end get, so no worker reads
+a policy. Workers clip the table to their server (:func:`clip_to_server`), and those of several front ends,
+one on each machine, compare what they received (:mod:`flexquant.serving.worker.ranks`).
 """
 
 from __future__ import annotations
@@ -132,9 +131,8 @@ class ServedPolicy:
 def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
     """In the front end: put the policy that the options name into ``vllm_config``; return its table.
 
-    The table that workers get has the decode passes of all sizes, since vLLM may set the sizes of CUDA
-    graphs, and so the largest decode pass, afterwards. Raises :class:`FlexQuantError` for an unknown policy,
-    an unreadable file, a document that breaks the schema, and a policy that cannot be served.
+    Workers get a table with decode passes of all sizes, since vLLM may set the sizes of CUDA graphs, and so
+    the largest, afterwards. Raises :class:`FlexQuantError` for a policy that cannot be read or served.
     """
     options = ServingOptions.from_vllm(vllm_config)
     policy = choose_policy(options.policy, merged.policy)
@@ -152,8 +150,7 @@ def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
 def served_policy(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) -> ServedPolicy:
     """In the front end: return the policy for workers, with decode passes of all sizes in its table.
 
-    The digest leaves measured times out, which serving does not use. Raises :class:`FlexQuantError` for a
-    policy that this server cannot serve, and for a checkpoint that does not fit the model.
+    Raises :class:`FlexQuantError` for a policy or a checkpoint that this server cannot serve.
     """
     num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
     for module in merged.shared_modules:
@@ -222,8 +219,7 @@ def check_caches(vllm_config: VllmConfig, merged: MergedConfig, policy: str, *ta
 def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:
     """In the front end: if vLLM chooses the CUDA graph mode, prevent FULL graphs that cannot be served.
 
-    vLLM replays a FULL graph without calling the model, so a model with several lm_heads would not know which
-    one to use afterwards.
+    After a FULL graph, which calls no model, a model with several lm_heads would not know which one to use.
     """
     from vllm.config import CUDAGraphMode
 
@@ -249,9 +245,9 @@ def find_compiled_code_again() -> None:
     """In the front end: on a CPU, make later starts of a model reuse the compiled code of the first.
 
     On a CPU, vLLM (0.32) stores compiled code in a form that it cannot load ("'function' object has no
-    attribute 'finalize_loading'"), so it compiles at every start, and each plan in a folder of its own.
-    Without that form, Inductor caches the code itself, by its content, in one folder for all plans. A value
-    that the user has set is not changed. Delete this once the oldest supported vLLM loads its form.
+    attribute 'finalize_loading'"), so it compiles at every start. Without that form, Inductor caches the code
+    itself, for all plans. A value that the user has set stays. Delete this once all supported vLLMs load
+    their form.
     """
     from vllm.platforms import current_platform
 

@@ -2,8 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Refuse derived variants whose source or device does not allow them.
 
-The front end asks before it starts a worker. A worker asks again for what only it can see: the device that it
-runs on, and the scales of its tensors.
+The front end asks before it starts workers, and a worker for what only it sees: its device and the scales.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ def check_derivable(derives: str, derivation: Derivation, source: StoredVariant)
         problems = [group_problem(w, derivation.activations) for w in integers]
         problems = problems or ["which has no symmetric INT4 weights"]
         if (method := source.quantization_config.get("quant_method")) in (AWQ, GPTQ):  # vLLM keeps its kernel
-            problems = [
-                f"which is in the format of {method}, not of compressed-tensors ('flexquant convert')"
-            ]
+            which = f"which is in the format of {method}, not of compressed-tensors"
+            problems = [f"{which} ('flexquant convert')"]
         needed = "symmetric INT4 weights in groups (scheme W4A16 in the recipe, not W4A16_ASYM)"
     if any(problems):
         raise FlexQuantError(
@@ -70,27 +68,18 @@ def group_problem(weights: JsonObject, activations: str) -> str | None:
 
 
 def layer_problem(weights: JsonObject) -> str | None:
-    """Return, as a relative clause, why INT4 weights cannot be computed with in INT8; None if they can.
-
-    ``weights``: of a group of the checkpoint's ``quantization_config``.
-    """
+    """Return, as a relative clause, why no INT8 is computed from these INT4 weights; None if it is."""
     given = weights.get("actorder")
     try:
         order = QuantizationArgs.validate_actorder(given)
     except ValueError:
         return f"whose groups have an order that is not known (actorder {given!r})"
-    return (
-        "whose groups are ordered by activation (actorder 'group')"
-        if order == ActivationOrdering.GROUP
-        else None
-    )
+    is_reordered = order == ActivationOrdering.GROUP
+    return "whose groups are ordered by activation (actorder 'group')" if is_reordered else None
 
 
 def check_one_copy_device(what: str, weights: str) -> None:
-    """Raise :class:`FlexQuantError` on a device for which there is no such product; ``what`` asks for it.
-
-    ``weights``: int8 or fp8.
-    """
+    """Refuse ``weights`` (int8, fp8), which ``what`` asks for, on a device that has no such product."""
     oldest, named = (89, "Ada") if weights == "fp8" else (80, "Ampere")
     if current_platform.is_cpu():
         problem = "which is for GPUs" if weights == "fp8" else None
@@ -116,10 +105,9 @@ def check_signs(activations: str, owner: str) -> None:
 def check_w4a8_device(activations: str) -> None:
     """Refuse INT4 weights with ``activations`` (int8, fp8) on a device for which vLLM has no kernel."""
     if current_platform.is_cuda():
-        capabilities = map(current_platform.is_device_capability, (89, 90))
-        if activations == "fp8" and not (
-            any(capabilities) or current_platform.is_device_capability_family(120)
-        ):
+        has_kernel = current_platform.is_device_capability_family(120)
+        has_kernel |= any(map(current_platform.is_device_capability, (89, 90)))
+        if activations == "fp8" and not has_kernel:
             raise FlexQuantError(
                 f"vLLM has no kernel for INT4 weights with fp8 activations on {_device()}, only for compute "
                 "capability 8.9, 9.0 and 12.x; derive the variant with 'activations: int8'"

@@ -20,6 +20,7 @@ from vllm.config import ModelConfig, VllmConfig
 
 from flexquant.checkpoint.folder import read_config
 from flexquant.checkpoint.merged_config import QUANT_METHOD, SHARED_PREFIX, MergedConfig, StoredVariant
+from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError
 from flexquant.serving.vllm_api import (
     CompressedTensorsConfig,
@@ -98,13 +99,18 @@ def drafts_with_other_merged(vllm_config: VllmConfig) -> bool:
 
 def as_published(draft: ModelConfig, variant: StoredVariant) -> None:
     """Give a draft that has the config of a merged checkpoint the section of the variant with the heads."""
-    if not variant.quantization_config:
-        del draft.hf_config.quantization_config
+    section = variant.quantization_config
+    # llmcompressor rotates no heads
+    take_section(draft, {key: section[key] for key in section if key != "transform_config"})
+
+
+def take_section(model_config: ModelConfig, section: JsonObject) -> None:
+    """Give a model's config the section of one variant, or, in 16 bit, none."""
+    if section:
+        model_config.hf_config.quantization_config = copy.deepcopy(section)
     else:
-        section = copy.deepcopy(variant.quantization_config)
-        section.pop("transform_config", None)  # llmcompressor rotates no heads
-        draft.hf_config.quantization_config = section
-    draft.quantization = variant.quantization_config.get("quant_method")
+        del model_config.hf_config.quantization_config
+    model_config.quantization = section.get("quant_method")
 
 
 def read_from_merged(vllm_config: VllmConfig, merged: MergedConfig) -> None:
@@ -119,18 +125,16 @@ def read_from_merged(vllm_config: VllmConfig, merged: MergedConfig) -> None:
     if variant.prefix and load_config.load_format != "dummy":
         # A streamer's options are not those of the loader for files.
         options = load_config.model_loader_extra_config if load_config.load_format in OF_FILES else {}
+        extra = {**options, PREFIX: variant.prefix}
         speculative.draft_load_config = replace(
-            load_config,
-            load_format=LOAD_FORMAT,
-            model_loader_extra_config={**options, PREFIX: variant.prefix},
+            load_config, load_format=LOAD_FORMAT, model_loader_extra_config=extra
         )
 
 
 def build_heads_as_stored(vllm_config: VllmConfig, model_class: type[nn.Module]) -> None:
     """In a worker that drafts with heads, have vLLM's draft class build them as their checkpoint stores them.
 
-    vLLM builds them after the model, with the same quantisation config, to which ``model_class``, the class
-    of each variant, tells its names of modules, and which it fuses.
+    vLLM builds them with the model's quantisation config. ``model_class``: of the variants.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != METHOD:

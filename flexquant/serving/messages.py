@@ -22,8 +22,8 @@ class ServedPolicyData(PolicyName):
     routes: RouteTableData
 
 
-class EngineCounters(TypedDict):
-    """What the worker that tells an engine's counters tells for ``/metrics``."""
+class RankMetrics(TypedDict):
+    """What the rank that counts tells for ``/metrics``."""
 
     engine: str
     policies: list[tuple[str, str, int]]
@@ -33,9 +33,4 @@ class EngineCounters(TypedDict):
     sizes: list[tuple[list[tuple[str, int]], int]]
     """For each record of ``counted``: the upper end of each bucket with the number of passes up to it, and
     the sum of the passes' sizes."""
-
-
-class RankMetrics(EngineCounters):
-    """What the rank that counts tells for ``/metrics``."""
-
     weight_bytes_by_layers: dict[str, dict[str, int]]

@@ -44,10 +44,7 @@ FOR_ADAPTERS = (
 
 def refusals(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
     """Yield a sentence for each requested feature that is not supported, with what to do instead."""
-    topics = (
-        *(_of_model, _of_changes, _of_nesting, _of_vision, _of_adapters, _of_ranks, _of_speculation),
-        *(_of_batches, _of_graphs, _of_head),
-    )
+    topics = (_of_model, _of_nesting, _of_vision, _of_adapters, _of_ranks, _of_speculation, _of_passes)
     return chain.from_iterable(topic(vllm_config, merged, routes) for topic in topics)
 
 
@@ -78,9 +75,6 @@ def _of_model(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
     offload = vllm_config.offload_config
     if offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size > 0:
         yield "prefetching offload, which takes one model (use --cpu-offload-gb)"
-
-
-def _of_changes(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
     if vllm_config.weight_transfer_config is not None:
         yield (
             "weights that change while it serves, which vLLM hands to one model and not to several variants "
@@ -195,8 +189,10 @@ def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
         )
 
 
-def _of_batches(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
-    from flexquant.serving.vllm_api import envs
+def _of_passes(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    from flexquant.serving.vllm_api import envs, is_breakable_cudagraph_enabled
 
     if envs.VLLM_BATCH_INVARIANT and len(routes.plans) > 1:
         yield (
@@ -204,13 +200,6 @@ def _of_batches(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTabl
             f"pass decide (choose a policy that uses one variant throughout, of {', '.join(routes.layers)}, "
             "or one that tells layers alone apart)"
         )
-
-
-def _of_graphs(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
-    from vllm.config import CompilationMode, CUDAGraphMode
-
-    from flexquant.serving.vllm_api import is_breakable_cudagraph_enabled
-
     compilation = vllm_config.compilation_config
     graphs = compilation.cudagraph_mode or CUDAGraphMode.NONE
     several_plans_a_size = not routes.ignores_phase()
@@ -228,9 +217,6 @@ def _of_graphs(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
         )
     if graphs.has_full_cudagraphs() and not has_one_head(merged, routes):
         yield f"cudagraph_mode {graphs.name} for variants with different lm_heads (use PIECEWISE)"
-
-
-def _of_head(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
     model = vllm_config.model_config
     dtype = getattr(model, "head_dtype", model.dtype)  # vLLM 0.26 has it for poolers alone
     if routes.head == "int8" and dtype != model.dtype:
@@ -255,9 +241,6 @@ def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:
 
 
 def has_one_embedding(merged: MergedConfig, routes: RouteTable) -> bool:
-    """Whether all plans begin with the same embedding.
-
-    A plan's embedding comes from the variant of its last layer (`build_plan`).
-    """
+    """Whether all plans begin with the same embedding, that of the variant of their last layer."""
     sources = {routes.source(plan.layers[-1]) for plan in routes.plans}
     return len(sources) == 1 or any(m.rpartition(".")[2] in OF_TOKENS for m in merged.shared_modules)

@@ -62,10 +62,7 @@ logger = init_logger("vllm.flexquant.registration")
 
 
 class FlexQuantConfig(QuantizationConfig):
-    """The merged checkpoint's ``quantization_config``, as vLLM's quantisation config.
-
-    It quantises no layer itself: `worker.variants` gives each variant a config of vLLM's own.
-    """
+    """The merged checkpoint's ``quantization_config`` for vLLM; each variant has a config of vLLM's own."""
 
     def __init__(self, merged: MergedConfig) -> None:
         super().__init__()
@@ -106,8 +103,7 @@ class FlexQuantConfig(QuantizationConfig):
 class SingleVariantParser(HFConfigParser):
     """Reads the config of a published checkpoint as that of a merged one with this variant alone.
 
-    Configs in other precisions stay as they are, with a warning. A draft model's, which has the same format,
-    becomes what it was in :class:`FlexQuantModelConfig`.
+    Other precisions stay as they are, with a warning; :class:`FlexQuantModelConfig` undoes it for drafts.
     """
 
     def parse(
@@ -169,20 +165,14 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        from flexquant.serving.config import (
-            choose_graph_mode,
-            find_compiled_code_again,
-            fuse_as_for_variants,
-            merged_of,
-            resolve_policy,
-        )
+        from flexquant.serving import config
         from flexquant.serving.draft_heads import read_from_merged
 
-        merged = merged_of(vllm_config.model_config)
-        routes = resolve_policy(vllm_config, merged)
-        choose_graph_mode(vllm_config, merged, routes)
-        fuse_as_for_variants(vllm_config, merged, routes)
-        find_compiled_code_again()
+        merged = config.merged_of(vllm_config.model_config)
+        routes = config.resolve_policy(vllm_config, merged)
+        config.choose_graph_mode(vllm_config, merged, routes)
+        config.fuse_as_for_variants(vllm_config, merged, routes)
+        config.find_compiled_code_again()
         read_from_merged(vllm_config, merged)
         verify_if_asked(vllm_config)
         # Extend vLLM's workers by FlexQuant's methods, unless the operator has set another extension.
@@ -195,8 +185,7 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
 def check_sections(model_config: ModelConfig, merged: MergedConfig) -> None:
     """Refuse settings that compressed-tensors does not understand; take ``--quantization`` of all variants.
 
-    Raises :class:`FlexQuantError` for another ``--quantization`` than the format of every variant, as vLLM
-    reads the method in the checkpoint.
+    Raises :class:`FlexQuantError` for another ``--quantization`` than the format of every variant.
     """
     sections = {name: variant.quantization_config for name, variant in merged.variants.items()}
     for name, section in sections.items():
@@ -227,14 +216,9 @@ def describe_draft(model_config: ModelConfig, architecture: str, variant: Stored
 def verify_if_asked(vllm_config: VllmConfig) -> None:
     """In the front end: with the option ``verify``, read the checkpoint and compare it with its hashes.
 
-    Each front end does so once; workers do not. Raises :class:`FlexQuantError`, which names the shard, for a
-    byte that differs from what the merge wrote, and for a model that is no folder on this machine.
+    Raises :class:`FlexQuantError`, which names the shard, for a byte that differs, and for no local folder.
     """
-    from flexquant.checkpoint.merged_checkpoint import (
-        MergedCheckpoint,
-        check_recorded_files,
-        check_recorded_tensors,
-    )
+    from flexquant.checkpoint import merged_checkpoint
     from flexquant.serving.config import ServingOptions
 
     if not ServingOptions.from_vllm(vllm_config).verify:
@@ -248,9 +232,9 @@ def verify_if_asked(vllm_config: VllmConfig) -> None:
     known = str(folder.resolve())
     if multiprocessing.parent_process() is not None and os.environ.get(VERIFIED) == known:
         return
-    checkpoint = MergedCheckpoint.open(folder)
-    check_recorded_files(checkpoint)
-    count = check_recorded_tensors(checkpoint)
+    checkpoint = merged_checkpoint.MergedCheckpoint.open(folder)
+    merged_checkpoint.check_recorded_files(checkpoint)
+    count = merged_checkpoint.check_recorded_tensors(checkpoint)
     os.environ[VERIFIED] = known
     logger.info("%s: %d tensors equal to recorded hashes", folder, count)
 

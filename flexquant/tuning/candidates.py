@@ -31,9 +31,8 @@ UTILISATION = 0.9
 def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str, Policy]:
     """Return variant -> policy that runs every pass in it, the most precise variant first.
 
-    A name is a variant of the checkpoint, or a policy that uses one variant for everything, such as the
-    built-in ``w4a8``. None: the checkpoint's variants; if it has one alone, INT8 computed from it too. Raises
-    FlexQuantError for other names.
+    A name is a variant of the checkpoint, or a policy of one variant, such as the built-in ``w4a8``. None:
+    the checkpoint's, and beside a single one INT8 computed from it. Raises FlexQuantError for others.
     """
     found: dict[str, Policy] = {}
     if not names:
@@ -66,10 +65,7 @@ def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str
 
 
 def eight_bit(variants: Mapping[str, Policy], merged: MergedConfig) -> str | None:
-    """Return, of what :func:`find_variants` found, the stored variant in 8 bit; None if there is none.
-
-    Of several it is the one whose activations have the fewest bits.
-    """
+    """Return the stored variant in 8 bit, of several that with the fewest bits of activations, or None."""
     stored = [name for name, policy in variants.items() if not policy.derived]
     return next((v for v in stored[::-1] if _precision(v, variants[v], merged)[0] == 8), None)
 
@@ -93,16 +89,12 @@ class Memory:
         merged, number = checkpoint.merged, count_layers(checkpoint.config)
         own: dict[str, dict[str, int]] = {}
         for name, policy in variants.items():
-            routes = build_route_table(
-                policy, merged.variants, number, sys.maxsize, merged.mixable_groups, merged.nested
-            )
+            mixed = merged.mixable_groups, merged.nested
+            routes = build_route_table(policy, merged.variants, number, sys.maxsize, *mixed)
             found = routes.stored_bytes(checkpoint, routes.plans)
             own[name] = {v: sum(sizes.values()) for v, sizes in found.items() if v != SHARED}
-        return cls(
-            UTILISATION * devices * current_platform.get_device_total_memory(),
-            report_checkpoint(merged, number, checkpoint.tensors).shared_bytes,
-            own,
-        )
+        total = UTILISATION * devices * current_platform.get_device_total_memory()
+        return cls(total, report_checkpoint(merged, number, checkpoint.tensors).shared_bytes, own)
 
     def requests(self, variants: Sequence[str], request: float) -> int:
         """Return how many requests, each with ``request`` bytes of KV cache, fit beside the variants."""
@@ -119,10 +111,7 @@ class Memory:
         return reduce(or_, (Counter(self.own[candidate]) for candidate in candidates))
 
     def utilisation(self, variant: str) -> float:
-        """Return the share of each device's memory for this variant's engine, with one engine per variant.
-
-        The memory that the weights leave is divided evenly.
-        """
+        """Return a variant's share of each device's memory: its weights, and an even part of the rest."""
         engines = {name: self.shared + sum(own.values()) for name, own in self.own.items()}
         share = engines[variant] + (self.total - sum(engines.values())) / len(engines)
         return UTILISATION * share / self.total

@@ -74,15 +74,13 @@ class Measurement:
         """Check the inputs, and load the samples of an interrupted run from ``file``.
 
         ``variants`` maps each variant, the most precise first, to the policy that runs every pass in it.
-        ``request_tokens`` are those of the requests of :meth:`requests`; None: it is not asked.
-        Raises FlexQuantError for a folder that is no merged checkpoint, and for samples of another run unless
-        ``overwrite`` is set.
+        ``request_tokens``: of a request of :meth:`requests`, if it is asked. Raises FlexQuantError for a
+        folder that is no merged checkpoint, and for samples of another run unless ``overwrite`` is set.
         """
         self._checkpoint = MergedCheckpoint.open(folder, published=True)
         self.variants = variants
-        self.grid = grid.fitting(
-            getattr(language_config(self._checkpoint.config, folder), "max_position_embeddings", None)
-        )
+        config = language_config(self._checkpoint.config, folder)
+        self.grid = grid.fitting(getattr(config, "max_position_embeddings", None))
         self.memory = Memory.of(self._checkpoint, variants, tensor_parallel_size)
         self._request_bytes = 0
         if request_tokens is not None:
@@ -126,9 +124,8 @@ class Measurement:
             @functools.cache
             def workers() -> Mapping[str, Worker]:
                 progress(f"starting {', '.join(self.variants)}")
-                started = stack.enter_context(
-                    start_workers(self.variants, self._checkpoint.folder, self._engine_options)
-                )
+                starting = start_workers(self.variants, self._checkpoint.folder, self._engine_options)
+                started = stack.enter_context(starting)
                 self.kernels = {name: worker.kernels for name, worker in started.items()}
                 return started
 
@@ -159,8 +156,5 @@ class Measurement:
         self.samples.save(self._file, self.run)
 
     def _engine_options(self, variant: str) -> JsonObject:
-        return {
-            **self.grid.engine_options(),
-            "gpu_memory_utilization": self.memory.utilisation(variant),
-            **self._serving,
-        }
+        share = {"gpu_memory_utilization": self.memory.utilisation(variant)}
+        return self.grid.engine_options() | share | self._serving

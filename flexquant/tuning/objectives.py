@@ -2,8 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Decide from samples which variant runs passes of which size, for a goal: in ranges of sizes.
 
-A goal is latency, throughput, both in balance, or bounds on TTFT and TPOT. ``together`` says which candidates
-can be loaded together.
+A goal is latency, throughput, both in balance, or bounds on TTFT and TPOT.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ OBJECTIVES = ("balanced", "latency", "throughput")
 WORTH_LOADING = 0.05
 """Objective balanced: a variant is loaded if some size would be slower by this share without it."""
 CLOSE = 0.05
-"""Largest slowdown (0.05 = 5 %), by its estimate, at which a variant still ties with the fastest.
-
-This keeps a wide, noisy interval from hiding a larger difference.
-"""
+"""Largest slowdown (0.05 = 5 %), by its estimate, at which a variant ties, whatever its noisy interval."""
 UNMET = 10.0
 """Cost of missing a bound; it exceeds the cost of any precision."""
 DURATION = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*(ms|s)")
@@ -124,9 +120,8 @@ def decide(
 def _best_of(samples: Samples, variants: Sequence[str], goal: Goal, requests: Requests) -> Decision:
     """Return the decision for a set of variants that are loaded together.
 
-    ``latency`` takes the fastest variant at every size. ``balanced`` does the same with only the variants
-    that are WORTH_LOADING. ``throughput`` takes the variants that decode most tokens a second at the largest
-    batch that fits beside them, or fewer variants within MARGIN of that.
+    ``latency`` takes the fastest variant at every size, ``balanced`` the same of variants WORTH_LOADING,
+    ``throughput`` those that decode most tokens a second at the largest batch that fits beside them.
     """
     if goal.slo:
         return _meet(samples, variants, goal.slo)
@@ -165,13 +160,10 @@ def _worth_loading(samples: Samples, variants: Sequence[str]) -> list[str]:
     kept.sort(key=variants.index)
     while len(kept) > 1:
         # The logarithm of the slowdown without a variant, at the size that needs it most.
-        losses = {
-            v: max(
-                min(math.log(samples.compare(other, v, *one).ratio) for other in kept if other != v)
-                for one in samples.passes
-            )
-            for v in kept
-        }
+        losses = {}
+        for v in kept:
+            ratios = [[samples.compare(o, v, *one).ratio for o in kept if o != v] for one in samples.passes]
+            losses[v] = math.log(max(map(min, ratios)))
         least = min(kept, key=lambda v: losses[v])
         if losses[least] >= math.log1p(WORTH_LOADING):
             break
@@ -203,8 +195,7 @@ def choose_by_size(
 ) -> Decision:
     """Choose a variant for every measured size, at the least total cost, and the ends of the ranges.
 
-    ``variants`` begin with the most precise, which is preferred at equal cost. ``slo`` maps phases to upper
-    bounds on their passes, in seconds.
+    The first of ``variants``, the most precise, is preferred at equal cost. ``slo``: phase -> bound, s.
     """
     ranges: dict[str, tuple[Range, ...]] = {}
     for phase in MEASURED_PHASES:
@@ -233,11 +224,11 @@ def _costs(
     costs[as_fast[0]] = 0.0
     if bound is None:
         return costs
-    # Each step down in precision costs more than a change of variant between sizes.
-    return {
-        v: 2 * MARGIN * step if samples.time(v, phase, size).median <= bound else UNMET + costs[v]
-        for step, v in enumerate(variants)
-    }
+    for step, v in enumerate(variants):
+        is_kept = samples.time(v, phase, size).median <= bound
+        # Each step down in precision costs more than a change of variant between sizes.
+        costs[v] = 2 * MARGIN * step if is_kept else UNMET + costs[v]
+    return costs
 
 
 def _behind(samples: Samples, a: str, b: str, phase: str, size: int, bound: float | None) -> float:
@@ -252,13 +243,11 @@ def _cheapest_path(variants: Sequence[str], costs: Sequence[Mapping[str, float]]
     totals = dict.fromkeys(variants, 0.0)
     steps: list[dict[str, str]] = []
     for cost in costs:
-        before = {
-            v: min(variants, key=lambda u: (totals[u] + MARGIN * (u != v), u != v, variants.index(u)))
-            for v in variants
-        }
-        totals = {
-            v: totals[before[v]] + MARGIN * (before[v] != v and bool(steps)) + cost[v] for v in variants
-        }
+        before, reached = {}, {}
+        for v in variants:
+            u = min(variants, key=lambda u: (totals[u] + MARGIN * (u != v), u != v, variants.index(u)))
+            before[v], reached[v] = u, totals[u] + MARGIN * (u != v and bool(steps)) + cost[v]
+        totals = reached
         steps.append(before)
     path = [min(variants, key=lambda v: (totals[v], variants.index(v)))]
     for before in steps[:0:-1]:

@@ -124,11 +124,11 @@ def policy_text(tuned: TuningResult) -> str:
 
 def describe_decision(decision: Decision) -> str:
     """Return e.g. ``decode in w4a16 up to 12 sequences, then w8a8; prefill in w8a8``."""
-    return "; ".join(
-        f"{phase} in "
-        + ", then ".join(r.variant + (f" up to {r.last} {UNITS[phase]}" if r.last else "") for r in ranges)
-        for phase, ranges in decision.ranges.items()
-    )
+    told = []
+    for phase, ranges in decision.ranges.items():
+        found = (r.variant + (f" up to {r.last} {UNITS[phase]}" if r.last else "") for r in ranges)
+        told.append(f"{phase} in {', then '.join(found)}")
+    return "; ".join(told)
 
 
 def _rules(decision: Decision, uses: Mapping[str, str | JsonObject]) -> list[JsonObject]:
@@ -170,26 +170,24 @@ def draw_times(tuned: TuningResult, title: str) -> Figure:
 
 def origin_notes(origin: JsonObject, goal: Goal) -> list[str]:
     """Say where, when, with which versions and in how many rounds the times were measured."""
-    return [
-        f"Tuned on {origin['date']} for {goal}, on {device_name(origin)}.",
-        " ".join(f"{name} {version}" for name, version in origin["versions"].items()),
-        origin["command"],
-        f"Medians of {origin['rounds']} rounds or more, with the smallest and the largest."
-        if origin["rounds"] >= FEWEST_ROUNDS
-        else f"Fewer than {FEWEST_ROUNDS} rounds: too few to compare the variants.",
-    ]
+    rounds = f"Medians of {origin['rounds']} rounds or more, with the smallest and the largest."
+    if origin["rounds"] < FEWEST_ROUNDS:
+        rounds = f"Fewer than {FEWEST_ROUNDS} rounds: too few to compare the variants."
+    where = f"Tuned on {origin['date']} for {goal}, on {device_name(origin)}."
+    versions = " ".join(f"{name} {version}" for name, version in origin["versions"].items())
+    return [where, versions, origin["command"], rounds]
 
 
 def kernel_notes(kernels: Mapping[str, Sequence[str]]) -> list[str]:
     """Name the kernels of each variant, if engines were started, and warn of stand-ins for fast ones."""
     told = "; ".join(f"{variant} {', '.join(names)}" for variant, names in kernels.items())
-    stand_ins = [
-        f"{variant} runs on {name}, {STAND_INS[name]}: its times say nothing about other machines."
-        for variant, names in kernels.items()
-        for name in names
-        if name in STAND_INS
-    ]
-    return [f"Kernels: {told}.", *stand_ins] if told else []
+    notes = [f"Kernels: {told}."] if told else []
+    for variant, names in kernels.items():
+        for name in filter(STAND_INS.__contains__, names):
+            notes.append(
+                f"{variant} runs on {name}, {STAND_INS[name]}: its times say nothing about other machines."
+            )
+    return notes
 
 
 def crossover_notes(samples: Samples, variants: Sequence[str], decision: Decision) -> list[str]:

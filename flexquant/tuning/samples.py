@@ -25,10 +25,7 @@ from flexquant.policy.schema import Phase
 MEASURED_PHASES: tuple[Phase, ...] = ("decode", "prefill")
 """Phases whose passes are measured; the time of a mixed pass is that of a prefill pass."""
 MARGIN = 0.02
-"""Largest slowdown (0.02 = 2 %), by the low end of its interval, at which a variant ties with the fastest.
-
-It is also the least gain for which a further range of sizes is made.
-"""
+"""Largest slowdown (2 %), by its interval's low end, of a tie; least gain that makes a further range."""
 DOUBTFUL = 0.15
 """A size is undecided if a variant there can be as fast as the fastest, or slower by more than this share."""
 MOST_DOUBTFUL = 1 / 3
@@ -64,10 +61,7 @@ class Grid:
         return replace(self, decode=decode, prefill=prefill)
 
     def fitting(self, max_length: int | None) -> Grid:
-        """Return a grid for a model whose sequences have at most ``max_length`` tokens; None: no limit.
-
-        Raises UsageError if ``max_length`` is too small to measure.
-        """
+        """Return a grid for sequences up to ``max_length`` tokens (None: any); UsageError if too few."""
         if max_length is None:
             return self
         needed = self.context + 2 * MAX_STEPS
@@ -146,14 +140,12 @@ class Samples:
 
     def pass_times(self, context: int, origin: JsonObject) -> PassTimes:
         """Return the times of all passes; :class:`PassTimes` explains ``context`` and ``origin``."""
-        decode, prefill = (
-            {
-                variant: {size: self.time(variant, phase, size) for size in self.sizes(phase)}
-                for variant in self._seconds
-            }
-            for phase in MEASURED_PHASES
-        )
-        return PassTimes.model_construct(decode=decode, prefill=prefill, context=context, origin=origin)
+
+        def curves(phase: str) -> dict[str, dict[int, Time]]:
+            return {v: {size: self.time(v, phase, size) for size in self.sizes(phase)} for v in self._seconds}
+
+        times = {phase: curves(phase) for phase in MEASURED_PHASES}
+        return PassTimes.model_construct(**times, context=context, origin=origin)
 
     def save(self, file: Path, run: JsonObject) -> None:
         """Write all samples to ``file`` in one step; ``run`` describes the run that they belong to."""
@@ -163,53 +155,41 @@ class Samples:
     def load(cls, file: Path, run: JsonObject) -> Samples:
         """Return the samples that :meth:`save` wrote for the same ``run``; without a file, empty samples.
 
-        Raises UsageError, which says what differs, for the samples of another run: they can be hours of
-        work, and the first save would replace them.
+        Raises UsageError, which says what differs, for another run's, which can be hours of work.
         """
         run = json.loads(json.dumps(run))
 
         def read(text: str) -> tuple[JsonObject, Samples]:
             data, samples = parse_json(text), cls()
-            samples._seconds = {
-                variant: {
-                    phase: {int(size): values for size, values in curve.items()}
-                    for phase, curve in phases.items()
-                }
-                for variant, phases in data["seconds"].items()
-            }
+            for variant, phases in data["seconds"].items():
+                for phase, curve in phases.items():
+                    of_phase = samples._seconds.setdefault(variant, {}).setdefault(phase, {})
+                    of_phase.update({int(size): values for size, values in curve.items()})
             return {key: data["run"].get(key) for key in run}, samples
 
-        found = read_earlier(
-            file,
-            run,
-            read,
-            foreign="is not what an interrupted run left ({}); remove it, or give another --output",
-            other="has the samples of an interrupted run with other {}; give another --output, run that one "
-            "to its end, or replace its samples with --overwrite",
+        foreign = "is not what an interrupted run left ({}); remove it, or give another --output"
+        other = (
+            "has the samples of an interrupted run with other {}; give another --output, run that one to its "
+            "end, or replace its samples with --overwrite"
         )
-        return cls() if found is None else found
+        return read_earlier(file, run, read, foreign=foreign, other=other) or cls()
 
 
 def wide(samples: Samples, variants: Sequence[str], width: float) -> list[tuple[str, int]]:
     """Return the passes in which some variant's ratio to the fastest has an interval of ``width`` or more."""
-    return [
-        one
-        for one in samples.passes
-        if not all(c.is_narrow(width) for c in samples.to_fastest(variants, *one).values())
-    ]
+
+    def is_wide(phase: str, size: int) -> bool:
+        return any(not c.is_narrow(width) for c in samples.to_fastest(variants, phase, size).values())
+
+    return [one for one in samples.passes if is_wide(*one)]
 
 
 def undecided(samples: Samples, variants: Sequence[str], phase: str) -> dict[int, float]:
-    """Return undecided size -> share by which a variant that can tie with the fastest can also be slower.
-
-    A size is undecided if the share is more than DOUBTFUL.
-    """
-    shares = {
-        size: max(
-            c.high - 1 for c in samples.to_fastest(variants, phase, size).values() if c.low <= 1 + MARGIN
-        )
-        for size in samples.sizes(phase)
-    }
+    """Return size -> share (above DOUBTFUL) by which a variant tied with the fastest can be slower."""
+    shares = {}
+    for size in samples.sizes(phase):
+        compared = samples.to_fastest(variants, phase, size).values()
+        shares[size] = max(c.high - 1 for c in compared if c.low <= 1 + MARGIN)
     return {size: share for size, share in shares.items() if share > DOUBTFUL}
 
 

@@ -169,7 +169,9 @@ def test_scales_count_with_the_zero_points_that_pytorchs_kernel_keeps_beside_the
         pytest.skip("PyTorch's INT4 kernel is for CPUs")
     made = {n: make_checkpoint(tmp_path / n, scheme=n, group_size=32) for n in ("w8a8", "w4a16")}
     merge_checkpoints(made, tmp_path / "merged")
-    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "CPUW4A16LinearKernel,ZentorchW4A16LinearKernel,FlexQuantCPUInt4LinearKernel")
+    monkeypatch.setenv(
+        "VLLM_DISABLED_KERNELS", "CPUW4A16LinearKernel,ZentorchW4A16LinearKernel,FlexQuantCPUInt4LinearKernel"
+    )
     found = findings(tmp_path / "merged")
     layouts = 0
     for finding in found["kernel"]:

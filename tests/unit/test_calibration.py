@@ -22,8 +22,8 @@ from flexquant.documents.texts import (
     read_corpus,
     read_documents,
 )
+from flexquant.errors import FlexQuantError
 from tests.checkpoints import base_config, byte_tokenizer
-from tests.refusals import refused
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 EOS = 257
@@ -63,7 +63,7 @@ def test_a_jsonl_file_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
     file.write_bytes(b'{"text": "first"}\n' * 100_000 + b"\xff\n")
     documents = read_documents(file)
     assert next(documents) == "first"
-    with refused("as UTF-8 text"):
+    with pytest.raises(FlexQuantError, match="as UTF-8 text"):
         list(documents)
 
 
@@ -73,32 +73,26 @@ def test_default_needs_no_download_and_is_enough_for_the_default_samples(tokeniz
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    ("name", "content", "expected"),
     [
-        ('{"text": "a"}\n{broken', r"line 2 is not JSON"),
-        ('{"prompt": "a", "answer": "b"}', r"line 1 has 'prompt', 'answer'; expected 'text'"),
-        ('{"messages": []}', r"line 1 has 'messages'; expected"),
-        ('["a"]', r"line 1 has list; expected"),
-        ("{}", r"line 1 has no keys"),
+        ("data.jsonl", b'{"text": "a"}\n{broken', r"line 2 is not JSON"),
+        ("data.jsonl", b'{"prompt": "a", "answer": "b"}', r"line 1 has 'prompt', 'answer'; expected 'text'"),
+        ("data.jsonl", b'{"messages": []}', r"line 1 has 'messages'; expected"),
+        ("data.jsonl", b'["a"]', r"line 1 has list; expected"),
+        ("data.jsonl", b"{}", r"line 1 has no keys"),
+        ("data.txt", b"\xff\xfe\x00binary", "UTF-8"),
+        ("picture.png", b"", r"has no \.txt, \.md, \.jsonl file; put text into it"),
     ],
 )
-def test_bad_records_are_named(tmp_path: Path, content: str, expected: str) -> None:
-    file = tmp_path / "data.jsonl"
-    file.write_text(content)
-    with refused(expected):
-        list(read_documents(file))
-
-
-def test_files_that_are_not_text(tmp_path: Path) -> None:
-    file = tmp_path / "data.txt"
-    file.write_bytes(b"\xff\xfe\x00binary")
-    with refused("UTF-8"):
-        list(read_documents(file))
+def test_files_that_hold_no_documents(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(FlexQuantError, match=expected):
+        list(read_documents(tmp_path if name == "picture.png" else tmp_path / name))
 
 
 @pytest.mark.parametrize("name", ["texts.txt", "of/texts.jsonl"])
 def test_a_file_that_is_missing_is_not_looked_for_on_the_hub(name: str) -> None:
-    with refused(f"there is no file {name}; give a file"):
+    with pytest.raises(FlexQuantError, match=f"there is no file {name}; give a file"):
         read_documents(name)
 
 
@@ -111,15 +105,8 @@ def test_a_folder_gives_its_text_files_by_name(tmp_path: Path) -> None:
     assert list(read_documents(tmp_path)) == ["first", "second", "third", "fourth"]
 
 
-def test_a_folder_without_text_says_what_it_may_hold(tmp_path: Path) -> None:
-    (tmp_path / "picture.png").touch()
-    with refused(r"has no \.txt, \.md, \.jsonl file; put text into it"):
-        read_documents(tmp_path)
-
-
 def test_rows_cover_the_text_without_repetition(tokenizer) -> None:
-    text = "abcdefghij" * 2 + "klmnopqrst" * 2
-    rows = draw_rows([text], tokenizer, samples=4, length=10, seed=0)
+    rows = draw_rows(["abcdefghij" * 2 + "klmnopqrst" * 2], tokenizer, samples=4, length=10, seed=0)
     assert sorted(tokenizer.decode(row) for row in rows) == ["abcdefghij"] * 2 + ["klmnopqrst"] * 2
 
 
@@ -157,8 +144,8 @@ def test_rows_are_drawn_from_more_text_than_they_need_and_not_from_all(tokenizer
 
 
 def test_messages_take_the_chat_template(tokenizer) -> None:
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    with refused("no chat template"):
+    messages = [*MESSAGES, {"role": "assistant", "content": "ho"}]
+    with pytest.raises(FlexQuantError, match="no chat template"):
         draw_rows([messages], tokenizer, samples=1, length=4, seed=0)
     tokenizer.chat_template = TEMPLATE
     rows = draw_rows([messages], tokenizer, samples=1, length=21, seed=0)
@@ -174,17 +161,12 @@ def test_messages_take_the_chat_template(tokenizer) -> None:
         (["text"], 0, 512, "at least 1 sample of 2 tokens"),
         (["text"], -1, 512, "at least 1 sample of 2 tokens"),
         (["text"], 4, 1, "at least 1 sample of 2 tokens"),
-        (
-            [[{"role": "user", "content": "a"}]],
-            1,
-            4,
-            "refuses messages of the calibration data .*must alternate",
-        ),
+        ([MESSAGES], 1, 4, "refuses messages of the calibration data .*must alternate"),
     ],
 )
 def test_what_gives_no_rows_is_told(tokenizer, documents, samples: int, length: int, expected: str) -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with refused(expected):
+    with pytest.raises(FlexQuantError, match=expected):
         draw_rows(documents, tokenizer, samples=samples, length=length, seed=0)
 
 
@@ -192,10 +174,10 @@ def test_a_template_that_does_not_end_is_stopped(tokenizer, monkeypatch) -> None
     monkeypatch.setattr(texts, "TEMPLATE_SECONDS", 1)
     tokenizer.chat_template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     for _ in range(2):
-        with refused(r"refuses messages of text \(it takes more than 1 s\)"):
-            document_tokens([{"role": "user", "content": "a"}], tokenizer, "text")
+        with pytest.raises(FlexQuantError, match=r"refuses messages of text \(it takes more than 1 s\)"):
+            document_tokens(MESSAGES, tokenizer, "text")
     tokenizer.chat_template = TEMPLATE
-    assert document_tokens([{"role": "user", "content": "a"}], tokenizer, "text")
+    assert document_tokens(MESSAGES, tokenizer, "text")
 
 
 KINDS = {"prose", "conversation", "instructions", "code", "tables"}

@@ -91,14 +91,13 @@ def beyond(prefix: str, of: str = "model.layers.1.") -> edits.Edit:
     return edits.tensors(lambda s: s.update({k.replace(of, prefix): s[k].clone() for k in [*s] if of in k}))
 
 
+FEWER_STATED = edits.config(num_hidden_layers=1, layer_types=None)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3", "qwen3_moe"])
 @pytest.mark.parametrize(
     ("edit", "layers"),
-    [
-        (edits.config(num_hidden_layers=1, layer_types=None), 1),
-        (beyond(LAYER_2), 2),
-        (beyond("mtp.layers.0."), 2),
-    ],
+    [(FEWER_STATED, 1), (beyond(LAYER_2), 2), (beyond("mtp.layers.0."), 2)],
     ids=["fewer stated", "more stored", "mtp"],
 )
 def test_layers_that_the_class_does_not_have_are_refused(tmp_path, architecture, edit, layers):
@@ -127,11 +126,7 @@ def test_a_server_and_the_doctor_refuse_layers_that_the_config_does_not_count(tm
     [
         ("DeepSeek", beyond("model.layers.4.", "model.layers.3."), NO_PLACE % (3, 1)),
         ("DeepSeek", edits.without(r"layers\.3\.eh_proj"), r"lacks 'model.layers.3.eh_proj.weight'"),
-        (
-            "DeepSeek",
-            edits.without(r"layers\.3\.mlp\.experts\.2\.up"),
-            "lacks 'model.layers.3.mlp.experts.2.up",
-        ),
+        ("DeepSeek", edits.without(r"layers\.3\.mlp\.experts\.2\.up"), "lacks 'model.layers.3.*experts.2.up"),
         ("GLM", edits.without(r"layers\.3\.(?!eh_proj)"), "lacks 'model.layers.3.input_layernorm.weight'"),
         ("Ernie", edits.without(r"mtp_block.*down_proj"), "lacks 'model.mtp_block.0.mlp.down_proj.weight'"),
         ("Qwen3.5", edits.without(r"mtp\..*\.q_norm"), "lacks 'mtp.layers.0.self_attn.q_norm.weight'"),
@@ -142,11 +137,7 @@ def test_a_server_and_the_doctor_refuse_layers_that_the_config_does_not_count(tm
             r"has \[128, 128\] as the shape of 'mtp.fc.weight', or a part of it, and vLLM loads \[128, 256\]",
         ),
         ("MiMo", edits.section(ignore=["lm_head"]), r"'model.mtp_layers.0.*' of variant 'w8a8' is in 16 bit"),
-        (
-            "Qwen3-Next",
-            edits.section(ignore=["re:.*(gate|lm_head|experts.*)$"]),
-            r"'mtp.*is in 16 bit, though",
-        ),
+        ("Qwen3-Next", edits.section(ignore=["re:.*(gate|lm_head|experts.*)$"]), r"'mtp.*is in 16 bit, tho"),
     ],
 )
 @pytest.mark.parametrize("heads", [BOTH, BOTH[:1]])

@@ -198,10 +198,7 @@ def test_questions_take_the_chat_template_if_there_is_one(folder):
 # output
 
 
-@pytest.mark.parametrize(("option", "file"), [("--output", ""), ("--plot", "plot.png")])
-def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(
-    folder, tmp_path, capsys, option, file
-):
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(folder, tmp_path, capsys):
     command = ["eval", str(folder / "merged"), "--text", str(folder / "text.txt"), "--batch-sizes", "2"]
     command += ["--samples", "2", "--prompt-tokens", "8", "--tokens", "4", "--policies", "w8a8"]
     (tmp_path / "file").write_text("mine")

@@ -24,28 +24,22 @@ def make_document(**changes) -> dict:
         Scores(np.ones((2, 2)), np.array([[0.1, 0.2], [0.1, 0.4]]), np.ones((2, 2), dtype=bool)),
         Scores(np.ones((2, 2))),
     )
-    return {
+    run = {"policy": "phase", "batch_size": 2, "prefill_plan": "w8a8", "decode_plan": "w4a16"}
+    found = {
+        "same_as": None,
+        "quality": vars(quality),
+        "bytes_per_weight": {"resident": 1.5, "decode": 0.5},
+        "answers": {"questions": 3, "identical": 1, "matched": 0.5, "same_as": None},
+        "deviations": ["mixed passes were 1 of w8a8, but none were meant"],
+    }
+    where = {"machine": {"cpu": "a CPU", "cores": 2, "gpu": None}, "versions": {"vllm": "0.32.0"}}
+    return where | {
         "checkpoint": "merged",
         "reference": "model",
         "settings": {"samples": 2, "prompt_tokens": 8, "tokens": 2, "seed": 0, "answer_tokens": 4},
         "text": {"file": "text.txt", "sha256": "0" * 64},
         "questions": 3,
-        "results": [
-            {
-                "policy": "phase",
-                "batch_size": 2,
-                "prefill_plan": "w8a8",
-                "decode_plan": "w4a16",
-                "same_as": None,
-                "quality": vars(quality),
-                "bytes_per_weight": {"resident": 1.5, "decode": 0.5},
-                "answers": {"questions": 3, "identical": 1, "matched": 0.5, "same_as": None},
-                "deviations": ["mixed passes were 1 of w8a8, but none were meant"],
-                **changes,
-            }
-        ],
-        "machine": {"cpu": "a CPU", "cores": 2, "gpu": None},
-        "versions": {"vllm": "0.32.0"},
+        "results": [run | found | changes],
     }
 
 

@@ -26,7 +26,7 @@ from flexquant.serving.vllm_api import _custom_ops as ops
 from flexquant.serving.vllm_api import envs
 from flexquant.serving.worker.one_copy import cpu as one_copy
 from flexquant.serving.worker.one_copy import cpu_layouts
-from flexquant.serving.worker.one_copy.operands import ROW, NestedWeights
+from flexquant.serving.worker.one_copy.product import CHANNEL_SCALE, NESTED, ROW
 from tests import programs
 
 pytest.importorskip("vllm")
@@ -144,10 +144,10 @@ def test_nested_weights_take_activations_with_zero_points(
     difference = torch.randint(0, 256, (outputs, INPUTS // 2), dtype=torch.uint8)
     places = torch.rand(outputs, INPUTS).argsort(1)[:, :2].int()
     values = torch.randint(-128, 128, places.shape, dtype=torch.int8)
-    factors = channel, channel.reciprocal(), torch.rand(INPUTS) / 2 + 0.4
-    nested = NestedWeights(*factors, difference, places, values)
+    nested = {CHANNEL_SCALE: channel, ROW: channel.reciprocal()}
+    nested |= zip(NESTED, (torch.rand(INPUTS) / 2 + 0.4, difference, places, values), strict=True)
     buffers = product.prepare(linear, nested, symmetric=False)
-    of_weights = [buffers[name] for name in one_copy.NESTED]
+    of_weights = [buffers[name] for name in NESTED]
     operands = packed, scale.float().contiguous(), zero, buffers[ROW], of_weights, INPUTS, layout
     weight = int8_weights(*operands).double() * channel.double()
     x, bias = torch.randn(tokens, INPUTS).relu().sub(0.1).bfloat16(), torch.randn(outputs).bfloat16()
@@ -183,15 +183,7 @@ def test_weights_for_amx_are_those_that_vllm_would_pack(
     found = torch.empty(128, INPUTS + 4, dtype=torch.int8)
     for first in (0, 64):
         torch.ops.flexquant_one_copy.int4_to_amx(
-            packed,
-            scale,
-            zero,
-            row,
-            nested,
-            layout.block,
-            layout.in_halves,
-            first,
-            found[first : first + 64],
+            packed, scale, zero, row, nested, layout.block, layout.in_halves, first, found[first : first + 64]
         )
     assert torch.equal(found, torch.ops._C.convert_weight_packed(expected))
 

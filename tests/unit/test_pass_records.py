@@ -62,6 +62,12 @@ class Event:
         return 1000.0 * (later.place - self.place)
 
 
+def run_pass(timer: PassClock, counters: PlanCounters) -> None:
+    timer.begin()
+    timer.end()
+    timer.count(counters)
+
+
 def test_on_a_gpu_events_are_made_before_the_passes_and_read_once_they_have_passed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -70,22 +76,16 @@ def test_on_a_gpu_events_are_made_before_the_passes_and_read_once_they_have_pass
     made = Event.made
     assert Event.stream == made, "an event takes its place on the GPU when it is recorded first"
     for number in range(100):
-        timer.begin()
         if number % 3 == 0:
             timer.begin()  # the pass before had no logits
-        timer.end()
-        timer.count(passes[number])
+        run_pass(timer, passes[number])
         Event.reached = Event.stream - 3  # the GPU is a pass and a half behind
     assert [counters.forward_seconds for counters in passes[:100]] == [1.0] * 97 + [0.0] * 3
     assert Event.made == made
     for number in range(100, 150):
-        timer.begin()
-        timer.end()
-        timer.count(passes[number])  # the GPU stands still, and no event is taken twice
+        run_pass(timer, passes[number])  # the GPU stands still, and no event is taken twice
     Event.reached = Event.stream
-    timer.begin()
-    timer.end()
-    timer.count(passes[150])
+    run_pass(timer, passes[150])
     assert [counters.forward_seconds for counters in passes] == [1.0] * 150 + [0.0]
 
 

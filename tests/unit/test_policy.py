@@ -113,23 +113,10 @@ def test_partly_shadowed_rule_is_allowed() -> None:
 
 
 def test_builtin_policies_are_complete() -> None:
-    assert builtin_policies() == [
-        "fp8-from-16-bit",
-        "fp8-phase-batch",
-        "int8-from-16-bit",
-        "one-copy",
-        "phase",
-        "phase-batch",
-        "phase-batch-layer",
-        "phase-batch-w4a8",
-        "prefill-8-bit",
-        "prefill-fp8",
-        "single-copy",
-        "w4a16",
-        "w4a8",
-        "w8a8",
-        "w8a8-from-int4",
-    ]
+    by_phase = ["phase", "phase-batch", "phase-batch-layer", "phase-batch-w4a8", "fp8-phase-batch"]
+    by_size = ["one-copy", "prefill-8-bit", "prefill-fp8"]
+    of_one = ["fp8-from-16-bit", "int8-from-16-bit", "single-copy", "w4a16", "w4a8", "w8a8", "w8a8-from-int4"]
+    assert builtin_policies() == sorted([*by_phase, *by_size, *of_one])
     assert DEFAULT_POLICY in builtin_policies()
     for name in builtin_policies():
         policy = load_policy(name)
@@ -143,6 +130,7 @@ def deriving(**derive: Any) -> dict[str, Any]:
 
 
 ENTRY = {"from": "w4a16", "activations": "int8"}
+FP8_BY_INT8 = ENTRY | {"activations": "fp8", "weights": "int8"}
 
 
 def test_derived_variants_are_read_with_weights_in_int4_unless_int8_is_said_and_survive_storing() -> None:
@@ -156,10 +144,7 @@ def test_derived_variants_are_read_with_weights_in_int4_unless_int8_is_said_and_
 @pytest.mark.parametrize(
     ("derive", "message"),
     [
-        (
-            {"w4a8": ENTRY | {"activations": "fp8", "weights": "int8"}},
-            r"derive\.w4a8\.activations is 'fp8'; INT8 weights need int8",
-        ),
+        ({"w4a8": FP8_BY_INT8}, r"derive\.w4a8\.activations is 'fp8'; INT8 weights need int8"),
         ({"w4a8": ENTRY | {"weights": "fp8"}}, r"activations is 'int8'; FP8 weights need fp8"),
         ({"w4a8": ENTRY | {"weights": "fp4"}}, r"weights is \"fp4\"; give one of int4, int8, fp8"),
         ({"w4a8": ENTRY | {"activations": "int4"}}, r"activations is \"int4\"; give one of int8, fp8"),

@@ -21,11 +21,7 @@ from flexquant.quantization.recipe import (
     load_recipe,
     parse_recipe,
 )
-from flexquant.quantization.resolve import (
-    choose_group_size,
-    resolve_variant,
-    with_strengths,
-)
+from flexquant.quantization.resolve import choose_group_size, resolve_variant, with_strengths
 from flexquant.quantization.source_model import default_mappings, empty_model, resolve_mappings
 from tests.checkpoints import base_config
 
@@ -221,48 +217,40 @@ def test_the_first_group_size_that_divides_all(features: tuple[int, ...], size: 
     assert choose_group_size({f"layer{i}": k for i, k in enumerate(features)}, [128, 64, 32]) == size
 
 
+def from_the_norm(linear: str) -> dict[str, Any]:
+    return with_front("AWQModifier", mappings=[[[f"re:.*{linear}$"], "re:.*input_layernorm$"]])
+
+
+def smoothing(module: str, **arguments: Any) -> dict[str, Any]:
+    return with_front("SmoothQuantModifier", smoothing_strength={module: 0.5}, **arguments)
+
+
+WITH_ZERO_POINTS = {"GPTQModifier": {**W4A16["GPTQModifier"], "asymmetric_activations": True}}
+
+
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        (
-            {"QuantizationModifier": {"scheme": "W8A8"}},
-            r"my.yaml, line 3: variants.v: lm_head would be quant",
-        ),
+        ({"QuantizationModifier": {"scheme": "W8A8"}}, r"my.yaml, line 3: variants.v: lm_head would be"),
         (with_argument(scheme="W3A3"), r"'W3A3' is no scheme of compressed-tensors; choose among .*W8A8"),
         (with_argument(targets=["re:.*x_proj$"]), r"no linear of the model matches re:\.\*x_proj\$"),
         (with_argument(group_size=64), r"group_size is given, but the scheme has no groups"),
         (
             {**W8A8, "scale_distillation": {"epochs": 1}},
-            r"16-bit activations, and .*_proj is quantised otherwise",
+            r"16-bit activations, and .*_proj is quantised",
         ),
         (
-            with_front("AWQModifier", mappings=[[["re:.*q_proj$"], "re:.*input_layernorm$"]]),
-            r"covers model.layers.0.self_attn.q_proj; it has to cover exactly .*k_proj, .*q_proj, .*v_proj",
+            from_the_norm("q_proj"),
+            r"covers .*q_proj; it has to cover exactly .*k_proj, .*q_proj, .*v_proj",
         ),
-        (
-            with_front("AWQModifier", mappings=[[["re:.*x_proj$"], "re:.*input_layernorm$"]]),
-            r"the mapping from 're:\.\*input_layernorm\$' does not fit this model",
-        ),
-        (
-            with_front("SmoothQuantModifier", smoothing_strength={"model.norm": 0.5}),
-            r"names 'model.norm', which no mapping smooths",
-        ),
-        (
-            with_front(
-                "SmoothQuantModifier",
-                smoothing_strength={"model.layers.0.input_layernorm": 0.5},
-                mappings="norms",
-            ),
-            r"lacks 'model.layers.1.input_layernorm'",
-        ),
+        (from_the_norm("x_proj"), r"the mapping from 're:\.\*input_layernorm\$' does not fit this model"),
+        (smoothing("model.norm"), r"names 'model.norm', which no mapping smooths"),
+        (smoothing("model.layers.0.input_layernorm", mappings="norms"), r"lacks 'model.layers.1.input_lay"),
         (W4A16, r"mlp\.down_proj has 200 input features.*128, 64, 32 divides"),
-        (
-            {"GPTQModifier": {**W4A16["GPTQModifier"], "asymmetric_activations": True}},
-            r"gives INT8 activations a zero point .* those for Linear are not in INT8 by token; remove it",
-        ),
+        (WITH_ZERO_POINTS, r"a zero point .* those for Linear are not in INT8 by token; remove it"),
         (
             rotating("re:.*down_proj$", 64),
-            r"cannot rotate the 200 inputs of .*down_proj in blocks of 64; give",
+            r"cannot rotate the 200 inputs of .*down_proj in blocks of 64",
         ),
         (rotating("re:.*x_proj$", 64), r"QuIPModifier matches no linear"),
     ],

@@ -73,11 +73,7 @@ def test_the_chain_raises_one_layer_after_another(costs: list[float], chain: lis
     ("costs", "middle_seconds", "chain"),
     [
         # w4a8 wins half of what w8a8 wins for a tenth of its time; the second layer wins only in w8a8.
-        (
-            {(0, LOW): 0.2, (0, MIDDLE): 0.1, (1, LOW): 0.6, (1, MIDDLE): 0.6},
-            0.021,
-            ["LL", "ML", "MH", "HH"],
-        ),
+        ({(0, LOW): 0.2, (0, MIDDLE): 0.1, (1, LOW): 0.6, (1, MIDDLE): 0.6}, 0.021, ["LL", "ML", "MH", "HH"]),
         # A step that saves time and wins comes before all others.
         ({(0, LOW): 9.0, (0, MIDDLE): 8.9}, 0.01, ["L", "M", "H"]),
     ],
@@ -142,28 +138,18 @@ def test_what_is_slower_and_worse_is_not_on_the_front() -> None:
 
 PREFILL = {"when": {"phase": ["prefill", "mixed"]}, "use": HIGH}
 SMALL, LARGE = ({"when": {"phase": "decode", "batch_size": {"max": n}}, "use": LOW} for n in (4, 64))
+FEW = {"when": {"tokens": {"max": 8}}, "use": LOW}
 SEARCHED = {"default": HIGH, "layers": {"0": LOW}}
+FEW_IN_DECODE = {"when": {**FEW["when"], "phase": "decode"}, "use": SEARCHED}
 
 
 @pytest.mark.parametrize(
     ("rules", "sequences", "expected"),
     [
         ([PREFILL, SMALL, {"use": HIGH}], 1, [PREFILL, {**SMALL, "use": SEARCHED}, {"use": HIGH}]),
-        (
-            [PREFILL, SMALL, LARGE, {"use": HIGH}],
-            8,
-            [PREFILL, SMALL, {**LARGE, "use": SEARCHED}, {"use": HIGH}],
-        ),
+        ([SMALL, LARGE, {"use": HIGH}], 8, [SMALL, {**LARGE, "use": SEARCHED}, {"use": HIGH}]),
         ([{"use": HIGH}], 1, [{"when": {"phase": "decode"}, "use": SEARCHED}, {"use": HIGH}]),
-        (
-            [{"when": {"tokens": {"max": 8}}, "use": LOW}, {"use": HIGH}],
-            1,
-            [
-                {"when": {"tokens": {"max": 8}, "phase": "decode"}, "use": SEARCHED},
-                {"when": {"tokens": {"max": 8}}, "use": LOW},
-                {"use": HIGH},
-            ],
-        ),
+        ([FEW, {"use": HIGH}], 1, [FEW_IN_DECODE, FEW, {"use": HIGH}]),
     ],
 )
 def test_the_plan_takes_the_decode_passes_of_the_rule_for_so_many_sequences(
@@ -265,23 +251,21 @@ def test_the_plan_within_the_budget(
 CHOSEN = Decision({phase: (Range(None, "w4a16", None),) for phase in ("decode", "prefill")})
 
 
-def test_prompts_keep_the_most_precise_variant_where_a_tuned_policy_loses_too_much(
-    study: Study, file: Path
+@pytest.mark.parametrize(
+    ("most", "decode", "others"),
+    [
+        (0.04, {"default": "w4a16", "layers": {"1-2": "w8a8"}}, "w8a8"),
+        (kl(plan("LLLL")), "w4a16", "w4a16"),
+    ],
+)
+def test_a_tuned_policy_changes_only_where_it_loses_too_much(
+    study: Study, file: Path, most: float, decode: Any, others: str
 ) -> None:
+    """Prompts then take the most precise variant."""
     rules = [{"when": {"phase": "decode"}, "use": "w4a16"}, {"use": "w4a16"}]
     tuned = TuningResult({"schema": SCHEMA, "description": "tuned", "rules": rules}, CHOSEN, TIMES, [])
-    limited = limit_loss(tuned, study, 0.04, file, overwrite=False, progress=lambda message: None)
-    decode, others = limited.document["rules"]
-    assert decode["use"] == {"default": "w4a16", "layers": {"1-2": "w8a8"}}
-    assert others["use"] == "w8a8"
-
-
-def test_a_tuned_policy_that_loses_as_much_as_is_allowed_stays(study: Study, file: Path) -> None:
-    rules = [{"when": {"phase": "decode"}, "use": "w4a16"}, {"use": "w4a16"}]
-    tuned = TuningResult({"schema": SCHEMA, "description": "tuned", "rules": rules}, CHOSEN, TIMES, [])
-    most = kl(("w4a16",) * LAYERS)
     limited = limit_loss(tuned, study, most, file, overwrite=False, progress=lambda message: None)
-    assert limited.document["rules"] == rules
+    assert limited.document["rules"] == [{**rules[0], "use": decode}, {"use": others}]
 
 
 @pytest.mark.parametrize("changed", ["files", "settings", "variants"])
@@ -317,19 +301,9 @@ def test_times_of_every_variant_are_needed(study: Study) -> None:
 
 # what a layer costs and wins, from KL divergences by row that are written by hand
 
-KL = {
-    (HIGH, HIGH): [0.1, 0.3],
-    (LOW, LOW): [1.0, 2.0],
-    (LOW, HIGH): [0.2, 0.5],
-    (HIGH, LOW): [0.1, 0.3],
-}
-DOCUMENT = {
-    "checkpoint": "m",
-    "reference": "r",
-    "variants": [HIGH, LOW],
-    "layers": 2,
-    "kl": {describe_layers(layers): rows for layers, rows in KL.items()},
-}
+KL = {"HH": [0.1, 0.3], "LL": [1.0, 2.0], "LH": [0.2, 0.5], "HL": [0.1, 0.3]}
+DOCUMENT = {"checkpoint": "m", "reference": "r", "variants": [HIGH, LOW], "layers": 2}
+DOCUMENT["kl"] = {describe_layers(plan(letters)): rows for letters, rows in KL.items()}
 
 
 def test_differences_are_taken_row_by_row() -> None:

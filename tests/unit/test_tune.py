@@ -420,8 +420,7 @@ RECORDED = Path(__file__).parents[2] / "benchmarks/results/tuning"
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["0.5b-avx512", "1.5b-avx512", "1.5b-zen4-again", "smollm2-135m-again", "smollm2-135m-avx512"],
+    "name", ["0.5b-avx512", "1.5b-avx512", "1.5b-zen4-again", "smollm2-135m-again", "smollm2-135m-avx512"]
 )
 def test_what_was_measured_on_real_machines_is_decided_as_it_was_there(name):
     """The policies hold the medians of their runs, which decide as their rounds did."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import secrets
@@ -68,10 +69,7 @@ def serves_merged(engine: AsyncLLM) -> bool:
 
 
 def merged_engine(request: Request) -> AsyncLLM:
-    """Return vLLM's client of the engine.
-
-    Raises HTTPException 404 if no merged checkpoint is served, or if the workers have another extension.
-    """
+    """Return vLLM's client of the engine; raise HTTPException 404 without FlexQuant's model or workers."""
     engine: AsyncLLM = request.app.state.flexquant_engine
     if not serves_merged(engine):
         extension = engine.vllm_config.parallel_config.worker_extension_cls
@@ -84,17 +82,14 @@ def merged_engine(request: Request) -> AsyncLLM:
 async def ask_workers(engine: AsyncLLM, method: str, *args: object, timeout: float | None) -> Answers:
     """Call a method of FlexQuant's worker extension on every rank of every engine; return all answers.
 
-    With data parallelism there are several engines. Each answers between two of its own steps. Raises
-    TimeoutError after ``timeout`` seconds (None: no limit). After a timeout or a cancellation the engines
-    still answer, in the order in which they were asked.
+    Each engine answers between two of its own steps. Raises TimeoutError after ``timeout`` seconds (None: no
+    limit). The engines then still answer, in the order in which they were asked.
     """
     # AsyncLLM.collective_rpc also asks all engines, but returns only the first one's answers. The engines get
     # no timeout: after one, vLLM's executor would take the late answer for the answer to its next question.
     client: AsyncMPClient = engine.engine_core
-    questions = [
-        client._call_utility_async("collective_rpc", method, None, args, None, engine=core)
-        for core in client.core_engines
-    ]
+    ask = functools.partial(client._call_utility_async, "collective_rpc", method, None, args, None)
+    questions = [ask(engine=core) for core in client.core_engines]
     ranks: list[Answers] = await answer_of(asyncio.gather(*questions), timeout)
     return [*itertools.chain.from_iterable(ranks)]
 
@@ -139,7 +134,6 @@ class Refusal(Reply):
 def refusal_responses(**reasons: str) -> dict[int | str, JsonObject]:
     """Return OpenAPI responses for statuses, each given as ``_401="why"``.
 
-    Unless 422 or ``_4XX`` is given, FastAPI adds a response of its own, 422 for a wrong parameter; vLLM
-    answers 400.
+    Without 422 or ``_4XX``, FastAPI adds a 422 for wrong parameters, to which vLLM answers 400.
     """
     return {status[1:]: {"model": Refusal, "description": why} for status, why in reasons.items()}

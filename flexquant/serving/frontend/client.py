@@ -45,8 +45,7 @@ def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> JsonObje
     """Change the policy of the server at ``url``; return its answer (:func:`change_policy` in the server).
 
     ``url`` is the URL of the server, or of its OpenAI API, ending in ``/v1``. ``dry_run`` only asks what
-    would change. Raises :class:`FlexQuantError` if there is no key or no such server, and if the server
-    refuses.
+    would change. Raises :class:`FlexQuantError` without a key or such a server, and if it refuses.
     """
     key = admin_key()
     if not key:

@@ -4,8 +4,7 @@
 
 ``GET /flexquant`` returns policy, routes, kernels and counters, ``GET /flexquant/ui`` shows them as a page,
 and ``GET /metrics`` shows the counters beside vLLM's. ``POST /flexquant/policy`` changes the policy, and
-exists only if the operator has set a key. vLLM adds a plugin's routes only if the operator names the plugin:
-``VLLM_PLUGINS=flexquant``.
+exists only if the operator has set a key. vLLM adds a plugin's routes only with ``VLLM_PLUGINS=flexquant``.
 
 A policy changes between two steps of the engine. This process resolves it to its route table. All ranks are
 first asked whether they can take it, and compare it with what they have loaded. vLLM runs such a question in
@@ -25,8 +24,8 @@ import importlib.resources
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
@@ -220,9 +219,8 @@ async def change_policy(
 
     ``name`` becomes the policy's name, and ``dry_run`` only asks what would change. Raises HTTPException 413
     for a body of more than 128 KiB, 422 for a body that is no policy, and 409 for a policy that this server
-    cannot take, each with the reason; nothing changes then, except on engines that the reason speaks of.
-    Raises HTTPException 504 if the engines do not finish in time. Threads parse and resolve the policy, so
-    the server's loop does not wait.
+    cannot take, each with the reason; nothing changes then, except on engines that the reason speaks of. It
+    raises 504 if the engines do not finish in time.
     """
     body = await read_body(request)
     async with _one_at_a_time:
@@ -255,22 +253,26 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
+@contextmanager
+def _refusing(status: int) -> Iterator[None]:
+    try:
+        yield
+    except FlexQuantError as e:
+        raise HTTPException(status, str(e)) from e
+
+
+@_refusing(422)
 def read_policy(body: bytes, name: str) -> Policy:
     """Return the policy in a body; raise HTTPException 422 if there is none."""
-    try:
-        if not name.isprintable():
-            raise FlexQuantError(f"the name {name!r} is not printable; give another one")
-        return parse_policy_text(body, name, name)
-    except FlexQuantError as e:
-        raise HTTPException(422, str(e)) from e
+    if not name.isprintable():
+        raise FlexQuantError(f"the name {name!r} is not printable; give another one")
+    return parse_policy_text(body, name, name)
 
 
+@_refusing(409)
 def resolve(vllm_config: VllmConfig, policy: Policy) -> ServedPolicy:
     """Return the policy as workers take it; raise HTTPException 409 if this server cannot serve it."""
-    try:
-        return served_policy(vllm_config, merged_of(vllm_config.model_config), policy)
-    except FlexQuantError as e:
-        raise HTTPException(409, str(e)) from e
+    return served_policy(vllm_config, merged_of(vllm_config.model_config), policy)
 
 
 async def _ask_change(

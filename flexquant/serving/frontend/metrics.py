@@ -89,12 +89,10 @@ Engines = Sequence[tuple[list[str], RankMetrics]]
 def pass_metrics(engines: Engines) -> Iterator[Metric]:
     """Yield the counters of passes, and the histogram of their sizes."""
     counters = {name: CounterMetricFamily(name, text, labels=CELL) for name, text in COUNTERS.items()}
-    replays = CounterMetricFamily(
-        REPLAYS, "Of these passes those that ran from CUDA graphs.", labels=[*CELL, "mode"]
-    )
-    sizes = HistogramMetricFamily(
-        SIZE, "Sequences of these passes in decode, else tokens, both without padding.", labels=CELL
-    )
+    text = "Of these passes those that ran from CUDA graphs."
+    replays = CounterMetricFamily(REPLAYS, text, labels=[*CELL, "mode"])
+    text = "Sequences of these passes in decode, else tokens, both without padding."
+    sizes = HistogramMetricFamily(SIZE, text, labels=CELL)
     for engine, told in engines:
         for cell, (buckets, size) in zip(told["counted"], told["sizes"], strict=True):
             labels = [*engine, cell["plan"], cell["phase"]]
@@ -109,16 +107,10 @@ def pass_metrics(engines: Engines) -> Iterator[Metric]:
 
 def weights_and_policies(engines: Engines) -> Iterator[Metric]:
     """Yield the bytes of weights, and which policy routes."""
-    weights = GaugeMetricFamily(
-        WEIGHT_BYTES,
-        "Bytes of weights on a rank, as kernels keep them; 'shared' by several variants.",
-        labels=[*ENGINE, "variant", "layers"],
-    )
-    policies = GaugeMetricFamily(
-        POLICY,
-        "1 for the policy that routes, 0 for one that did before it.",
-        labels=[*ENGINE, "policy", "digest"],
-    )
+    text = "Bytes of weights on a rank, as kernels keep them; 'shared' by several variants."
+    weights = GaugeMetricFamily(WEIGHT_BYTES, text, labels=[*ENGINE, "variant", "layers"])
+    text = "1 for the policy that routes, 0 for one that did before it."
+    policies = GaugeMetricFamily(POLICY, text, labels=[*ENGINE, "policy", "digest"])
     for engine, told in engines:
         for variant, of_layers in told["weight_bytes_by_layers"].items():
             for layers, nbytes in of_layers.items():

@@ -66,8 +66,7 @@ FEWEST_WEIGHTS = 1 << 18
 def sizes_by_variant(routes: RouteTable) -> dict[str, tuple[int, ...]]:
     """Return for each variant of a policy the numbers of tokens with which its kernels are timed.
 
-    They are the sizes of its decode passes, if it has any: INT4 is meant for these, and `flexquant tune` then
-    times the same kernels that a tuned policy gets.
+    They are the sizes of its decode passes, if any, so that a tuned policy gets what `flexquant tune` timed.
     """
     in_decode: dict[str, set[int]] = {}
     in_others: dict[str, set[int]] = {}
@@ -91,16 +90,15 @@ def choose_kernels(
     ``sizes`` maps the models' names to the numbers of tokens with which to time kernels. The INT4 kernels of
     models in ``read_again`` keep their weights in a layout that is known. ``named`` maps models' names to the
     kernels that the user wants, each by the beginning of its class name in any case, as ``humming``; a layer
-    that such a kernel cannot run gets another one. Raises :class:`FlexQuantError` for a name that fits no
-    kernel of any layer.
+    that such a kernel cannot run gets another one. Raises :class:`FlexQuantError` for a name of no kernel.
     """
     if problem := zentorch_problem():
         logger.warning(problem)
     to_try: dict[str, tuple[LayerTrial, list[Any]]] = {}
     kinds_by_name: dict[str, type[LinearKernel]] = {}
     for name, model in models.items():
-        layers: list[Any] = [layer for layer in model.modules() if kernel_of_layer(layer) is not None]
-        kinds_of = {layer: _kinds_for(layer) for layer in layers}
+        kernels = {layer: kernel for layer in model.modules() if (kernel := kernel_of_layer(layer))}
+        kinds_of: dict[Any, list[type[LinearKernel]]] = {of: _kinds_for(of, k) for of, k in kernels.items()}
         if wanted := (named or {}).get(name):
             kinds_of = _only(kinds_of, wanted, name)
         if name in read_again:
@@ -121,10 +119,8 @@ def choose_kernels(
             exchange_kernel(layer, kinds_by_name[kind_name])
 
 
-def _kinds_for(layer: Any) -> list[type[LinearKernel]]:
+def _kinds_for(layer: Any, kernel: LinearKernel) -> list[type[LinearKernel]]:
     """Return the kernels among which a layer's is chosen."""
-    kernel = kernel_of_layer(layer)
-    assert kernel is not None
     kinds = possible_kernels(kernel)
     if getattr(layer, "bias", None) is not None and getattr(layer, "input_is_parallel", False):
         # vLLM 0.26's adds the bias on every rank. Delete this when the oldest supported one does not.
@@ -144,17 +140,14 @@ def _only(
     kinds_of: Mapping[Any, list[type[LinearKernel]]], wanted: str, variant: str
 ) -> dict[Any, list[type[LinearKernel]]]:
     """Return the kernels whose name begins with ``wanted``, and for a layer that has none of them, all."""
-    those = {
-        layer: [kind for kind in kinds if kind.__name__.lower().startswith(wanted.lower())]
-        for layer, kinds in kinds_of.items()
-    }
-    if not any(those.values()):
-        names = sorted({kind.__name__ for kinds in kinds_of.values() for kind in kinds})
+    all_kinds = {kind.__name__: kind for kinds in kinds_of.values() for kind in kinds}
+    those = [kind for name, kind in all_kinds.items() if name.lower().startswith(wanted.lower())]
+    if not those:
         raise FlexQuantError(
-            f"additional-config key 'flexquant.kernels' is '{wanted}' for '{variant}', whose layers run "
-            f"on {', '.join(names) or 'one kernel alone'}; give the beginning of one of these"
+            f"additional-config key 'flexquant.kernels' is '{wanted}' for '{variant}', whose layers run on "
+            f"{', '.join(sorted(all_kinds)) or 'one kernel alone'}; give the beginning of one of these"
         )
-    return {layer: those[layer] or kinds for layer, kinds in kinds_of.items()}
+    return {layer: [kind for kind in kinds if kind in those] or kinds for layer, kinds in kinds_of.items()}
 
 
 def _request(layer: Any, sizes: Sequence[int], kinds: list[str]) -> LayerTrial:
@@ -190,8 +183,7 @@ def _is_worth_a_trial(layer: Any) -> bool:
 def possible_kernels(kernel: LinearKernel) -> list[type[LinearKernel]]:
     """Return the kernels that can replace ``kernel`` on this device in the same precision, vLLM's first.
 
-    The list is empty for W4A8 if only the stand-in for CPUs is available. On GPUs it is empty for W8A8, for
-    which vLLM has CUTLASS's kernel, and Humming's, which keeps activations in 16 bit.
+    It is empty for W8A8 on GPUs, for which vLLM has one kernel, and for W4A8 where only the stand-in runs.
     """
     kinds = _for_cpu(kernel) if current_platform.is_cpu() else _for_gpu(kernel)
     disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")

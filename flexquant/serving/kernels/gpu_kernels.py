@@ -3,8 +3,7 @@
 """Name vLLM's kernels for INT4 weights on NVIDIA GPUs, and run W4A8 by those that can.
 
 A derived W4A8 variant has W4A16's tensors, and vLLM's kernels for it expect the config of a checkpoint that
-was quantised to W4A8: the classes here translate. Each keeps the weights in a layout of its own, which a
-W4A16 kernel cannot read.
+was quantised to W4A8: the classes here translate. A W4A16 kernel cannot read their layouts.
 """
 
 from __future__ import annotations

@@ -42,10 +42,7 @@ def exchange_kernel(layer: object, kind: Callable[..., LinearKernel], **changes:
 
 
 def _kernels(layer: object) -> Iterator[tuple[object, str]]:
-    """Yield what holds a layer's kernel, and the name of the attribute.
-
-    In compressed-tensors it is the layer's scheme, for AWQ and GPTQ the layer's method.
-    """
+    """Yield the holder of a layer's kernel (its scheme or its method) and the name of the attribute."""
     for holder in (getattr(layer, "scheme", None), getattr(layer, "quant_method", None)):
         for name, value in getattr(holder, "__dict__", {}).items():
             if hasattr(type(value), "can_implement"):
@@ -62,12 +59,12 @@ def kernel_name(layer: LinearBase) -> str:
 
 def linears(model: nn.Module) -> dict[str, Any]:
     """Return module name -> linear layer of a model, in order, with lm_heads that have a quantised kernel."""
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, LinearBase)
-        or (isinstance(module, VocabParallelEmbedding) and kernel_of_layer(module) is not None)
-    }
+
+    def is_linear(module: nn.Module) -> bool:
+        is_embedding = isinstance(module, VocabParallelEmbedding)
+        return isinstance(module, LinearBase) or (is_embedding and kernel_of_layer(module) is not None)
+
+    return {path: module for path, module in model.named_modules() if is_linear(module)}
 
 
 def kernel_classes(model: nn.Module) -> dict[str, list[str]]:
@@ -84,18 +81,14 @@ def linear_sizes(layer: LinearBase) -> tuple[int, int]:
 
     Layers that are whole on every rank, such as routers, may lack the attributes for a rank's part.
     """
-    return (
-        getattr(layer, "input_size_per_partition", layer.input_size),
-        getattr(layer, "output_size_per_partition", layer.output_size),
-    )
+    inputs = getattr(layer, "input_size_per_partition", layer.input_size)
+    return inputs, getattr(layer, "output_size_per_partition", layer.output_size)
 
 
 def kernel_names(model: nn.Module) -> list[str]:
     """Return the names of all kernels of a model's linear and expert layers, in alphabetical order."""
-    return sorted(
-        {*map(kernel_name, linears(model).values())}
-        | {experts_kernel_name(layer) for layer in expert_layers(model)}
-    )
+    names = {*map(kernel_name, linears(model).values())}
+    return sorted(names | {*map(experts_kernel_name, expert_layers(model))})
 
 
 def expert_layers(model: nn.Module) -> list[MoERunner]:

@@ -3,9 +3,8 @@
 """Find the fastest of several kernels for a layer, timed once on a machine and then kept.
 
 Kernels are timed on vLLM's own linear layers with random weights: on a GPU in this process, as CUDA graphs,
-on a CPU in a process of its own (``python -m flexquant.serving.kernels.trial REQUEST REPLY``), since zentorch
-remembers the layout of weights by their address, and would mistake weights that are loaded later at the same
-address for those of a trial.
+on a CPU in another process (``python -m flexquant.serving.kernels.trial REQUEST REPLY``), since zentorch
+remembers the layout of weights by their address, and would take later weights at that address for a trial's.
 
 A result is a file in vLLM's cache folder, so that the next start, and the other ranks of this one, take the
 same kernels. To time them anew, delete the folder ``flexquant/kernels`` there.
@@ -13,10 +12,10 @@ same kernels. To time them anew, delete the folder ``flexquant/kernels`` there.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
+import pkgutil
 import statistics
 import subprocess
 import sys
@@ -66,6 +65,9 @@ MANY_TOKENS = 64
 RUNS = {"cpu": 5, "cuda": 15}
 DRIVER = Path("/proc/driver/nvidia/version")
 
+Times = dict[str, dict[str, float]]
+"""Kernel -> number of tokens, as text -> microseconds."""
+
 
 class Layer(TypedDict):
     """A quantised linear on one rank, as :func:`new_layer` builds it."""
@@ -93,10 +95,7 @@ class LayerTrial(Layer):
 
 
 def find_fastest(layers: Sequence[LayerTrial]) -> list[str]:
-    """Return the name of the fastest kernel for each layer, by the geometric mean of the times over sizes.
-
-    The first kernel is kept unless another is clearly faster.
-    """
+    """Return each layer's fastest kernel, by geometric means over sizes; the first if none is clearly so."""
     keys = [{**_circumstances(), **layer} for layer in layers]
     folder = Path(envs.VLLM_CACHE_ROOT) / "flexquant" / "kernels"
     files = [folder / f"{digest_of(key)[:32]}.json" for key in keys]
@@ -120,7 +119,7 @@ def find_fastest(layers: Sequence[LayerTrial]) -> list[str]:
     return [_read(file, key) or first for file, key, first in zip(files, keys, chosen, strict=True)]
 
 
-def _least(times: dict[str, dict[str, float]], first: str) -> str:
+def _least(times: Times, first: str) -> str:
     """Return the fastest of the kernels that ran; ``first`` if none did."""
     means = {name: statistics.geometric_mean(found.values()) for name, found in times.items()}
     if first in means:
@@ -128,17 +127,16 @@ def _least(times: dict[str, dict[str, float]], first: str) -> str:
     return min(means, key=lambda name: means[name], default=first)
 
 
-def _try(layers: list[LayerTrial]) -> list[dict[str, dict[str, float]]]:
+def _try(layers: list[LayerTrial]) -> list[Times]:
     if not current_platform.is_cpu():
         with torch.inference_mode(), torch.device("cuda"):  # a model may be under construction without memory
-            found = json.loads(json.dumps([measure(layer) for layer in layers]))
+            found = [measure(layer) for layer in layers]
         torch.cuda.empty_cache()
         return found
     with tempfile.TemporaryDirectory() as folder:
         request, reply = Path(folder) / "request.json", Path(folder) / "reply.json"
-        request.write_text(
-            json.dumps({"threads": torch.get_num_threads(), "layers": layers}), encoding="utf-8"
-        )
+        asked = {"threads": torch.get_num_threads(), "layers": layers}
+        request.write_text(json.dumps(asked), encoding="utf-8")
         command = [sys.executable, "-m", "flexquant.serving.kernels.trial", str(request), str(reply)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
         if done.returncode:
@@ -193,11 +191,8 @@ def main(request: str, reply: str) -> None:
     Path(reply).write_text(json.dumps(found), encoding="utf-8")
 
 
-def measure(layer: LayerTrial) -> dict[str, dict[int, float]]:
-    """Return kernel -> number of tokens -> microseconds; the kernels take turns.
-
-    A kernel that cannot be prepared or does not run is left out.
-    """
+def measure(layer: LayerTrial) -> Times:
+    """Time the kernels, which take turns; one that cannot be prepared or does not run is left out."""
     device = "cpu" if current_platform.is_cpu() else "cuda"
     nbytes = layer["inputs"] * layer["outputs"] * bits_of(layer) // 8
     copies = min(MAX_COPIES, max(2, math.ceil(COLD_BYTES[device] / nbytes)))
@@ -206,26 +201,24 @@ def measure(layer: LayerTrial) -> dict[str, dict[int, float]]:
     built: dict[str, list[nn.Module]] = {}
     for name in layer["kernels"]:
         try:
-            built[name] = [ready(new_layer(layer, _kind(name))) for _ in range(copies)]
+            kind = pkgutil.resolve_name(name)
+            built[name] = [ready(new_layer(layer, kind)) for _ in range(copies)]
             built[name][0](x)
         except torch.OutOfMemoryError:
             raise
         except Exception as e:  # a kernel may be compiled here, by programs that fail in many ways
             logger.warning("FlexQuant leaves out %s, which does not run here: %s", name, e)
             built.pop(name, None)
-    times: dict[str, dict[int, float]] = {name: {} for name in built}
+    times: Times = {name: {} for name in built}
     for size in layer["sizes"]:
         few = device == "cpu" and size >= MANY_TOKENS
         used, runs = (1, 1) if few else (copies, RUNS[device])
         passes = {name: timed_pass(of_kernel[:used], x[:size]) for name, of_kernel in built.items()}
-        found: dict[str, list[float]] = {name: [] for name in built}
-        for run in range(runs + 1):
-            for name, timed in passes.items():
-                seconds = timed()
-                if run > 0:  # the first run sets the kernel up for this size
-                    found[name].append(seconds)
-        for name, of_size in found.items():
-            times[name][size] = round(statistics.median(of_size) / used * 1e6, 1)
+        for timed in passes.values():
+            timed()  # sets the kernel up for this size
+        rounds = [[timed() for timed in passes.values()] for _ in range(runs)]
+        for name, of_kernel in zip(passes, zip(*rounds, strict=True), strict=True):
+            times[name][str(size)] = round(statistics.median(of_kernel) / used * 1e6, 1)
     return times
 
 
@@ -272,21 +265,12 @@ def ready(linear: ReplicatedLinear) -> ReplicatedLinear:
     return linear
 
 
-def _kind(name: str) -> type[Any]:
-    """Return the class of a kernel, ``module:class``."""
-    module, _, kind = name.partition(":")
-    return getattr(importlib.import_module(module), kind)
-
-
 def new_layer(layer: Layer, kind: type[Any]) -> ReplicatedLinear:
     """Return vLLM's linear with random weights and a kernel of ``kind``, which has not laid them out yet."""
     dtype, group = getattr(torch, layer["dtype"]), layer["group_size"]
     weight_only = group is not None
     weights = {"num_bits": bits_of(layer), "type": "int", "symmetric": not layer.get("zero_points")}
-    if group is not None and group > 0:
-        weights |= {"strategy": "group", "group_size": group}
-    else:
-        weights["strategy"] = "channel"
+    weights |= {"strategy": "group", "group_size": group} if (group or -1) > 0 else {"strategy": "channel"}
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None if weight_only else inputs}
     form = "pack-quantized" if weight_only else "int-quantized"
@@ -299,16 +283,9 @@ def new_layer(layer: Layer, kind: type[Any]) -> ReplicatedLinear:
         set_default_torch_dtype(dtype),
     ):
         have_ranks()
-        linear = ReplicatedLinear(
-            layer["inputs"],
-            layer["outputs"],
-            bias=False,
-            params_dtype=dtype,
-            quant_config=config,
-            prefix="linear",
-            return_bias=False,
-            disable_tp=True,
-        )
+        sizes, options = (layer["inputs"], layer["outputs"]), {"params_dtype": dtype, "quant_config": config}
+        is_plain = {"bias": False, "return_bias": False, "disable_tp": True}
+        linear = ReplicatedLinear(*sizes, prefix="linear", **options, **is_plain)
         activations = layer.get("activations")
         changes = {"act_type": getattr(torch, activations), "out_type": dtype} if activations else {}
         exchange_kernel(linear, kind, **changes)

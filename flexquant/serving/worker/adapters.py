@@ -8,10 +8,9 @@ of the layer that the adapter names (``model.layers.0.self_attn.q_proj``). FlexQ
 its layers there first. Layers of the other variants are wrapped where they are, and then share the matrices
 of the layer with the same name.
 
-An adapter is trained on the 16-bit model's inputs of a layer. SmoothQuant and AWQ scale these inputs, so an
-adapter's matrices would have to be scaled too. Stock vLLM does not do that either, and answers wrongly.
-Variants with different norms are refused here; ``check_supported`` refuses other rescaling, which the merge
-has recorded.
+An adapter is trained on the 16-bit model's inputs of a layer. SmoothQuant and AWQ scale these inputs, and
+neither FlexQuant nor vLLM scales the adapter's matrices, so answers would be wrong. Variants with different
+norms are refused here; ``check_supported`` refuses other rescaling, which the merge has recorded.
 """
 
 from __future__ import annotations
@@ -74,10 +73,7 @@ def share_adapters(manager: LoRAModelManager) -> None:
 
 
 def check_unsmoothed(norms: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Raise :class:`FlexQuantError` if a norm's weights differ between variants.
-
-    ``norms`` maps names and then variants to the weights of norms that the variants do not share.
-    """
+    """Raise :class:`FlexQuantError` if a norm's weights differ; ``norms``: name -> variant -> own weights."""
     for name, of_variants in norms.items():
         (first, reference), *others = of_variants.items()
         for other, tensor in others:

@@ -32,6 +32,8 @@ from enum import Enum, auto
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from compressed_tensors.utils import patch_attr
+
 from flexquant.errors import FlexQuantError
 from flexquant.policy.schema import Phase
 from flexquant.serving.vllm_api import MambaBase, subclass_attention_backend
@@ -75,8 +77,7 @@ def describe_pass(
     """Describe a pass of ``tokens`` tokens by the offsets at which the sequences' tokens start.
 
     ``query_start_loc`` is int32 [sequences + 1], on the host; padding sequences come last and have no tokens.
-    No sequence has more than ``max_query_len`` tokens. A decoding sequence has ``tokens_per_sequence``
-    tokens: 1, plus any speculated ones.
+    A decoding sequence has ``tokens_per_sequence`` tokens: 1, plus any speculated ones.
     """
     starts = query_start_loc.numpy()
     if max_query_len == 1:  # most passes of a server; this takes a few operations rather than a dozen
@@ -122,8 +123,7 @@ class PassObserver:
     ) -> None:
         """Observe passes in which a decoding sequence has ``tokens_per_sequence`` tokens.
 
-        ``began`` is called when a pass of the scheduler begins, and ``replayed`` with each of them that did
-        not call the model.
+        ``began`` is called when one of the scheduler's begins, ``replayed`` with each replay of a FULL graph.
         """
         self._tokens_per_sequence = tokens_per_sequence
         self._began = began
@@ -196,20 +196,13 @@ class PassObserver:
     def capturing(self) -> Iterator[None]:
         """Treat passes in the block as vLLM's own, even if waiting requests describe them."""
         self.settle()
-        before, self._stage = self._stage, PassState.CAPTURE
-        try:
+        with patch_attr(self, "_stage", PassState.CAPTURE):
             yield
-        finally:
-            self._stage = before
 
     def _describe(self, common: CommonAttentionMetadata, layer_names: list[str]) -> Pass:
         # A FULL graph's metadata has its padded size; other passes get their padded size in read().
-        found = describe_pass(
-            common.query_start_loc_cpu,
-            common.max_query_len,
-            common.num_actual_tokens,
-            self._tokens_per_sequence,
-        )
+        starts, tokens = common.query_start_loc_cpu, common.num_actual_tokens
+        found = describe_pass(starts, common.max_query_len, tokens, self._tokens_per_sequence)
         if self._next_is_own:
             return found
         if self._stage == PassState.WARM_UP and common.is_prefilling is not None:
@@ -258,11 +251,8 @@ class PassObserver:
                 self.layer_names += [name for name in sharing if name not in self.layer_names]
 
             def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> object:
-                before, observer._next_is_own = observer._next_is_own, True
-                try:
+                with patch_attr(observer, "_next_is_own", True):
                     return super().build_for_cudagraph_capture(common_attn_metadata)
-                finally:
-                    observer._next_is_own = before
 
         return subclass_attention_backend("FlexQuant", backend, ObservedBuilder)
 
@@ -270,8 +260,8 @@ class PassObserver:
 def observed_model_state(vllm_config: VllmConfig, observer: PassObserver) -> type:
     """Return vLLM's class that prepares the V2 runner's passes, extended to tell ``observer`` of vLLM's own.
 
-    That runner warms up with requests of its own, and keeps data-parallel engines in step with them; only
-    their names tell them from users' requests. The V1 runner makes up such passes without requests.
+    That runner warms up, and keeps data-parallel engines in step, with requests of its own; only their names
+    tell them from users' requests. The V1 runner makes up such passes without requests.
     """
     base: Any
     if vllm_config.model_config.is_hybrid:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -73,10 +73,7 @@ class PlanGraphs:
         context: ForwardContext,
         inputs: Mapping[str, object],
     ) -> None:
-        """In a PIECEWISE pass while vLLM captures, capture the plans that lack graphs of the pass's size.
-
-        ``reachable`` names the plans that the policy can take at that size.
-        """
+        """In a PIECEWISE pass while vLLM captures, capture ``reachable`` plans without graphs of its size."""
         if not monitor.cudagraph_capturing_enabled:
             return
         if context.batch_descriptor is not None:
@@ -105,8 +102,7 @@ class PlanGraphs:
     def _has_graphs(self, name: str, descriptor: BatchDescriptor | None) -> bool:
         """Whether a plan's pieces are captured for a size; True if it has no piece that can be captured.
 
-        Some pieces hold no operator and never have a graph, so several pieces may have to be checked; the
-        piece that had a graph is checked first the next time.
+        Some pieces hold no operator and never have a graph; one that had a graph is checked first next time.
         """
         wrappers = self._wrappers[name]
         for position, wrapper in enumerate(wrappers):
@@ -130,41 +126,40 @@ class PlanGraphs:
     def capture_again(self, runner: Runner, vllm_config: VllmConfig) -> None:
         """Have vLLM capture the graphs that :meth:`fit` misses, by the model's routes; no pass may run.
 
-        ``runner`` is vLLM's model runner. If it raises, graphs can be missing, and a plan can have some of
-        its pieces without the others. All FULL graphs are dropped first, since vLLM tells them apart by size
-        only; PIECEWISE graphs stay. A capture writes nothing into the KV cache, nor into a request's state.
+        If it raises, graphs or pieces of a plan can be missing. FULL graphs, which vLLM tells apart by size
+        only, are dropped first; PIECEWISE graphs stay. A capture writes into no KV cache or state.
         """
         torch.accelerator.synchronize()
-        if hasattr(runner, "cudagraph_manager") and runner.cudagraph_manager is not None:
-            runner.cudagraph_manager.graphs.clear()
+        if (manager := getattr(runner, "cudagraph_manager", None)) is not None:
+            manager.graphs.clear()
         for wrapper in CUDAGraphWrapper._all_instances:
             if wrapper.runtime_mode == CUDAGraphMode.FULL:
                 wrapper.concrete_cudagraph_entries.clear()
         with set_current_vllm_config(vllm_config), no_blocks_of_requests(runner):
             runner.capture_model()
 
-    def pieces(self) -> dict[CUDAGraphWrapper, set[BatchDescriptor]]:
-        """Return the sizes of the existing PIECEWISE graphs, for :meth:`drop_pieces`."""
-        wrappers = itertools.chain.from_iterable(self._wrappers.values())
-        return {wrapper: {*wrapper.concrete_cudagraph_entries} for wrapper in wrappers}
-
-    def drop_pieces(self, *, but: Mapping[CUDAGraphWrapper, set[BatchDescriptor]]) -> None:
-        """Drop the PIECEWISE graphs of a failed capture, which are all graphs that are not in ``but``.
+    def note_pieces(self) -> Callable[[], None]:
+        """Return a function that drops the PIECEWISE graphs captured since now, after a failed capture.
 
         vLLM notes a piece before it captures it; after a failure it would capture it while serving.
         """
-        for wrapper, kept in but.items():
-            for size in wrapper.concrete_cudagraph_entries.keys() - kept:
-                del wrapper.concrete_cudagraph_entries[size]
+        wrappers = [*itertools.chain.from_iterable(self._wrappers.values())]
+        before = [{*wrapper.concrete_cudagraph_entries} for wrapper in wrappers]
+
+        def drop() -> None:
+            for wrapper, kept in zip(wrappers, before, strict=True):
+                for size in wrapper.concrete_cudagraph_entries.keys() - kept:
+                    del wrapper.concrete_cudagraph_entries[size]
+
+        return drop
 
     def do_without(self, runner: Runner) -> None:
         """Have vLLM run all passes without CUDA graphs from now on, and drop the existing graphs."""
-        if hasattr(runner, "cudagraph_manager"):
-            if runner.cudagraph_manager is not None:
-                runner.cudagraph_manager.graphs.clear()
-                runner.cudagraph_manager._graphs_captured = False
-        else:
+        if not hasattr(runner, "cudagraph_manager"):
             runner.cudagraph_dispatcher.keys_initialized = False
+        elif runner.cudagraph_manager is not None:
+            runner.cudagraph_manager.graphs.clear()
+            runner.cudagraph_manager._graphs_captured = False
         for wrapper in CUDAGraphWrapper._all_instances:
             wrapper.concrete_cudagraph_entries.clear()
         self._full.clear()
@@ -175,8 +170,8 @@ class PlanGraphs:
 def no_blocks_of_requests(runner: Runner) -> Iterator[None]:
     """Point dummy passes at the null block, so that a capture cannot overwrite a request's state.
 
-    The V1 runner describes them with the block tables of the requests under way. Attention writes nothing in
-    them, having no slots, but a layer that keeps a state writes into the first block of every sequence.
+    The V1 runner describes them with the block tables of the requests under way, and a layer that keeps a
+    state writes into the first block of every sequence.
     """
     if hasattr(runner, "cudagraph_manager"):  # the V2 runner has tables for them
         yield

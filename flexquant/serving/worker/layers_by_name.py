@@ -2,12 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Serve layers of several variants that vLLM looks up by name in a pass, and that hold linears of their own.
 
-Unlike attention layers, these cannot be shared as they are: each variant keeps its own, with its own weights
-and kernels. The first variant's has the name that vLLM gave it; the others are registered under that name and
-their variant's.
+Unlike attention layers, these cannot be shared: each variant keeps its own, with its own weights and kernels.
+The first variant's has the name that vLLM gave it; the others' names have their variant's in addition.
 
-*Experts*: only those that the checkpoint stores once are shared. A layer's router stays with its variant,
-since it reads that variant's norm.
+*Experts*: only those that the checkpoint stores once are shared. Routers stay, as they read a variant's norm.
 
 *Layers that keep a state* (linear attention, Mamba, short convolutions): all variants read and write *one*
 state, the cache of the first variant's layer. The others ask for no cache, so they are in no group of vLLM's
@@ -20,9 +18,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 
@@ -30,10 +30,6 @@ from flexquant.errors import FlexQuantError, said_by
 from flexquant.serving.config import merged_of
 from flexquant.serving.kernels.layers import expert_layers
 from flexquant.serving.vllm_api import CompressedTensorsWNA16MoEMethod, LinearBase, MambaBase, MoERunner
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
 
 APART = "@"
 """Separates a layer's name from its variant; no module's name has it."""
@@ -52,8 +48,7 @@ def name_apart(layer: MoERunner, variant: str, context: dict[str, nn.Module]) ->
 def check_precision(variant: str, model: nn.Module, activations: str | None) -> None:
     """Raise :class:`FlexQuantError` if the experts would have other activations than the variant.
 
-    ``activations`` is the precision of a derived variant's activations, None for 16 bit. On CPUs vLLM
-    multiplies INT4 experts with 8-bit activations, whatever the checkpoint says.
+    ``activations``: of a derived variant; None: 16 bit. On CPUs vLLM always gives INT4 experts 8-bit ones.
     """
     if not current_platform.is_cpu() or activations == "int8":
         return
@@ -120,10 +115,8 @@ def share_states_of_view(view: nn.Module, variant: str, context: dict[str, nn.Mo
 
 def is_state_layer_or_its_convolution(module: nn.Module) -> bool:
     """Whether a module is a layer with a state, or the convolution of one, of whose weights it has a view."""
-    weight = getattr(module, "weight", None)
-    return isinstance(module, MambaBase) or (
-        isinstance(module, LinearBase) and getattr(weight, "ndim", 0) == 3
-    )
+    is_convolution = isinstance(module, LinearBase) and getattr(getattr(module, "weight", 0), "ndim", 0) == 3
+    return isinstance(module, MambaBase) or is_convolution
 
 
 @functools.cache

@@ -56,8 +56,7 @@ On all pipeline-parallel ranks but the last, it is what the next rank takes as `
 class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, SupportsEagle3, SupportsLoRA):
     """Several variants of one causal LM over one KV cache; every forward pass takes one plan.
 
-    With pipeline parallelism each rank holds its own decoder layers of every variant. All ranks choose the
-    same route, since vLLM describes a pass in the same way to all of them.
+    All ranks choose the same route, since vLLM describes a pass in the same way to all of them.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -86,12 +85,9 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         routes, vllm_config = self.routes, self.vllm_config
         variants = build_variants(vllm_config, self.merged, routes, prefix)
         self.variants = nn.ModuleDict(variants)
-        self._loader = VariantLoader(
-            {name: variant for name, variant in variants.items() if routes.has_weights(name)},
-            self.merged,
-            routes,
-            must_be_unsmoothed=vllm_config.lora_config is not None,
-        )
+        stored = {name: variant for name, variant in variants.items() if routes.has_weights(name)}
+        has_adapters = vllm_config.lora_config is not None
+        self._loader = VariantLoader(stored, self.merged, routes, must_be_unsmoothed=has_adapters)
         self._memory: WeightMemory | None = WeightMemory(variants)
         # What pipeline-parallel ranks pass on has the same shape in all variants.
         if make_empty := getattr(next(iter(variants.values())), "make_empty_intermediate_tensors", None):
@@ -103,10 +99,8 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         self.observer = PassObserver(
             self.routes.tokens_per_sequence, began=self.records.clock.begin, replayed=self._replayed
         )
-        registered = self.vllm_config.compilation_config.static_forward_context
-        self.observer.observe(
-            {name: layer for name, layer in registered.items() if isinstance(layer, AttentionLayerBase)}
-        )
+        registered = self.vllm_config.compilation_config.static_forward_context.items()
+        self.observer.observe({n: one for n, one in registered if isinstance(one, AttentionLayerBase)})
         if not self.routes.ignores_phase():
             self.observer.check_phases()
 
@@ -173,17 +167,13 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
         by_layers = self.weight_bytes_by_layers = self._memory.nbytes_by_range()
         in_16_bit = self._memory.nbytes_in_16_bit(self._any_plan)
         self._memory = None
-        logger.info(
-            "FlexQuant %s: policy %s; plans %s; weights %s, in all %.0f %% of 16-bit",
-            __version__,
-            self.policy.name,
-            ", ".join(
-                f"{plan.name} ({', '.join(f'{plan.layers.count(v)} layers {v}' for v in plan.variants)})"
-                for plan in self.routes.plans
-            ),
-            describe_bytes(by_layers),
-            100 * sum(sizes.values()) / in_16_bit,
+        plans = ", ".join(
+            f"{plan.name} ({', '.join(f'{plan.layers.count(v)} layers {v}' for v in plan.variants)})"
+            for plan in self.routes.plans
         )
+        told = __version__, self.policy.name, plans, describe_bytes(by_layers)
+        message = "FlexQuant %s: policy %s; plans %s; weights %s, in all %.0f %% of 16-bit"
+        logger.info(message, *told, 100 * sum(sizes.values()) / in_16_bit)
         self.records.announce_policy(self.policy, weight_bytes=sizes, weight_bytes_in_16_bit=in_16_bit)
 
     @property

@@ -24,9 +24,10 @@ from vllm.logger import init_logger
 
 from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.weight_bytes import BytesByRange
 from flexquant.errors import FlexQuantError
 from flexquant.serving.config import ServedPolicy, ServingOptions
-from flexquant.serving.messages import EngineCounters
+from flexquant.serving.messages import RankMetrics
 from flexquant.serving.worker.forward_pass import Pass
 
 logger = init_logger("vllm.flexquant.trace")
@@ -43,7 +44,7 @@ class PassClock:
     """Times successive passes, from the description of the batch until the logits are requested.
 
     A pass whose logits nobody requests has no time. On a GPU both moments are events in its stream, which are
-    read once they have passed, so nothing waits for the GPU; they are made before the passes and used again.
+    read once they have passed, so nothing waits for the GPU; they are used again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -119,6 +120,10 @@ class PlanCounters:
         if graph != CUDAGraphMode.NONE:
             self.replays[graph.name] += 1
 
+    def histogram(self) -> tuple[list[tuple[str, int]], int]:
+        """Return the upper end of each bucket with the passes up to it, and the sum of the sizes."""
+        return [*zip(SIZE_ENDS, itertools.accumulate(self.buckets), strict=True)], self.size
+
     def to_data(self) -> dict[str, float]:
         """Return the counters but the buckets, by their names in ``/metrics`` without ``flexquant:``."""
         names = ("forward", "tokens", "padded_tokens", "forward_seconds")
@@ -129,8 +134,7 @@ class PlanCounters:
 def trace_file(vllm_config: VllmConfig) -> str | None:
     """Return the file of this worker's trace; None if no trace is configured.
 
-    Every worker has a file of its own. The first worker's file has the user's name; the others' names end in
-    ``.dp1`` (the data-parallel replica) or ``.rank1`` (the rank within it, tensor and pipeline parallel).
+    Others than the first worker's end in ``.dp1`` (data-parallel replica) or ``.rank1`` (rank within it).
     """
     file = ServingOptions.from_vllm(vllm_config).trace
     if file is None:
@@ -142,8 +146,7 @@ def trace_file(vllm_config: VllmConfig) -> str | None:
 class Trace:
     """A file with one JSON object per line: first what is served, then every forward pass in order.
 
-    If the file reaches its largest size or cannot be written, the trace ends with a warning, and serving
-    continues.
+    If it reaches its largest size or cannot be written, it ends with a warning, and serving continues.
     """
 
     def __init__(self, path: str, mib: int) -> None:
@@ -182,10 +185,10 @@ class Trace:
 
     def _end(self, why: str) -> None:
         logger.warning("the trace '%s' ends here, and serving goes on: %s", self._path, why)
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):  # some file systems report a full disk only now
-                file.close()
+        assert self._file is not None
+        with suppress(OSError):  # some file systems report a full disk only now
+            self._file.close()
+        self._file = None
 
 
 class PassRecords:
@@ -237,14 +240,11 @@ class PassRecords:
 
     def counted(self) -> list[JsonObject] | None:
         """Return a record for each plan and phase that has run; None if another worker tells."""
-        if not self._tells:
-            return None
-        return [
-            {"plan": plan, "phase": phase, **counters.to_data()}
-            for (plan, phase), counters in self._counters.items()
-        ]
+        cells = self._counters.items()
+        told = [{"plan": plan, "phase": phase, **counters.to_data()} for (plan, phase), counters in cells]
+        return told if self._tells else None
 
-    def metrics_data(self) -> EngineCounters | None:
+    def metrics_data(self, weight_bytes: BytesByRange) -> RankMetrics | None:
         """Return all counters, and the policies, for ``/metrics``; None if another worker tells."""
         counted = self.counted()
         if counted is None:
@@ -253,8 +253,6 @@ class PassRecords:
             "engine": self._engine,
             "policies": [(*policy, routes) for policy, routes in self._policies.items()],
             "counted": counted,
-            "sizes": [
-                ([*zip(SIZE_ENDS, itertools.accumulate(counters.buckets), strict=True)], counters.size)
-                for counters in self._counters.values()
-            ],
+            "sizes": [counters.histogram() for counters in self._counters.values()],
+            "weight_bytes_by_layers": weight_bytes,
         }

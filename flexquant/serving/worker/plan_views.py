@@ -7,12 +7,11 @@ from the variants: it owns no weights and has no branches, so it compiles, captu
 model. Plans mix whole decoder layers, norms included, since SmoothQuant moves scales between a layer's norms
 and its linears.
 
-Each plan needs compile state of its own. vLLM finds compiled artefacts on disk by a hash of the configuration
-and the *name* of the forward, not of the instance's content: two plans of one class would collide, and the
-second would silently run the first's graph. So each plan gets a copy of the config with a digest of all that
-it computes with in ``additional_config``, which vLLM hashes, and a model tag with that digest, which names
-vLLM's Inductor cache folder. The policy is not part of the key, so another policy finds the compiled plans,
-unless other kernels are the fastest for it.
+vLLM finds compiled artefacts on disk by a hash of the configuration and the *name* of the forward, not of the
+instance's content: two plans of one class would collide, and the second would silently run the first's graph.
+So each plan gets a copy of the config with a digest of all that it computes with in ``additional_config``,
+which vLLM hashes, and a model tag with that digest, which names vLLM's Inductor cache folder. The policy is
+not part of the key, so another policy finds the compiled plans, unless other kernels are the fastest for it.
 """
 
 from __future__ import annotations
@@ -59,11 +58,7 @@ def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
 
 
 def decoder_path(model: nn.Module) -> str:
-    """Return the name of the module that holds a model's decoder layers.
-
-    It is ``model`` or ``transformer`` for text models. In a vision model it lies in the language model, or is
-    that model itself.
-    """
+    """Return the name of the module that holds the decoder layers (of a vision model's language model)."""
     if not supports_multimodal(model):
         return "model" if hasattr(model, "model") else "transformer"
     language_model = model.get_language_model()
@@ -84,8 +79,7 @@ def check_structure(model: nn.Module, architecture: str) -> None:
 def stack_path(model: nn.Module) -> str:
     """Return the name of the list of a model's decoder layers, such as ``model.layers``."""
     path = decoder_path(model)
-    inner = model.get_submodule(path)
-    return f"{path}.{next(name for name in STACKS if hasattr(inner, name))}"
+    return next(f"{path}.{name}" for name in STACKS if hasattr(model.get_submodule(path), name))
 
 
 def stack_of_layers(model: nn.Module) -> nn.ModuleList:
@@ -107,8 +101,7 @@ def build_plan(
 ) -> nn.Module:
     """Return a causal LM whose decoder layer i is taken from variant ``plan.layers[i]``.
 
-    ``merged`` and ``derived`` state how the ``variants`` are quantised. Modules outside of the decoder layers
-    come from the variant that runs the plan's last layer.
+    Other modules are the last layer's variant's. ``merged``, ``derived``: how variants are quantised.
     """
     base = variants[plan.layers[-1]]
     path, _, stack = stack_path(base).rpartition(".")
@@ -132,9 +125,8 @@ def plan_key(
 ) -> JsonObject:
     """Return what a plan's compiled code depends on beside vLLM's own key.
 
-    These are the variant of every layer, the classes that compute every linear (``kernels``, as
-    :func:`kernel_classes` returns them), and for each variant the quantisation config, that of the variant in
-    which it is nested, and how it is derived.
+    These are the variant of every layer, the classes that compute every linear (:func:`kernel_classes`), and
+    each variant's quantisation config, that of the variant in which it is nested, and its derivation.
     """
     schemes = {}
     for name in plan.variants:
@@ -153,10 +145,9 @@ def give_own_compile_state(
     inner: TorchCompileWithNoGuardsWrapper, plan_name: str, digest: str, vllm_config: VllmConfig
 ) -> None:
     """Have ``inner``, a shallow copy of a compiled module, compiled and cached by itself."""
-    given = additional_config(vllm_config).items()
-    others = {key: value for key, value in given if key not in (OPTIONS_KEY, RESOLVED_KEY)}
+    additional = additional_config(vllm_config) | {"flexquant_plan": f"{plan_name} {digest}"}
     config = copy.copy(vllm_config)
-    config.additional_config = {**others, "flexquant_plan": f"{plan_name} {digest}"}
+    config.additional_config = {k: v for k, v in additional.items() if k not in (OPTIONS_KEY, RESOLVED_KEY)}
     inner.vllm_config = config
     inner.compiled = False
     tag = f"flexquant-{re.sub(r'[^a-zA-Z0-9_-]+', '_', plan_name)}-{digest[:16]}"

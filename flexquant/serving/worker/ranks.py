@@ -29,16 +29,13 @@ Result = TypeVar("Result")
 def check_ranks_agree(routes: RouteTable, quantization_config: JsonObject) -> None:
     """Raise :class:`FlexQuantError`, on all ranks, if one has other routes or another merged checkpoint.
 
-    ``quantization_config`` is that section of the merged checkpoint's config.json. Every rank has to call
-    this.
+    ``quantization_config`` is that section of the merged checkpoint's config. Every rank has to call this.
     """
     world = get_world_group()
     if world.world_size == 1:
         return
-    mine = {
-        "routes": digest_of(routes.to_json()),
-        "quantization_config in config.json": digest_of(quantization_config),
-    }
+    mine = {"routes": digest_of(routes.to_json())}
+    mine["quantization_config in config.json"] = digest_of(quantization_config)
     everyones: list[dict[str, str]] = [{}] * world.world_size
     torch.distributed.all_gather_object(everyones, mine, group=world.cpu_group)
     for what in mine:

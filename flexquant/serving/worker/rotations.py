@@ -23,10 +23,10 @@ class RotationLoader:
     """Fills the matrices of variants that are built, by whatever layer's name they are stored."""
 
     def __init__(self, variants: Mapping[str, nn.Module]) -> None:
-        self._rotations = {
-            name: [(path, m) for path, m in variant.named_modules() if isinstance(m, HadamardTransform)]
-            for name, variant in variants.items()
-        }
+        self._rotations: dict[str, list[tuple[str, HadamardTransform]]] = {}
+        for name, variant in variants.items():
+            modules = variant.named_modules()
+            self._rotations[name] = [(path, m) for path, m in modules if isinstance(m, HadamardTransform)]
         self._filled: set[int] = set()
         # vLLM (not 0.26) divides each matrix once, and knows it by its address, which another model in this
         # process may have had before.
@@ -34,9 +34,8 @@ class RotationLoader:
 
     def takes(self, variant: str, key: str) -> bool:
         """Whether a tensor, by its name in the variant's own checkpoint, is one of its matrices."""
-        return bool(ROTATION.search(key)) and any(
-            _has_part(path, key) for path, _ in self._rotations[variant]
-        )
+        has_part = any(_has_part(path, key) for path, _ in self._rotations[variant])
+        return has_part and ROTATION.search(key) is not None
 
     def load(self, variant: str, key: str, matrix: torch.Tensor) -> None:
         """Fill all matrices of a rotation, by the name of its part of a linear, that have this size."""

@@ -22,16 +22,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
+from compressed_tensors.utils import patch_attr
 from torch import nn
 from vllm.config import VllmConfig
 
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.checkpoint.module_names import HEAD, is_in
 from flexquant.errors import FlexQuantError
+from flexquant.policy.routes import RouteTable
 from flexquant.serving.config import ServingOptions
+from flexquant.serving.draft_heads import take_section
 from flexquant.serving.kernels.choice import choose_kernels, sizes_by_variant
 from flexquant.serving.kernels.layers import expert_layers, expert_layers_by_path
 from flexquant.serving.vllm_api import (
@@ -40,25 +42,16 @@ from flexquant.serving.vllm_api import (
     MambaBase,
     MoERunner,
     ParallelLMHead,
+    QuantizationConfig,
+    QuantizeMethodBase,
     VocabParallelEmbedding,
     initialize_model,
 )
+from flexquant.serving.worker import layers_by_name
 from flexquant.serving.worker.int8_head import hold_heads_in_int8
-from flexquant.serving.worker.layers_by_name import (
-    base_class,
-    check_precision,
-    explained_kernels,
-    keep_state,
-    name_apart,
-    share_states_of_view,
-)
 from flexquant.serving.worker.one_copy import nesting_in, one_copy_of, read_sources
 from flexquant.serving.worker.plan_views import check_structure, stack_of_layers
 from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activations
-
-if TYPE_CHECKING:
-    from flexquant.policy.routes import RouteTable
-    from flexquant.serving.vllm_api import QuantizationConfig, QuantizeMethodBase
 
 
 def variant_vllm_config(
@@ -67,10 +60,7 @@ def variant_vllm_config(
     """Return the config that vLLM would have for the variant's own checkpoint."""
     model_config = copy.copy(vllm_config.model_config)
     model_config.hf_config = copy.deepcopy(model_config.hf_config)
-    if not variant.quantization_config:
-        del model_config.hf_config.quantization_config
-    else:
-        model_config.hf_config.quantization_config = copy.deepcopy(variant.quantization_config)
+    take_section(model_config, variant.quantization_config)
     model_config.hf_config.architectures = [base_architecture]
     # This is often the config itself; with all variants in it, changing one would recompile all plans.
     model_config.hf_text_config = model_config.hf_config.get_text_config()
@@ -78,7 +68,6 @@ def variant_vllm_config(
         # vLLM untied lm_head and embedding because of another variant's lm_head.
         model_config.hf_config.tie_word_embeddings = True
         model_config.hf_text_config.tie_word_embeddings = True
-    model_config.quantization = variant.quantization_config.get("quant_method")
     config = copy.copy(vllm_config)
     config.model_config = model_config
     config.quant_config = VllmConfig.get_quantization_config(model_config, vllm_config.load_config)
@@ -99,10 +88,7 @@ def scratch_forward_context(vllm_config: VllmConfig) -> Iterator[dict[str, nn.Mo
 
 
 def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
-    """Replace each key of ``replacements`` by its value, wherever it is a child below ``root``.
-
-    An lm_head that is tied to a replaced embedding is tied to the replacement.
-    """
+    """Replace each key of ``replacements`` by its value below ``root``; tie lm_heads to new embeddings."""
     for old, new in replacements.items():
         if isinstance(new, VocabParallelEmbedding):
             for head in [module for module in root.modules() if isinstance(module, ParallelLMHead)]:
@@ -119,8 +105,7 @@ def build_variants(
 ) -> dict[str, nn.Module]:
     """Build the variants that plans need over one set of attention layers; the weights are loaded later.
 
-    Variants that have no weights come last. Raises :class:`FlexQuantError` for an architecture that is not
-    built with ``model.layers``.
+    Those without weights come last. Raises :class:`FlexQuantError` without a stack of layers.
     """
     names = [name for name in (*merged.variants, *routes.derived) if name in routes.layers]
     names.sort(key=lambda name: name in routes.nested)  # after their sources
@@ -144,7 +129,7 @@ def build_variants(
     for name in computed:
         of, precision = routes.source(name), routes.derived[name].weights
         variants[name] = one_copy_of(variants[of], name, precision, merged.variants[of].is_in_16_bit)
-        share_states_of_view(variants[name], name, real_context)
+        layers_by_name.share_states_of_view(variants[name], name, real_context)
     return variants
 
 
@@ -156,10 +141,7 @@ def build_variant(
     prefix: str,
     nested_in: nn.Module | None = None,
 ) -> nn.Module:
-    """Build one variant, with attention layers of its own and the decoder layers that some plan takes.
-
-    ``nested_in`` is the variant in whose INT4 weights it is nested, if it is.
-    """
+    """Build one variant with separate attention layers; ``nested_in``: the variant that it is nested in."""
     architecture, layers = merged.base_architecture, routes.layers[name]
     config = variant_vllm_config(vllm_config, merged.variants[routes.source(name)], architecture)
     # --cpu-offload-gb needs layers with memory: vLLM copies each layer as soon as it is built.
@@ -168,14 +150,14 @@ def build_variant(
     needs_all = offloads or config.quant_config is None
     memory = nullcontext() if needs_all else memory_for(layers, config.quant_config)
     nesting = nesting_in(nested_in, config.quant_config)
-    with explained_kernels(name, vllm_config), nesting, memory:
-        variant = initialize_model(config, prefix=prefix, model_class=base_class(vllm_config))
+    with layers_by_name.explained_kernels(name, vllm_config), nesting, memory:
+        variant = initialize_model(config, prefix=prefix, model_class=layers_by_name.base_class(vllm_config))
     check_structure(variant, architecture)
     leave_out(variant, layers, vllm_config.compilation_config.static_forward_context)
     activations = routes.derived[name].activations if name in routes.derived else None
     if activations is not None:
         use_8bit_activations(variant, activations)
-    check_precision(name, variant, activations)
+    layers_by_name.check_precision(name, variant, activations)
     return variant
 
 
@@ -198,7 +180,7 @@ def share_modules(
     replacements: dict[nn.Module, nn.Module] = {}
     for layer_name, layer in registered.items():
         if isinstance(layer, MambaBase):
-            keep_state(layer_name, layer, name, real_context, [*variants.values(), variant])
+            layers_by_name.keep_state(layer_name, layer, name, real_context, [*variants.values(), variant])
         elif isinstance(layer, AttentionLayerBase):
             if owner(layer_name) == name:
                 real_context[layer_name] = layer
@@ -219,7 +201,7 @@ def share_modules(
             # The block around an expert layer also holds the shared experts, and loads them.
             replacements |= dict(zip(layer.modules(), there, strict=True))
         else:
-            name_apart(layer, name, real_context)
+            layers_by_name.name_apart(layer, name, real_context)
     for other in set(owners.values()) - {name}:
         common = [module for module, has_it in owners.items() if has_it == other]
         of_other = find_modules(variants[other], common)
@@ -231,8 +213,7 @@ def share_modules(
 def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     """Return the modules with these names in the checkpoint; raise FlexQuantError if one is missing.
 
-    For an expert layer, the module with its experts' weights is returned. A class whose logits come from the
-    embedding itself, such as Gemma 2's, has no lm_head.
+    Of an expert layer it is the module with its experts' weights. Some classes have no lm_head.
     """
     found = dict(model.named_modules(remove_duplicate=False))
     mapper = getattr(model, "hf_to_vllm_mapper", None)
@@ -253,16 +234,13 @@ def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
 def check_cache_layers(
     registered: Mapping[str, nn.Module], replaced: Container[nn.Module], architecture: str
 ) -> None:
-    """Refuse layers that all variants share, but that hold linears of which each variant has its own.
+    """Refuse layers that all variants share (``replaced``), but that hold linears of which each has its own.
 
-    vLLM's layers with a state are not among them: each variant has its own. ``replaced`` are the modules that
-    variants share.
+    vLLM's layers with a state are not among them: each variant has its own.
     """
     for name, layer in registered.items():
-        if not (layer in replaced and isinstance(layer, nn.Module)):
-            continue
-        own = [child for child in layer.modules() if isinstance(child, LinearBase) and child not in replaced]
-        if own:
+        inside = layer.modules() if layer in replaced else ()
+        if any(isinstance(module, LinearBase) and module not in replaced for module in inside):
             raise FlexQuantError(
                 f"layer '{name}' ({type(layer).__name__}) of {architecture} keeps a state and the linears "
                 "that compute it in one, and cannot exist in several variants; serve one variant's own "
@@ -295,11 +273,8 @@ def memory_for(layers: Collection[int], quant_config: QuantizationConfig | None)
         vars(method_of_weights)["create_weights"] = create_without_memory
         return method
 
-    vars(quant_config)["get_quant_method"] = get_quant_method
-    try:
+    with patch_attr(quant_config, "get_quant_method", get_quant_method):
         yield
-    finally:
-        del vars(quant_config)["get_quant_method"]
 
 
 def leave_out(variant: nn.Module, layers: Collection[int], registered: dict[str, nn.Module]) -> None:

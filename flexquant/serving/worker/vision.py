@@ -6,9 +6,8 @@ vLLM asks a model's class how images are processed: which processor prepares the
 image in a prompt. So every base architecture has a class of its own here, which answers as the base does;
 vLLM finds it by the name that :func:`~flexquant.checkpoint.merged_config.served_architecture` returns.
 
-vLLM makes embeddings, images' included, before the pass and its plan are known. Any plan can make them, since
-towers and embedding exist once: merging ensures this for the towers, and :mod:`flexquant.serving.refusals`
-for the embedding.
+vLLM makes embeddings, images' included, before the pass and its plan are known. Any plan can make them, as
+towers (see merging) and embedding (:mod:`flexquant.serving.refusals`) exist once.
 """
 
 from __future__ import annotations

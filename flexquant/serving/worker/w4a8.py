@@ -12,7 +12,7 @@ another layout, which costs half a byte a weight.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,11 +23,8 @@ from flexquant.serving.derivable import ONE_SCALE, check_w4a8_device
 from flexquant.serving.kernels.cpu_kernels import TorchCPUW4A8LinearKernel
 from flexquant.serving.kernels.gpu_kernels import W4A8_KERNELS
 from flexquant.serving.kernels.layers import exchange_kernel
-from flexquant.serving.vllm_api import CompressedTensorsWNA16, get__quant_fp8_method
+from flexquant.serving.vllm_api import CompressedTensorsWNA16, MPLinearKernel, get__quant_fp8_method
 from flexquant.serving.worker.layers_by_name import is_state_layer_or_its_convolution
-
-if TYPE_CHECKING:
-    from flexquant.serving.vllm_api import MPLinearKernel
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -74,8 +71,7 @@ def use_8bit_activations(model: nn.Module, activations: str) -> None:
 def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
     """Return the modules that a derived variant shares with its source: all without INT4 linear layers.
 
-    Whole expert layers are shared, shared experts included. A layer that keeps a state is not shared, but its
-    norm and its linears in 16 bit are.
+    Whole expert layers are shared. Of a layer that keeps a state, the norm and linears in 16 bit are.
     """
     return tuple(
         name
@@ -89,8 +85,7 @@ def modules_as_in_source(variant: nn.Module) -> tuple[str, ...]:
 def find_kernels(activations: str) -> tuple[type[MPLinearKernel], ...]:
     """Return kernel classes for INT4 weights and 8-bit activations, the last one for most layers.
 
-    On a CPU it is a stand-in, which ``kernels.choice`` exchanges for a vendor's kernel where there is one.
-    Raises :class:`FlexQuantError` if there is none.
+    On a CPU it is a stand-in, which ``kernels.choice`` exchanges. Raises :class:`FlexQuantError` without one.
     """
     check_w4a8_device(activations)
     return W4A8_KERNELS if current_platform.is_cuda() else (TorchCPUW4A8LinearKernel,)

@@ -5,8 +5,7 @@
 The count covers what a rank holds after vLLM's ``process_weights_after_loading``: every parameter, and every
 copy of a weight that a kernel has packed. Memory that several modules use counts once. On a CPU vLLM passes
 weights to oneDNN, which does not report how much it holds, so its copy counts like the loaded weight. Buffers
-and workspaces do not count, but for what a variant takes that computes its weights in each pass: the memory
-that it writes them to, and their scales.
+and workspaces do not count, but for the weights and scales that a variant computes in each pass.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class WeightMemory:
     def __init__(self, models: Mapping[str, nn.Module], to_be_packed: Collection[nn.Module] = ()) -> None:
         """Note the parameters of ``models`` (or single layers), by name, with the shapes and dtypes to load.
 
-        Views of others have no weights of their own. ``to_be_packed`` are modules of models without weights
-        that a kernel will keep an additional copy of.
+        ``to_be_packed``: modules, of models without weights, that a kernel will keep an additional copy of.
         """
         computed = {name: sizes for name, m in models.items() if any(sizes := computed_bytes(m))}
         self._kept = {name: kept for name, (_, kept) in computed.items()}
@@ -63,15 +61,7 @@ class WeightMemory:
         """Variant that computes its weights -> bytes that it writes them to; all write to the same memory."""
         self._models = {name: model for name, model in models.items() if not is_view(model)}
         self._to_be_packed = to_be_packed
-        self._loaded = {
-            module: {
-                name: Piece((module, name), weight.numel(), weight.nbytes)
-                for name, weight in module.named_parameters(recurse=False)
-                if WEIGHT.match(name)
-            }
-            for model in self._models.values()
-            for module in model.modules()
-        }
+        self._loaded = {m: loaded_weights(m) for model in self._models.values() for m in model.modules()}
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of each model's weights, and under ``shared`` those that several models use."""
@@ -86,17 +76,11 @@ class WeightMemory:
         return {name: by_range(of_layers) for name, of_layers in sizes.items()}
 
     def nbytes_by_layer(self) -> dict[str, dict[int | None, int]]:
-        """Return the bytes of weights as :meth:`nbytes` does, by decoder layer; None: outside of layers.
-
-        What weights are written to in each pass is in ``written`` instead.
-        """
+        """Return the same by decoder layer (None: outside of layers), but for what is in ``written``."""
         owners: dict[Piece, tuple[int | None, list[str]]] = {}
         for name, model in self._models.items():
-            pieces = {
-                piece: layer_number(path)
-                for path, module in model.named_modules()
-                for piece in self._held(module)
-            }
+            modules = model.named_modules()
+            pieces = {piece: layer_number(path) for path, one in modules for piece in self._held(one)}
             for piece, layer in pieces.items():
                 owners.setdefault(piece, (layer, []))[1].append(name)
         sizes: dict[str, dict[int | None, int]] = {name: {} for name in self._models}
@@ -111,8 +95,7 @@ class WeightMemory:
     def nbytes_in_16_bit(self, model: nn.Module) -> int:
         """Return the bytes that the weights of a model, or of a view of several, would take in 16 bit.
 
-        A weight counts two bytes, without scales. Modules that are not linear layers keep their kernels'
-        copies.
+        A weight counts two bytes, without scales. Modules but linears keep their kernels' copies.
         """
         elements = 0
         others: set[Piece] = set()
@@ -146,6 +129,12 @@ class WeightMemory:
                 yield weight
 
 
+def loaded_weights(module: nn.Module) -> dict[str, Piece]:
+    """Return name -> memory of the parameters of one module's own that a kernel can remove."""
+    named = module.named_parameters(recurse=False)
+    return {n: Piece((module, n), w.numel(), w.nbytes) for n, w in named if WEIGHT.match(n)}
+
+
 def weights_of_layers(model: nn.Module) -> int:
     """Return how many weights the linears and experts of a model's decoder layers have on this rank."""
     in_layers = (module for path, module in model.named_modules() if layer_number(path) is not None)
@@ -160,8 +149,7 @@ def count_weights(layer: LinearBase | MoERunner) -> int:
 def packed_for_cpu(module: nn.Module) -> Iterator[torch.Tensor | CPUDNNLGEMMHandler]:
     """Yield the copies of a weight that vLLM's CPU kernels keep beside the parameters.
 
-    Kernels for 16 bit keep theirs in ``cpu_linear``, a function; zentorch's put tensors beside the
-    parameters.
+    Kernels for 16 bit keep theirs in a function, ``cpu_linear``; zentorch's put tensors beside parameters.
     """
     if isinstance(module, LinearBase):
         yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
@@ -197,9 +185,7 @@ def to_be_packed(model: nn.Module) -> list[VocabParallelEmbedding]:
 
 def _is_packed(embedding: VocabParallelEmbedding) -> bool:
     """Whether vLLM packs an embedding on this CPU, tried on a small one of the same dtype."""
-    small = nn.Module()
-    small.weight = nn.Parameter(
-        torch.zeros(64, 64, dtype=embedding.get_parameter("weight").dtype), requires_grad=False
-    )
+    small, dtype = nn.Module(), embedding.get_parameter("weight").dtype
+    small.weight = nn.Parameter(torch.zeros(64, 64, dtype=dtype), requires_grad=False)
     embedding.quant_method.process_weights_after_loading(small)
     return any(True for _ in packed_for_cpu(small))

@@ -50,8 +50,7 @@ class VariantLoader:
     ) -> None:
         """Prepare to load ``variants``, the built models by name, with the layers that ``routes`` take.
 
-        Tensors of other layers are skipped. With ``must_be_unsmoothed``, their norms are read all the same,
-        because variants may have no layer in common whose norms can be compared.
+        With ``must_be_unsmoothed``, norms of all layers are read, to compare those of different variants.
         """
         self._variants = variants
         self._layers = routes.layers
@@ -80,15 +79,12 @@ class VariantLoader:
     def load(self, weights: Iterable[NamedTensor]) -> set[str]:
         """Load all weights; return the names of the parameters, with the variant's name first.
 
-        Every variant's own loader gets its tensors in the checkpoint's order, in several calls of at most
-        :data:`RUN` tensors: vLLM's loaders keep no state between calls. Raises :class:`FlexQuantError` if a
-        tensor is missing or not finite, and for smoothed variants that must not be.
+        Every loader gets its tensors in the checkpoint's order, at most :data:`RUN` a call. Raises
+        :class:`FlexQuantError` if a tensor is missing or not finite, and for smoothing where it must not be.
         """
-        parameters = {
-            f"{name}.{parameter}": tensor
-            for name, variant in self._variants.items()
-            for parameter, tensor in variant.named_parameters()
-        }
+        parameters: dict[str, torch.nn.Parameter] = {}
+        for name, variant in self._variants.items():
+            parameters |= {f"{name}.{parameter}": t for parameter, t in variant.named_parameters()}
         mark(parameters)
         loaded: dict[str, set[str]] = {name: set() for name in self._variants}
         norms: dict[str, dict[str, torch.Tensor]] = {}
@@ -123,7 +119,8 @@ class VariantLoader:
                 f"the checkpoint holds '{key}', and its config.json says {self._num_layers} decoder layers, "
                 "counted from 0; correct num_hidden_layers there, or in the sources, and merge again"
             )
-        readers = [name for name in self._readers_of(prefix) if not self._is_copy(name, key)]
+        is_head = HEAD.search(key) is not None  # of a variant without one, a copy of its embedding
+        readers = [name for name in self._readers_of(prefix) if self._own_head[name] or not is_head]
         takers = [name for name in readers if is_in(key, self._layers[name])]
         held_once = prefix == SHARED_PREFIX and key.startswith(self._by_reference)
         return takers[:1] if held_once else takers
@@ -131,10 +128,6 @@ class VariantLoader:
     def _rotated(self, prefix: str, key: str) -> list[str]:
         """Return the variants that have rotations of which a tensor holds the matrix."""
         return [name for name in self._readers_of(prefix) if self._rotations.takes(name, key)]
-
-    def _is_copy(self, name: str, key: str) -> bool:
-        """Whether a variant's tensor is a copy of its embedding, under the name of the lm_head."""
-        return not self._own_head[name] and HEAD.search(key) is not None
 
     def _is_compared(self, prefix: str, key: str) -> bool:
         is_norm = "norm" in key and not self._drafts(key)
@@ -154,10 +147,7 @@ class VariantLoader:
                 yield prefix, [(self._split(key)[1], tensor) for key, tensor in run]
 
     def _split(self, key: str) -> tuple[str, str]:
-        """Split a merged key into its prefix, dot included, and the original key.
-
-        The keys of a checkpoint that was not merged have no prefix.
-        """
+        """Split a merged key into its prefix, dot included, and the original key; unmerged ones have none."""
         if "" in self._readers:
             return "", key
         prefix, dot, name = key.partition(".")
@@ -173,11 +163,14 @@ def mark(parameters: dict[str, torch.nn.Parameter]) -> None:
 
 def unwritten(parameters: dict[str, torch.nn.Parameter]) -> list[str]:
     """Return the names of the marked parameters that still have a row with its marks."""
-    return [
-        name
-        for name, parameter in parameters.items()
-        if any(bool(_has_mark(marked).all(-1).any()) for marked in _marked(name, parameter))
-    ]
+
+    def has_mark(marked: torch.Tensor) -> torch.Tensor:
+        return marked.float().isnan() if marked.is_floating_point() else marked == _mark_of(marked)
+
+    def is_unwritten(name: str) -> bool:
+        return any(bool(has_mark(rows).all(-1).any()) for rows in _marked(name, parameters[name]))
+
+    return [name for name in parameters if is_unwritten(name)]
 
 
 def _marked(name: str, parameter: torch.nn.Parameter) -> Iterator[torch.Tensor]:
@@ -205,7 +198,3 @@ def _mark_of(data: torch.Tensor) -> float | int:
     if data.dtype is torch.uint8:
         return 0x0F
     return torch.nan if data.is_floating_point() else torch.iinfo(data.dtype).max // 3
-
-
-def _has_mark(marked: torch.Tensor) -> torch.Tensor:
-    return marked.float().isnan() if marked.is_floating_point() else marked == _mark_of(marked)

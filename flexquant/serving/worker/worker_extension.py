@@ -9,6 +9,7 @@ from one pass to the next. The KV cache stays, as all variants read it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
@@ -54,8 +55,7 @@ class FlexQuantWorker:
     def flexquant_metrics(self: ServingWorker) -> RankMetrics | None:
         """Return this rank's counters and weights for ``/metrics``; None if another rank counts."""
         model = self.get_model()
-        told = model.records.metrics_data()
-        return RankMetrics(**told, weight_bytes_by_layers=model.weight_bytes_by_layers) if told else None
+        return model.records.metrics_data(model.weight_bytes_by_layers)
 
     def flexquant_change_policy(
         self: ServingWorker, policy: ServedPolicyData, dry_run: bool, seen: list[str] | None = None
@@ -75,13 +75,7 @@ def status_of(model: FlexQuantForCausalLM) -> JsonObject:
         "architecture": model.merged.base_architecture,
         "policy": model.policy.described(),
         "plans": model.routes.layers_by_plan(),
-        "routes": {
-            phase: [
-                {"min_tokens": row.min_tokens, "max_tokens": row.max_tokens, "plan": row.plan.name}
-                for row in model.routes.intervals(phase)
-            ]
-            for phase in PHASES
-        },
+        "routes": {phase: [row.to_data() for row in model.routes.intervals(phase)] for phase in PHASES},
         "kernels": {name: kernel_names(variant) for name, variant in model.variants.items()},
         "weight_bytes": model.weight_bytes,
         "weight_bytes_by_layers": model.weight_bytes_by_layers,
@@ -95,10 +89,10 @@ def change_policy(
 ) -> JsonObject:
     """Route by another policy from the next pass on; return what that changes.
 
-    The front end has resolved ``policy`` for this server. ``seen`` holds digests of the policies that it
-    may replace; None: any. No pass may be running. ``runner``, vLLM's model runner, captures missing CUDA
-    graphs; None only returns what would change. Raises :class:`FlexQuantError`, and changes nothing, if
-    the model cannot take the policy on some rank.
+    The front end has resolved ``policy`` for this server. ``seen`` holds digests of the policies that it may
+    replace; None: any. No pass may be running. ``runner``, vLLM's model runner, captures missing CUDA graphs;
+    None only returns what would change. Raises :class:`FlexQuantError`, and changes nothing, if the model
+    cannot take the policy on some rank.
     """
     before = model.policy
 
@@ -135,14 +129,13 @@ def problems(model: FlexQuantForCausalLM, after: ServedPolicy) -> Iterator[str]:
             f"uses {' and '.join(missing)}, but the server has loaded {', '.join(loaded)}; take a policy "
             "that uses these alone, or start a server with one that uses all of them"
         )
-    for name, numbers in needed.items():
+    for name, numbers in sorted(needed.items()):
         if absent := numbers - loaded[name]:
             yield (
                 f"uses layers {describe_ranges(absent)} of {name}, but the server has loaded its layers "
                 f"{describe_ranges(loaded[name])} alone; take a policy that uses no others of it, or "
                 "start a server with one that uses them all"
             )
-    for name in sorted(needed):
         if after.routes.derived.get(name) != model.first_routes.derived.get(name):
             yield (
                 f"derives {name} otherwise than the policy that the server was started with; derive it "
@@ -196,10 +189,8 @@ def take(model: FlexQuantForCausalLM, after: ServedPolicy, runner: Runner) -> No
 def capture_again(model: FlexQuantForCausalLM, runner: Runner, before: ServedPolicy) -> None:
     """Capture CUDA graphs for the policy; if a rank fails, all return to the policy ``before``."""
 
-    def capture() -> None:
-        model.graphs.capture_again(runner, model.vllm_config)
-
-    pieces = model.graphs.pieces()
+    capture = functools.partial(model.graphs.capture_again, runner, model.vllm_config)
+    drop_pieces = model.graphs.note_pieces()
     with model.observer.capturing():
         try:
             on_all_ranks(capture)
@@ -207,7 +198,7 @@ def capture_again(model: FlexQuantForCausalLM, runner: Runner, before: ServedPol
         except FlexQuantError as e:
             failure = e
         name, model.policy = model.policy.name, before
-        model.graphs.drop_pieces(but=pieces)
+        drop_pieces()
         try:
             on_all_ranks(capture)
             served = "is served as before"

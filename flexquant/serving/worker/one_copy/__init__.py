@@ -25,25 +25,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from compressed_tensors.utils import patch_attr
 from torch import nn
 
 from flexquant.errors import FlexQuantError
 from flexquant.serving.derivable import check_one_copy_device
 from flexquant.serving.kernels.layers import expert_layers_by_path, kernel_of_layer
-from flexquant.serving.vllm_api import LinearBase, MPLinearKernel
+from flexquant.serving.vllm_api import LinearBase, MPLinearKernel, QuantizationConfig, QuantizeMethodBase
 from flexquant.serving.worker.one_copy import from_16_bit
 from flexquant.serving.worker.one_copy.methods import Int4Method, NestedMethod, OneCopyMethod, product_of
-from flexquant.serving.worker.plan_views import (
-    shallow_copy,
-    stack_of_layers,
-    stack_path,
-    with_module,
-)
-
-if TYPE_CHECKING:
-    from flexquant.serving.vllm_api import QuantizationConfig, QuantizeMethodBase
+from flexquant.serving.worker.plan_views import shallow_copy, stack_of_layers, stack_path, with_module
 
 
 def one_copy_of(source: nn.Module, name: str, precision: str, is_in_16_bit: bool = False) -> nn.Module:
@@ -56,11 +49,10 @@ def one_copy_of(source: nn.Module, name: str, precision: str, is_in_16_bit: bool
     variant = source
     for path, layer in _linears_in_16_bit(source) if is_in_16_bit else _int4_linears(source):
         view = shallow_copy(layer)
-        if is_in_16_bit:
-            vars(view)["quant_method"] = from_16_bit.method_for(layer, precision)
-        else:
-            vars(view)["quant_method"] = method = Int4Method()
+        method = from_16_bit.method_for(layer, precision) if is_in_16_bit else Int4Method()
+        if isinstance(method, Int4Method):
             method.read(layer, f"{name}, {path}", precision)
+        vars(view)["quant_method"] = method
         variant = with_module(variant, f"{stack_path(source)}.{path}", view)
     if variant is source:
         raise FlexQuantError(
@@ -89,18 +81,12 @@ def nesting_in(source: nn.Module | None, quant_config: QuantizationConfig | None
             return method
         return NestedMethod(int4[prefix], symmetric=getattr(scheme, "input_symmetric", True))
 
-    vars(quant_config)["get_quant_method"] = get_quant_method
-    try:
+    with patch_attr(quant_config, "get_quant_method", get_quant_method):
         yield
-    finally:
-        vars(quant_config).pop("get_quant_method", None)
 
 
 def read_sources(variant: nn.Module, name: str) -> None:
-    """Choose how the nested linears of a variant read INT4 weights, once all kernels are chosen.
-
-    Raises :class:`FlexQuantError` if a layout is not known.
-    """
+    """Choose how nested linears read INT4, after the choice of kernels; raise FlexQuantError if none can."""
     for layer, method in _computing(variant):
         if isinstance(method, NestedMethod):
             method.read(method.source, f"{name}, {layer.prefix}")
@@ -120,8 +106,7 @@ def make_ready(models: Iterable[nn.Module]) -> None:
 def computed_bytes(model: nn.Module) -> tuple[int, int]:
     """Return the bytes that a variant writes its weights to in each pass, and those that it keeps to do so.
 
-    The first are for its largest linear, and all such variants write there. Both are 0 for a variant whose
-    weights are stored.
+    The first are for its largest linear; all such variants share them. Both are 0 if weights are stored.
     """
     sizes = [method.nbytes(layer) for layer, method in _computing(model)]
     return max((written for written, _ in sizes), default=0), sum(own for _, own in sizes)
@@ -144,9 +129,8 @@ def _int4_linears(model: nn.Module) -> Iterator[tuple[str, LinearBase]]:
     """Yield the linears with INT4 weights below a model's decoder layers, with their paths."""
     for path, layer in stack_of_layers(model).named_modules():
         kernel = kernel_of_layer(layer)
-        if not isinstance(layer, LinearBase) or not isinstance(kernel, MPLinearKernel):
-            continue
-        if kernel.config.weight_type.size_bits == 4:
+        in_packs = isinstance(layer, LinearBase) and isinstance(kernel, MPLinearKernel)
+        if in_packs and kernel.config.weight_type.size_bits == 4:
             yield path, layer
 
 

@@ -13,30 +13,25 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping
 
 import torch
+from torch import Tensor, nn
 
-from flexquant.checkpoint.nested import unpack_nibbles
 from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.cpu_kernels import exact_int8_linear
 from flexquant.serving.kernels.cpu_loops import has_loops, thread_memory
-from flexquant.serving.vllm_api import (
-    MPLinearKernel,
-    scalar_types,
-    unpack_quantized_values_into_int32,
-)
+from flexquant.serving.vllm_api import MPLinearKernel, scalar_types, unpack_quantized_values_into_int32
 from flexquant.serving.vllm_api import _custom_ops as ops
 from flexquant.serving.worker.one_copy.cpu_layouts import Layout, packed_alike, unpacked
-from flexquant.serving.worker.one_copy.operands import (
+from flexquant.serving.worker.one_copy.product import (
     CHANNEL_SCALE,
-    COLUMN,
-    DIFFERENCE,
-    EXCEPTIONS,
-    PLACES,
+    NESTED,
     ROW,
     WEIGHT_SUMS,
-    NestedWeights,
+    Buffers,
+    Product,
+    output_of_int4,
+    register_operator,
 )
 
 ZERO = 8.0
@@ -49,94 +44,59 @@ AMX_TYPES = (torch.bfloat16, torch.float16)
 """Types of activations that vLLM's product for AMX takes."""
 MULTIPLE = 64
 """Outputs of which slices have multiples; blocks have parts of it."""
-NESTED = (COLUMN, DIFFERENCE, PLACES, EXCEPTIONS)
-"""The buffers of nested weights, in the order in which int4_to_int8.cpp takes them."""
 
 _weights, _sums = threading.local(), threading.local()
-_library = torch.library.Library("flexquant", "FRAGMENT")
-_library.define(
-    "one_copy_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor row, Tensor[] nested, "
-    "Tensor channel_scale, Tensor? weight_sums, Tensor? bias, int block, bool in_halves) -> Tensor"
-)
 
 
-class CPUInt8Product:
-    """Multiplies in INT8 by weights that are computed from those that ``kernel`` keeps in INT4."""
-
-    precision = "INT8"
+class CPUInt8Product(Product):
+    """The product of a CPU, in INT8."""
 
     def __init__(self, kernel: MPLinearKernel, layout: Layout) -> None:
-        self._kernel = kernel
+        super().__init__(kernel)
         self._layout = layout
-        (inputs, outputs), group = kernel.config.partition_weight_shape, kernel.config.group_size
-        is_whole = not (outputs % MULTIPLE or inputs % 32 or (group > 0 and group % 32))
+        group = kernel.config.group_size
+        is_whole = not (self._outputs % MULTIPLE or self._inputs % 32 or (group > 0 and group % 32))
         self._for_amx = is_whole and has_amx_product()
 
-    def shared_bytes(self, inputs: int, outputs: int) -> int:
-        """Return the bytes to which a layer's weights are written."""
-        return min(inputs * outputs, max(AMX_WEIGHTS if self._for_amx else WEIGHTS, inputs * MULTIPLE))
+    @property
+    def written_bytes(self) -> int:
+        slice_bytes = max(AMX_WEIGHTS if self._for_amx else WEIGHTS, self._inputs * MULTIPLE)
+        return min(super().written_bytes, slice_bytes)
 
-    def prepare(
-        self, source: torch.nn.Module, nested: NestedWeights | None = None, symmetric: bool = True
-    ) -> dict[str, torch.Tensor]:
-        """Return what :meth:`multiply` needs beside ``source``, once its weights are packed.
-
-        Without ``nested``, the INT8 weights are those nearest to the source's. ``symmetric``: activations,
-        which else have a zero point for each token.
-        """
-        inputs = self._kernel.config.partition_weight_shape[0]
-        if nested is None:
-            scales = channel_scales(*self._weights(source), inputs, self._layout)
-            return {CHANNEL_SCALE: scales, ROW: scales.reciprocal()}
-        difference = packed_alike(unpack_nibbles(nested.difference).t(), self._layout)
-        exceptions = {PLACES: nested.exception_input, EXCEPTIONS: nested.exception}
-        buffers = {**nested.factors(), DIFFERENCE: difference, **exceptions}
-        if not symmetric:
-            buffers[WEIGHT_SUMS] = self._weight_sums(source, buffers, inputs)
-        return buffers
-
-    def multiply(
-        self,
-        source: torch.nn.Module,
-        buffers: Mapping[str, torch.Tensor | None],
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype."""
+    def multiply(self, source: nn.Module, buffers: Buffers, x: Tensor, bias: Tensor | None) -> Tensor:
         nested = [buffers[name] for name in NESTED if name in buffers]
         weights = x, *self._weights(source), buffers[ROW], nested, buffers[CHANNEL_SCALE]
         sums, kept = buffers.get(WEIGHT_SUMS), (bias, self._layout.block, self._layout.in_halves)
-        out: torch.Tensor = (
+        out: Tensor = (
             torch.ops.flexquant_one_copy.linear_by_amx(*weights, *kept, AMX_WEIGHTS)
             if self._for_amx and x.dtype in AMX_TYPES and sums is None  # it has no zero points
             else torch.ops.flexquant.one_copy_linear(*weights, sums, *kept)
         )
         return out
 
-    def _weight_sums(
-        self, source: torch.nn.Module, buffers: Mapping[str, torch.Tensor], inputs: int
-    ) -> torch.Tensor:
-        """Return the sum of each output's nested INT8 weights, int32 [outputs]."""
+    def _channel_scales(self, source: nn.Module) -> Tensor:
+        return channel_scales(*self._weights(source), self._inputs, self._layout)
+
+    def _packed(self, difference: Tensor) -> Tensor:
+        return packed_alike(difference.t(), self._layout)
+
+    def _weight_sums(self, source: nn.Module, buffers: Buffers) -> Tensor:
         packed, scale, zero = self._weights(source)
         whole = scale.float().contiguous(), None if zero is None else zero.contiguous()
-        operands = packed, *whole, buffers[ROW], [buffers[name] for name in NESTED], inputs, self._layout
-        parts = slices(1, inputs, scale.shape[1])
+        nested = [buffers[name] for name in NESTED]
+        operands = packed, *whole, buffers[ROW], nested, self._inputs, self._layout
+        parts = slices(1, self._inputs, self._outputs)
         return torch.cat([_int8_weights(*operands, part).sum(0, dtype=torch.int32) for part in parts])
 
-    def _weights(self, layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _weights(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return packed weights, scales [groups, outputs], and zero points, int32 in packs of 8, if any."""
         packed, scale, zero, *_ = self._kernel._get_weight_params(layer)
         scale = scale.data[..., 0] if isinstance(self._kernel, TorchCPUInt4LinearKernel) else scale.data
         return packed, scale, zero.data if self._kernel.config.zero_points and zero is not None else None
 
 
-def channel_scales(
-    packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, inputs: int, layout: Layout
-) -> torch.Tensor:
-    """Return the scales of INT8 weights, float32 [outputs]: each channel's greatest weight becomes 127.
-
-    The arguments are a layer's, as its INT4 kernel keeps them.
-    """
+def channel_scales(packed: Tensor, scale: Tensor, zero: Tensor | None, inputs: int, layout: Layout) -> Tensor:
+    """Return the scales of INT8 weights, float32 [outputs], by which each channel's greatest becomes 127."""
     groups, outputs = scale.shape
     ones = torch.ones(groups, outputs, dtype=torch.float32)
     greatest = torch.empty(outputs, dtype=torch.float32)
@@ -157,25 +117,23 @@ def slices(tokens: int, inputs: int, outputs: int) -> list[range]:
     return [range(first, min(first + step, outputs)) for first in range(0, outputs, step)]
 
 
-@torch.library.impl(_library, "one_copy_linear", "CPU")
 def one_copy_linear(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    row: torch.Tensor,
-    nested: list[torch.Tensor],
-    channel_scale: torch.Tensor,
-    weight_sums: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    row: Tensor,
+    nested: list[Tensor],
+    channel_scale: Tensor,
+    weight_sums: Tensor | None,
+    bias: Tensor | None,
     block: int,
     in_halves: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Return [tokens, outputs] for ``x`` [tokens, inputs] in its dtype, multiplied in INT8.
 
     ``x`` is quantised per token, with a zero point if there are ``weight_sums``. The INT4 weights become INT8
-    weights, which have the scales ``channel_scale``, by ``row`` and ``nested``, the tensors of NESTED if they
-    are nested.
+    weights with scales ``channel_scale``, by ``row`` and ``nested``: the tensors of NESTED, if any.
     """
     layout, bias = Layout(block, in_halves), None if bias is None else bias.float()
     scale, zero = scale.float().contiguous(), None if zero is None else zero.contiguous()
@@ -199,14 +157,17 @@ def one_copy_linear(
     return out
 
 
+register_operator(one_copy_linear, "CPU", output_of_int4)
+
+
 def _scaled_product(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    row: torch.Tensor,
-    zeros: tuple[torch.Tensor, torch.Tensor] | None,
-    channel_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+    x: Tensor,
+    weights: Tensor,
+    row: Tensor,
+    zeros: tuple[Tensor, Tensor] | None,
+    channel_scale: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
     """Return [tokens, outputs], float32, by PyTorch's operators.
 
     ``zeros`` are the tokens' zero points, int32 [tokens, 1], and the weights' sums, int32 [outputs].
@@ -222,11 +183,6 @@ def _scaled_product(
     return scaled if bias is None else scaled.add_(bias)
 
 
-@torch.library.register_fake("flexquant::one_copy_linear", lib=_library)
-def _output_shape(x: torch.Tensor, packed: object, scale: torch.Tensor, *_: object) -> torch.Tensor:
-    return x.new_empty((x.shape[0], scale.shape[1]))
-
-
 @functools.cache
 def has_amx_product() -> bool:
     """Whether vLLM has its INT8 product for AMX here, with weights as ``int4_to_amx`` writes them."""
@@ -238,14 +194,9 @@ def has_amx_product() -> bool:
         sums = (128 * weight.sum(1, dtype=torch.int32)).view(torch.int8).view(2, -1)
         expected = torch.cat([in_fours, sums], 1).view(64, 36)
         is_as_expected = torch.equal(torch.ops._C.convert_weight_packed(weight), expected)
-    return is_as_expected and has_loops() and _has_loops_for_amx()
-
-
-def _has_loops_for_amx() -> bool:
-    """Whether the compiler knew AMX; the operator's shape is told to torch.compile."""
-    if not hasattr(torch.ops.flexquant_one_copy, "linear_by_amx"):
-        return False
-    torch.library.register_fake("flexquant_one_copy::linear_by_amx", _output_shape)
+    if not (is_as_expected and has_loops() and hasattr(torch.ops.flexquant_one_copy, "linear_by_amx")):
+        return False  # the operator is missing if the compiler does not know AMX
+    torch.library.register_fake("flexquant_one_copy::linear_by_amx", output_of_int4)
     return True
 
 
@@ -256,7 +207,7 @@ def int8_product_is_exact() -> bool:
     return bool((torch._int_mm(x, weights) == 64 * 127 * 127).all())
 
 
-def _zeros(zero: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:
+def _zeros(zero: Tensor | None, scale: Tensor) -> Tensor:
     """Return the values that stand for 0, float32 [groups, outputs]."""
     if zero is None:
         return torch.full(scale.shape, ZERO, dtype=torch.float32)
@@ -264,15 +215,15 @@ def _zeros(zero: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _int8_weights(
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    row: torch.Tensor,
-    nested: list[torch.Tensor],
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    row: Tensor,
+    nested: list[Tensor],
     inputs: int,
     layout: Layout,
     part: range,
-) -> torch.Tensor:
+) -> Tensor:
     """Return (value - zero) * (scale * row), or nested weights, as int4_to_int8.cpp describes them.
 
     They are a slice's, int8 [inputs, some outputs]; the thread's next call writes over them.

@@ -8,6 +8,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from flexquant.serving.kernels.cpu_int4 import INNER_K_TILES, TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.cpu_kernels import AMXW4A8LinearKernel
@@ -46,7 +47,7 @@ def pytorch_layout() -> Layout | None:
     return None
 
 
-def unpacked(packed: torch.Tensor, layout: Layout, inputs: int, outputs: int) -> torch.Tensor:
+def unpacked(packed: Tensor, layout: Layout, inputs: int, outputs: int) -> Tensor:
     """Return the 4-bit values, uint8 [inputs, outputs], of a kernel's ``packed`` weights."""
     flat, parts, whole = packed.flatten().view(torch.uint8), [], outputs // layout.block * layout.block
     for first, last, width in ((0, whole, layout.block), (whole, outputs, outputs - whole)):
@@ -58,7 +59,7 @@ def unpacked(packed: torch.Tensor, layout: Layout, inputs: int, outputs: int) ->
     return torch.cat(parts, 1)
 
 
-def packed_alike(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+def packed_alike(values: Tensor, layout: Layout) -> Tensor:
     """Return 4-bit ``values``, uint8 [inputs, outputs], packed in a layout: uint8, flat."""
     blocks = []
     for first in range(0, values.shape[1], layout.block):

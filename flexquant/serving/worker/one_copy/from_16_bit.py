@@ -10,19 +10,17 @@ makes a copy in INT8, for vLLM's kernel of W8A8.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.platforms import current_platform
 
 from flexquant.serving.kernels.layers import linear_sizes
 from flexquant.serving.vllm_api import LinearBase, UnquantizedLinearMethod, init_int8_linear_kernel
 from flexquant.serving.vllm_api import _custom_ops as ops
 from flexquant.serving.worker.one_copy.methods import OneCopyMethod
+from flexquant.serving.worker.one_copy.product import register_operator
 
 MULTIPLE = 16
 """Inputs and outputs of which vLLM's product for GPUs takes multiples."""
-
-_library = torch.library.Library("flexquant", "FRAGMENT")
-_library.define("linear_from_16_bit(Tensor x, Tensor weight, Tensor? bias, ScalarType precision) -> Tensor")
 
 
 def is_readable(layer: LinearBase) -> bool:
@@ -55,11 +53,10 @@ class RoundingMethod(OneCopyMethod):
         weight = layer.get_parameter("weight")
         scratch(weight.device, weight.numel(), self._type)
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [..., outputs] for ``x`` [..., inputs], in its dtype."""
-        weight, flat = layer._parameters["weight"], x.reshape(-1, x.shape[-1])
-        out: torch.Tensor = torch.ops.flexquant.linear_from_16_bit(flat, weight, bias, self._type)
-        return out.reshape(*x.shape[:-1], out.shape[-1])
+    def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight = layer._parameters["weight"]
+        out: Tensor = torch.ops.flexquant.linear_from_16_bit(x, weight, bias, self._type)
+        return out
 
 
 class WithInt8Copy(UnquantizedLinearMethod):
@@ -90,23 +87,16 @@ class Int8CopyMethod(OneCopyMethod):
         self._source = source
         self.kernel_name = f"{type(source.kernel).__name__} on a copy from 16 bit"
 
-    def make_ready(self, layer: LinearBase) -> None:
-        pass
-
     def nbytes(self, layer: LinearBase) -> tuple[int, int]:
         inputs, outputs = linear_sizes(layer)
         return 0, (inputs + 4) * outputs
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [..., outputs] for ``x`` [..., inputs], in its dtype."""
-        out: torch.Tensor = self._source.kernel.apply_weights(self._source.copy, x, bias)
+    def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = self._source.kernel.apply_weights(self._source.copy, x, bias)
         return out
 
 
-@torch.library.impl(_library, "linear_from_16_bit", "CUDA")
-def linear_from_16_bit(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, precision: torch.dtype
-) -> torch.Tensor:
+def linear_from_16_bit(x: Tensor, weight: Tensor, bias: Tensor | None, precision: torch.dtype) -> Tensor:
     """Return [tokens, outputs] for ``x`` [tokens, inputs], quantised per token and multiplied in 8 bit."""
     from flexquant.serving.worker.one_copy.gpu import FP8, multiply_in_8_bit, scratch
 
@@ -119,6 +109,8 @@ def linear_from_16_bit(
     return multiply_in_8_bit(x, out, scales[:, 0], bias)
 
 
-@torch.library.register_fake("flexquant::linear_from_16_bit", lib=_library)
-def _output_shape(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+def _output(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+register_operator(linear_from_16_bit, "CUDA", _output)

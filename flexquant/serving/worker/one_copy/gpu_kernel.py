@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from flexquant.serving.vllm_api import tl, triton
 
@@ -111,8 +112,7 @@ def _weight(  # type: ignore[no-untyped-def]
 ):
     """Return the 8-bit weights of a word's place, 0 to 4, without a conversion between types.
 
-    The place stays where it is in the word, so a weight has the factor 16 to the place, and its ratio the
-    inverse: both are exact.
+    A weight in its place has the factor 16 to the place, and its ratio the inverse: both are exact.
     """
     value = ((word & (15 << (4 * place))) | integer_bits).to(tl.float32, bitcast=True)
     exact = (value - (middle * (1 << (4 * place)) + INTEGERS)) * (ratio * (1.0 / (1 << (4 * place))))
@@ -140,14 +140,14 @@ def compile_options(tiles: int) -> dict[str, int]:
 
 
 def eight_bit_weights(
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    row: torch.Tensor,
-    out: torch.Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    row: Tensor,
+    out: Tensor,
     outputs_first: bool,
-    nested: Sequence[torch.Tensor] = (),
-) -> torch.Tensor:
+    nested: Sequence[Tensor] = (),
+) -> Tensor:
     """Write the weights into ``out`` [outputs, inputs], in INT8 or FP8, and return it.
 
     ``packed`` int32 [inputs / 16, outputs * 2] and ``scale`` [groups, outputs] are as the kernel keeps them,
@@ -163,26 +163,18 @@ def eight_bit_weights(
     column, difference, *exceptions = nested or (row, packed)
     group = inputs // len(scale)
     tiles = min(group, MOST_INPUTS) // 16
-    _int4_to_8_bit[(outputs // 64, triton.cdiv(inputs, tiles * 16))](
-        packed,
-        scale,
-        scale if zero is None else zero,
-        row,
-        column,
-        difference,
-        out,
-        outputs,
-        inputs,
-        group,
-        INTEGER_BITS,
-        is_grouped=len(scale) > 1,
-        has_zero=zero is not None,
-        is_nested=bool(nested),
-        is_integer=out.dtype == INT8,
-        outputs_first=outputs_first,
-        tiles=tiles,
-        **compile_options(tiles),
-    )
+    tensors = packed, scale, scale if zero is None else zero, row, column, difference, out
+    constants = {
+        "is_grouped": len(scale) > 1,
+        "has_zero": zero is not None,
+        "is_nested": bool(nested),
+        "is_integer": out.dtype == INT8,
+        "outputs_first": outputs_first,
+        "tiles": tiles,
+    }
+    grid = outputs // 64, triton.cdiv(inputs, tiles * 16)
+    options = constants | compile_options(tiles)
+    _int4_to_8_bit[grid](*tensors, outputs, inputs, group, INTEGER_BITS, **options)
     if exceptions:
         number = exceptions[0].shape[1]
         _put[(outputs,)](*exceptions, out, number, inputs, padded=triton.next_power_of_2(number))

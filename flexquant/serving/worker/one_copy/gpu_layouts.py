@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 from vllm.logger import init_logger
 
 from flexquant.serving.kernels.layers import kernel_of_layer
@@ -44,9 +45,7 @@ class Layout:
     multiples: tuple[tuple[int, int], ...]
     """Outputs and inputs of which the kernel takes multiples; it pads weights with others."""
 
-    def tensors(
-        self, kernel: MPLinearKernel, layer: torch.nn.Module
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def tensors(self, kernel: MPLinearKernel, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the packed weights, the scales [groups, outputs] as kept, and zero points in their order."""
         packed, scale, zero, *_ = (
             kernel._get_weight_params(layer)
@@ -67,10 +66,7 @@ HUMMING = tuple(
     for outputs_first in (True, False)
 )
 """Humming's layouts: before 0.1.17 for Hopper's own instructions the second one, else the first."""
-LAYOUTS: dict[type[MPLinearKernel], tuple[Layout, ...]] = {
-    MarlinLinearKernel: (MARLIN,),
-    HummingLinearKernel: HUMMING,
-}
+LAYOUTS: dict[type, tuple[Layout, ...]] = {MarlinLinearKernel: (MARLIN,), HummingLinearKernel: HUMMING}
 
 
 def layout_of(kind: type[MPLinearKernel], config: MPLinearLayerConfig) -> Layout | None:
@@ -113,11 +109,10 @@ def layout_found(kind: type[MPLinearKernel], group: int, zero_points: bool, dtyp
     return None
 
 
-def packed_alike(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+def packed_alike(values: Tensor, layout: Layout) -> Tensor:
     """Return 4-bit ``values`` [outputs, inputs], packed in a layout: int32 [inputs / 16, outputs * 2].
 
-    A word has, for one of a tile's four blocks of 16 outputs, two neighbouring inputs of each half of the
-    tile's 16 inputs and of the block's outputs.
+    A word has two neighbouring inputs of each half of a tile's 16 inputs, and of a block's 16 outputs.
     """
     outputs, inputs = values.shape
     # [column, block, half of its outputs, output % 8; tile, half of its inputs, pair % 4, odd]
@@ -128,21 +123,19 @@ def packed_alike(values: torch.Tensor, layout: Layout) -> torch.Tensor:
     return (parts.long() << shifts).sum(-1).to(torch.int32).view(inputs // 16, outputs * 2)
 
 
-def in_order_of_outputs(scale: torch.Tensor) -> torch.Tensor:
+def in_order_of_outputs(scale: Tensor) -> Tensor:
     """Return a layer's scales [groups, outputs], as Marlin and Humming keep them, in the order of outputs."""
     grouped, single = get_scale_perms()
     return permuted_back(scale, grouped if len(scale) > 1 else single)
 
 
-def zeros_in_order_of_outputs(
-    zero: torch.Tensor, groups: int, outputs: int, order: Sequence[int]
-) -> torch.Tensor:
+def zeros_in_order_of_outputs(zero: Tensor, groups: int, outputs: int, order: Sequence[int]) -> Tensor:
     """Return packed zero points, of which a word holds eight in an ``order``, as int8 [groups, outputs]."""
     values = permuted_back(unpack_cols(zero, 4, groups, outputs), order)
     return permuted_back(values, get_scale_perms()[0]).to(torch.int8)
 
 
-def permuted_back(values: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+def permuted_back(values: Tensor, order: Sequence[int]) -> Tensor:
     """Return ``values`` [.., outputs] as before each ``len(order)`` outputs were permuted so."""
     back = torch.tensor(order, device=values.device).argsort()
     return values.unflatten(-1, (-1, len(order)))[..., back].flatten(-2)

@@ -5,24 +5,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.platforms import current_platform
 
 from flexquant.checkpoint.nested import count_exceptions
 from flexquant.errors import FlexQuantError
 from flexquant.serving.kernels.layers import kernel_of_layer, linear_sizes
 from flexquant.serving.vllm_api import LinearBase, MPLinearKernel, QuantizeMethodBase
-from flexquant.serving.worker.one_copy.operands import DIFFERENCE, EXCEPTIONS, PLACES, NestedWeights
-
-if TYPE_CHECKING:
-    from flexquant.serving.worker.one_copy.cpu import CPUInt8Product
-    from flexquant.serving.worker.one_copy.gpu import GPUProduct
-
-    Product = CPUInt8Product | GPUProduct
-    """Multiplies in 8 bit by the weights that the INT4 kernel of one device keeps."""
+from flexquant.serving.worker.one_copy.product import (
+    CHANNEL_SCALE,
+    COLUMN,
+    DIFFERENCE,
+    EXCEPTIONS,
+    NESTED,
+    PLACES,
+    ROW,
+    Product,
+)
 
 FACTOR_BYTES = 8
 """Bytes of two float32 numbers for each output of a view: its scale, and the inverse."""
@@ -41,21 +43,29 @@ class OneCopyMethod(QuantizeMethodBase):
 
     kernel_name: str
     """For people."""
+    _rotation: Callable[[Tensor], Tensor] | None = None
+    """What inputs go through before they are multiplied; None: nothing."""
 
     def create_weights(self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any) -> None:
         raise RuntimeError("the source creates the weights; this is a FlexQuant bug")
 
     def make_ready(self, layer: LinearBase) -> None:
         """Give ``layer`` what it needs beside its weights, once these are loaded."""
-        raise NotImplementedError
 
     def nbytes(self, layer: LinearBase) -> tuple[int, int]:
-        """Return the bytes that ``layer`` writes its weights to, which all layers share, and its own ones.
-
-        Its own are beside its parameters.
-        """
+        """Return the bytes that ``layer`` writes weights to (shared), and its other bytes but parameters."""
         inputs, outputs = linear_sizes(layer)
         return inputs * outputs, 0
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return [..., outputs] for ``x`` [..., inputs], in its dtype."""
+        x = x if self._rotation is None else self._rotation(x)
+        out = self.multiply(layer, x.reshape(-1, x.shape[-1]), bias)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+    def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype."""
+        raise NotImplementedError
 
 
 class Int4Method(OneCopyMethod):
@@ -64,8 +74,6 @@ class Int4Method(OneCopyMethod):
     source: LinearBase | None = None
     """The linear with the INT4 weights; None: the view itself."""
     _product: Product
-    _rotation: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """What the source's inputs go through before its weights; None: nothing."""
     _relation = "from"
 
     def read(self, layer: LinearBase, where: str, precision: str = "int8") -> None:
@@ -94,15 +102,10 @@ class Int4Method(OneCopyMethod):
         layer._buffers = {**layer._buffers, **self._product.prepare(layer)}
 
     def nbytes(self, layer: LinearBase) -> tuple[int, int]:
-        inputs, outputs = linear_sizes(layer)
-        return self._product.shared_bytes(inputs, outputs), FACTOR_BYTES * outputs
+        return self._product.written_bytes, FACTOR_BYTES * linear_sizes(layer)[1]
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [..., outputs] for ``x`` [..., inputs], in its dtype."""
-        source = layer if self.source is None else self.source
-        x = x if self._rotation is None else self._rotation(x)
-        out = self._product.multiply(source, layer._buffers, x.reshape(-1, x.shape[-1]), bias)
-        return out.reshape(*x.shape[:-1], out.shape[-1])
+    def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._product.multiply(layer if self.source is None else self.source, layer._buffers, x, bias)
 
 
 class NestedMethod(Int4Method):
@@ -125,22 +128,20 @@ class NestedMethod(Int4Method):
         weight_loader: Callable[..., None],
         **__: Any,
     ) -> None:
-        """Create parameters for a :class:`NestedWeights`; exceptions are those of all ranks' inputs."""
+        """Create parameters for what is stored; exceptions are those of all ranks' inputs."""
         inputs, outputs = input_size_per_partition, sum(output_partition_sizes)
         number = count_exceptions(input_size)
-        parts = {
-            "difference": (
-                torch.empty(outputs, inputs // 2, dtype=torch.uint8),
-                {"output_dim": 0, "input_dim": 1},
-            ),
-            "row": (torch.empty(outputs, 1, dtype=torch.float32), {"output_dim": 0}),
-            "scale": (torch.empty(outputs, 1, dtype=torch.float32), {"output_dim": 0}),
-            "exception": (torch.empty(outputs, number, dtype=torch.int8), {"output_dim": 0}),
-            "exception_input": (torch.empty(outputs, number, dtype=torch.uint16), {"output_dim": 0}),
-            "column": (torch.empty(inputs, dtype=torch.float32), {"input_dim": 0, "ignore_warning": True}),
-        }
+        of_outputs = {"output_dim": 0}
+        parts: tuple[tuple[str, tuple[int, ...], torch.dtype, dict[str, int | bool]], ...] = (
+            (DIFFERENCE, (outputs, inputs // 2), torch.uint8, {"output_dim": 0, "input_dim": 1}),
+            (ROW, (outputs, 1), torch.float32, of_outputs),
+            (CHANNEL_SCALE, (outputs, 1), torch.float32, of_outputs),
+            (EXCEPTIONS, (outputs, number), torch.int8, of_outputs),
+            (PLACES, (outputs, number), torch.uint16, of_outputs),
+            (COLUMN, (inputs,), torch.float32, {"input_dim": 0, "ignore_warning": True}),
+        )
 
-        def load_column(parameter: nn.Parameter, loaded: torch.Tensor, *shard: object) -> None:
+        def load_column(parameter: nn.Parameter, loaded: Tensor, *shard: object) -> None:
             """Load the factors of one of the linears that vLLM fuses; raise FlexQuantError if they differ."""
             before = parameter.clone() if vars(parameter).get("is_loaded") else None
             weight_loader(parameter, loaded, *shard)
@@ -151,34 +152,36 @@ class NestedMethod(Int4Method):
                     "and vLLM multiplies them at once; merge the checkpoint again"
                 )
 
-        for name, (data, dimensions) in parts.items():
-            parameter = nn.Parameter(data, requires_grad=False)
-            loader = load_column if name == "column" else weight_loader
-            vars(parameter).update(dimensions, weight_loader=loader)
-            layer.register_parameter(f"weight_{name}", parameter)
+        for name, shape, dtype, dimensions in parts:
+            parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+            vars(parameter).update(dimensions, weight_loader=load_column if name == COLUMN else weight_loader)
+            layer.register_parameter(_parameter_name(name), parameter)
         layer.register_parameter("weight", None)  # as of kernels that keep weights under no name
 
     def nbytes(self, layer: LinearBase) -> tuple[int, int]:
         return super().nbytes(layer)[0], 0 if self._symmetric else SUM_BYTES * linear_sizes(layer)[1]
 
     def make_ready(self, layer: LinearBase) -> None:
-        names = ("scale", "row", "column", "difference", "exception_input", "exception")
-        scale, row, column, difference, places, exceptions = (
-            layer.get_parameter(f"weight_{part}").data for part in names
-        )
-        inputs = len(column)
-        first = 0 if inputs == layer.input_size else layer.tp_rank * inputs
-        places = places.int() - first
-        places[(places < 0) | (places >= inputs)] = -1
-        nested = NestedWeights(scale.flatten(), row.flatten(), column, difference, places, exceptions)
+        names = (CHANNEL_SCALE, ROW, *NESTED)
+        nested = {name: layer.get_parameter(_parameter_name(name)).data for name in names}
+        inputs = len(nested[COLUMN])
+        places = nested[PLACES].int() - (0 if inputs == layer.input_size else layer.tp_rank * inputs)
+        places[(places < 0) | (places >= inputs)] = -1  # inputs of other ranks
+        nested |= {PLACES: places, **{name: nested[name].flatten() for name in (CHANNEL_SCALE, ROW)}}
         buffers = self._product.prepare(self.source, nested, self._symmetric)
-        for part, name in zip(names[3:], (DIFFERENCE, PLACES, EXCEPTIONS), strict=True):
-            layer.register_parameter(f"weight_{part}", nn.Parameter(buffers[name], requires_grad=False))
+        for name in (DIFFERENCE, PLACES, EXCEPTIONS):
+            parameter = nn.Parameter(buffers[name], requires_grad=False)
+            layer.register_parameter(_parameter_name(name), parameter)
         layer._buffers = {**layer._buffers, **buffers}
 
 
+def _parameter_name(buffer: str) -> str:
+    """Return the name of the parameter in which a nested linear's checkpoint stores a buffer."""
+    return buffer.replace("flexquant", "weight")
+
+
 def product_of(kernel: MPLinearKernel, kind: type[Any], precision: str = "int8") -> Product | None:
-    """Return the product of this device for the weights of ``kernel``'s layer, if ``kind`` keeps them.
+    """Return this device's product for the weights of ``kernel``'s layer, if a kernel of ``kind`` keeps them.
 
     None if that kind's layout is not known. ``precision``: int8 or fp8.
     """
