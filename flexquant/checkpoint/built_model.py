@@ -25,8 +25,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 NOT_BUILT_BY = (
-    *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
-    *("auto_map", "transformers_weights", "quantization_config"),
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+    "auto_map",
+    "transformers_weights",
+    "quantization_config",
 )
 """Keys, at any depth, by which transformers would load or run something, and that of the quantisation."""
 FLOAT = "__float__"

@@ -42,8 +42,15 @@ CARD = "README.md"
 MISTRAL_TOKENIZER = ("tekken.json", "*.model.v*")
 CHAT_TEMPLATES = ("chat_template*", "additional_chat_templates/*")
 TOKENIZER = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
-    *("*.tiktoken", *MISTRAL_TOKENIZER, *CHAT_TEMPLATES),
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    *MISTRAL_TOKENIZER,
+    *CHAT_TEMPLATES,
 )
 PROCESSOR = ("*processor_config.json",)
 CODE = ("*.py",)
