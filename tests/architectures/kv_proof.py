@@ -217,15 +217,13 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# What the proof of one KV cache sees",
         "",
-        "`python -m tests.architectures.kv_proof` changes every parameter of the first layer of a",
-        "small random model, but those of MLP and experts: a matrix becomes another random one of the",
-        f"same size, and a vector gets N(0, {VECTOR_CHANGE}) added. It compares W8A8 of the model with",
-        "W4A16 of the changed one. A change is the largest one of K, V or a state in any layer of",
-        f"transformers' own model, as a share of its norm; what changes less than {STATED} may be merged.",
-        "Every change is in `tests/architectures/kv_proof.json`.",
-        "",
-        "What a state is computed with is refused for differing at all: it may show after thousands",
-        "of tokens.",
+        "`python -m tests.architectures.kv_proof` takes W8A8 of a small random model and W4A16 of the same model",
+        "with one parameter of the first layer changed: a matrix becomes another random one of the same size, a",
+        f"vector gets N(0, {VECTOR_CHANGE}) added. Every parameter but those of MLP and experts has its turn. A change",
+        "is the largest share of its norm by which K, V or a state of any layer changes in transformers' own",
+        f"model. A merge may take what changes less than {STATED}. It refuses every difference in what a state is",
+        "computed with, which may show after thousands of tokens. `tests/architectures/kv_proof.json` has every",
+        "change. [What to do](README.md#if-the-kv-caches-differ) if a merge is refused.",
         "",
         f"transformers {versions['transformers']}, torch {versions['torch']}.",
     ]
@@ -235,7 +233,7 @@ def page(results: dict[str, Any]) -> str:
     wrong = [name for name, verdicts in folds.items() if verdicts not in ([], ["merged"])]
     lines += [
         "",
-        "Folded norms (SmoothQuant) leave a model as it is. They are merged in all architectures but those",
+        "Folded norms (SmoothQuant) leave a model as it is. They are merged in all architectures except those",
         f"whose norms cannot be folded ({', '.join(without)})"
         + (f", and refused in {', '.join(wrong)}." if wrong else "."),
         "",
