@@ -237,16 +237,19 @@ def page(results: dict[str, Any]) -> str:
         f"whose norms cannot be folded ({', '.join(without)})"
         + (f", and refused in {', '.join(wrong)}." if wrong else "."),
         "",
-        "| architecture | refused | smallest change refused |",
-        "| --- | --- | --- |",
+        "| smallest change refused | architecture and change |",
+        "| --- | --- |",
     ]
     merged: list[str] = []
+    smallest: dict[str, list[str]] = {}
     for name, found in architectures:
         changes = [c for c in found if c["parameter"] != FOLD]
-        refused = [c for c in changes if c["verdict"] == "refused"]
-        least = min(refused, key=lambda c: c["change"])
+        least = min((c for c in changes if c["verdict"] == "refused"), key=lambda c: c["change"])
         merged += [f"{name} {c['parameter']} {c['change']:.2g}" for c in changes if c["verdict"] != "refused"]
-        lines.append(f"| {name} | {len(refused)} | {least['parameter']} {least['change']:.2g} |")
+        smallest.setdefault(least["parameter"], []).append(
+            f"{name.removesuffix('ForCausalLM')} {least['change']:.2g}"
+        )
+    lines += [f"| `{parameter}` | {', '.join(found)} |" for parameter, found in sorted(smallest.items())]
     lines += ["", f"Merged with a change: {', '.join(merged)}."] if merged else []
     return "\n".join(lines) + "\n"
 

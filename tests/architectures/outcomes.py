@@ -21,7 +21,7 @@ MEANINGS = {
     NOT_MADE: "no small random model could be made",
     FAILS: "in FlexQuant: a mistake to mend",
 }
-LONGEST = 120
+LONGEST = 72
 """Most characters of a reason on the page."""
 
 
@@ -34,11 +34,10 @@ def page(results: dict[str, Any]) -> str:
         "# Architectures",
         "",
         f"`python -m tests.architectures` tried {len(found)} of the {results['text_models']} text models of",
-        f"vLLM {versions['vllm']}. Where transformers can make a small random model, it is quantised to W8A8",
-        "and W4A16, merged, served on a CPU, and compared with stock vLLM on each variant's own checkpoint:",
-        "tokens and log-probabilities are equal. Experts stay in 16 bit here, since vLLM's CPU kernels for",
-        "others need AMX or zentorch. A random model has the layers of the real one, not its answers.",
-        "`tests/architectures/results.json` has everything by architecture, and reasons in full.",
+        f"vLLM {versions['vllm']} on a CPU: small random models, quantised to W8A8 and W4A16 (experts stay in 16 bit),",
+        "merged, served, and compared with stock vLLM on each variant's checkpoint, in tokens and log-probabilities.",
+        "A random model has the layers of the real one, not its answers. `tests/architectures/results.json` has",
+        "reasons in full.",
         "",
         "| outcome | architectures | meaning |",
         "| --- | --- | --- |",
