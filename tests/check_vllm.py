@@ -167,12 +167,6 @@ def page(problems: Mapping[str, Sequence[str]]) -> str:
             f"| {len(found) or 'none'} | {NEEDED.get(version, 'nothing')} |"
             for version, found in problems.items()
         ),
-        "",
-        "Errors of mypy that are expected, since FlexQuant is right for these versions too:",
-        "",
-        "| vLLM | error | why it is harmless |",
-        "|---|---|---|",
-        *(f"| {first} to {last} | `{start}` | {why} |" for start, (first, last, why) in EXPECTED.items()),
     ]
     return "\n".join(lines) + "\n"
 
