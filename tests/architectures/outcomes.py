@@ -21,7 +21,7 @@ MEANINGS = {
     NOT_MADE: "no small random model could be made",
     FAILS: "in FlexQuant: a mistake to mend",
 }
-LONGEST = 72
+LONGEST = 120
 """Most characters of a reason on the page."""
 
 
@@ -47,7 +47,9 @@ def page(results: dict[str, Any]) -> str:
     ]
     for outcome in (name for name in MEANINGS if counts[name]):
         there = {name: one for name, one in found.items() if one["outcome"] == outcome}
-        lines += ["", f"## {outcome[0].upper()}{outcome[1:]}", "", *rows(there, outcome == SERVED)]
+        names = ", ".join(sorted(there, key=str.lower))
+        told = rows(there, outcome == SERVED) if outcome in (SERVED, REFUSED) else [names]
+        lines += ["", f"## {outcome[0].upper()}{outcome[1:]}", "", *told]
     return "\n".join(lines) + "\n"
 
 
