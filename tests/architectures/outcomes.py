@@ -47,17 +47,16 @@ def page(results: dict[str, Any]) -> str:
     ]
     for outcome in (name for name in MEANINGS if counts[name]):
         there = {name: one for name, one in found.items() if one["outcome"] == outcome}
-        names = ", ".join(sorted(there, key=str.lower))
-        told = rows(there, outcome == SERVED) if outcome in (SERVED, REFUSED) else [names]
-        lines += ["", f"## {outcome[0].upper()}{outcome[1:]}", "", *told]
+        names = sorted(there, key=str.lower)
+        lines += ["", f"## {outcome[0].upper()}{outcome[1:]}", ""]
+        if outcome == REFUSED:
+            lines += ["| architecture | reason |", "| --- | --- |"]
+            lines += [f"| {name} | {cell(found[name]['reason'])} |" for name in names]
+        else:
+            lines.append(", ".join(names))
     return "\n".join(lines) + "\n"
 
 
-def rows(found: dict[str, Any], served: bool) -> list[str]:
-    """Return a row for each set of features of served ones, or for each reason why others are not."""
-    groups: dict[str, list[str]] = {}
-    for name in sorted(found, key=str.lower):
-        told = ", ".join(found[name]["features"]) if served else shorten(found[name]["reason"], LONGEST)
-        groups.setdefault(told.replace("|", "\\|").replace("<", "&lt;"), []).append(name)
-    head = f"| architectures | {'with' if served else 'reason'} |"
-    return [head, "| --- | --- |", *(f"| {', '.join(names)} | {told} |" for told, names in groups.items())]
+def cell(reason: str) -> str:
+    """Return a reason as a cell of a Markdown table."""
+    return shorten(reason, LONGEST).replace("|", "\\|").replace("<", "&lt;")
