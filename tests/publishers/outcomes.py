@@ -18,9 +18,9 @@ HEAD = """\
 # Published pairs
 
 `python -m tests.publishers` merges pairs of small random checkpoints as publishers ship them
-(`tests/publishers/shapes.py`). {merged} merge: they verify bit for bit, and answer as stock vLLM does from each source
-that it serves on a CPU. {refused} are refused, here without the advice. Stock vLLM 0.32 loads both checkpoints of {served}
-refused pairs, but not of the other {not_served}. The {served}
+(`tests/publishers/shapes.py`). {merged} merge: they verify bit for bit, and answer as stock vLLM does from
+each source that it serves on a CPU. {refused} are refused, here without the advice. Stock vLLM 0.32 loads
+both checkpoints of {served} refused pairs, but not of the other {not_served}. The {served}
 
 {reasons}
 
