@@ -5,7 +5,7 @@
 import logging
 import sys
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def register() -> None:

@@ -155,8 +155,8 @@ def page(problems: Mapping[str, Sequence[str]]) -> str:
         "<!-- Written by `make check-vllm`. -->",
         "# FlexQuant against vLLM's types, by version",
         "",
-        "mypy checks FlexQuant against the source of each version. `vllm_api.py` imports the private names,",
-        "with the reasons; `tests/vllm_names.py` lists what is hidden from mypy, which is checked too.",
+        "mypy checks FlexQuant against the source of each version. `vllm_api.py` imports the private names",
+        "with the reasons; `tests/vllm_names.py` lists names hidden from mypy, which are checked too.",
         f"A test plants {PLANTED} breaks in a copy of the installed version, and all are found.",
         "What a new version asks for: [tests](../../tests/README.md#a-new-version-of-vllm).",
         "",
@@ -167,12 +167,6 @@ def page(problems: Mapping[str, Sequence[str]]) -> str:
             f"| {len(found) or 'none'} | {NEEDED.get(version, 'nothing')} |"
             for version, found in problems.items()
         ),
-        "",
-        "Errors of mypy that are expected, since FlexQuant is right for these versions too:",
-        "",
-        "| vLLM | error | why it is harmless |",
-        "|---|---|---|",
-        *(f"| {first} to {last} | `{start}` | {why} |" for start, (first, last, why) in EXPECTED.items()),
     ]
     return "\n".join(lines) + "\n"
 

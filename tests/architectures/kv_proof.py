@@ -217,15 +217,14 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# What the proof of one KV cache sees",
         "",
-        "`python -m tests.architectures.kv_proof` changes every parameter of the first layer of a",
-        "small random model, but those of MLP and experts: a matrix becomes another random one of the",
-        f"same size, and a vector gets N(0, {VECTOR_CHANGE}) added. It compares W8A8 of the model with",
-        "W4A16 of the changed one. A change is the largest one of K, V or a state in any layer of",
-        f"transformers' own model, as a share of its norm; what changes less than {STATED} may be merged.",
-        "Every change is in `tests/architectures/kv_proof.json`.",
-        "",
-        "What a state is computed with is refused for differing at all: it may show after thousands",
-        "of tokens.",
+        "`python -m tests.architectures.kv_proof` takes W8A8 of a small random model, and W4A16 of the",
+        "same model with one parameter of the first layer changed: a matrix becomes another random one of",
+        f"the same size, a vector gets N(0, {VECTOR_CHANGE}) added. Every parameter but those of MLP and",
+        "experts has its turn. A change is the largest share of its norm by which K, V or a state of any",
+        f"layer changes in transformers' own model. A merge may take what changes less than {STATED}. It",
+        "refuses every difference in what a state is computed with, which may show after thousands of",
+        "tokens. `tests/architectures/kv_proof.json` has every change. If a merge is refused, here is",
+        "[what to do](README.md#if-the-kv-caches-differ).",
         "",
         f"transformers {versions['transformers']}, torch {versions['torch']}.",
     ]
@@ -239,16 +238,19 @@ def page(results: dict[str, Any]) -> str:
         f"whose norms cannot be folded ({', '.join(without)})"
         + (f", and refused in {', '.join(wrong)}." if wrong else "."),
         "",
-        "| architecture | refused | smallest change refused |",
-        "| --- | --- | --- |",
+        "| smallest change refused | architecture and change |",
+        "| --- | --- |",
     ]
     merged: list[str] = []
+    smallest: dict[str, list[str]] = {}
     for name, found in architectures:
         changes = [c for c in found if c["parameter"] != FOLD]
-        refused = [c for c in changes if c["verdict"] == "refused"]
-        least = min(refused, key=lambda c: c["change"])
+        least = min((c for c in changes if c["verdict"] == "refused"), key=lambda c: c["change"])
         merged += [f"{name} {c['parameter']} {c['change']:.2g}" for c in changes if c["verdict"] != "refused"]
-        lines.append(f"| {name} | {len(refused)} | {least['parameter']} {least['change']:.2g} |")
+        smallest.setdefault(least["parameter"], []).append(
+            f"{name.removesuffix('ForCausalLM')} {least['change']:.2g}"
+        )
+    lines += [f"| `{parameter}` | {', '.join(found)} |" for parameter, found in sorted(smallest.items())]
     lines += ["", f"Merged with a change: {', '.join(merged)}."] if merged else []
     return "\n".join(lines) + "\n"
 

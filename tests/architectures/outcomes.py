@@ -34,11 +34,10 @@ def page(results: dict[str, Any]) -> str:
         "# Architectures",
         "",
         f"`python -m tests.architectures` tried {len(found)} of the {results['text_models']} text models of",
-        f"vLLM {versions['vllm']}. Where transformers can make a small random model, it is quantised to W8A8",
-        "and W4A16, merged, served on a CPU, and compared with stock vLLM on each variant's own checkpoint:",
-        "tokens and log-probabilities are equal. Experts stay in 16 bit here, since vLLM's CPU kernels for",
-        "others need AMX or zentorch. A random model has the layers of the real one, not its answers.",
-        "`tests/architectures/results.json` has everything by architecture, and reasons in full.",
+        f"vLLM {versions['vllm']} on a CPU: small random models, quantised to W8A8 and W4A16 (experts stay",
+        "in 16 bit), merged, served, and compared with stock vLLM on each variant's checkpoint, in tokens",
+        "and log-probabilities. A random model has the layers of the real one, not its answers.",
+        "`tests/architectures/results.json` has features and reasons in full.",
         "",
         "| outcome | architectures | meaning |",
         "| --- | --- | --- |",
@@ -48,15 +47,16 @@ def page(results: dict[str, Any]) -> str:
     ]
     for outcome in (name for name in MEANINGS if counts[name]):
         there = {name: one for name, one in found.items() if one["outcome"] == outcome}
-        lines += ["", f"## {outcome[0].upper()}{outcome[1:]}", "", *rows(there, outcome == SERVED)]
+        names = sorted(there, key=str.lower)
+        lines += ["", f"## {outcome[0].upper()}{outcome[1:]}", ""]
+        if outcome == REFUSED:
+            lines += ["| architecture | reason |", "| --- | --- |"]
+            lines += [f"| {name} | {cell(found[name]['reason'])} |" for name in names]
+        else:
+            lines.append(", ".join(names))
     return "\n".join(lines) + "\n"
 
 
-def rows(found: dict[str, Any], served: bool) -> list[str]:
-    """Return a row for each set of features of served ones, or for each reason why others are not."""
-    groups: dict[str, list[str]] = {}
-    for name in sorted(found, key=str.lower):
-        told = ", ".join(found[name]["features"]) if served else shorten(found[name]["reason"], LONGEST)
-        groups.setdefault(told.replace("|", "\\|").replace("<", "&lt;"), []).append(name)
-    head = f"| architectures | {'with' if served else 'reason'} |"
-    return [head, "| --- | --- |", *(f"| {', '.join(names)} | {told} |" for told, names in groups.items())]
+def cell(reason: str) -> str:
+    """Return a reason as a cell of a Markdown table."""
+    return shorten(reason, LONGEST).replace("|", "\\|").replace("<", "&lt;")

@@ -17,14 +17,12 @@ ONE_VARIANT = "schema: flexquant.policy/v1\nrules: [{use: w4a16}]\n"
 HEAD = """\
 # Published pairs
 
-`python -m tests.publishers` makes small random checkpoints as publishers ship them, in pairs of one model
-(`tests/publishers/shapes.py`), and merges them. The {merged} that are merged are verified against their
-sources, bit for bit, and answer as stock vLLM does from each source that it serves on a CPU. {refused} are
-refused, with advice that is left out here. Stock vLLM 0.32 loads both checkpoints of {served} of these, which
+`python -m tests.publishers` merges pairs of small random checkpoints as publishers ship them
+(`tests/publishers/shapes.py`). {merged} merge: they verify bit for bit, and answer as stock vLLM does from
+each source that it serves on a CPU. {refused} are refused, here without the advice. Stock vLLM 0.32 loads
+both checkpoints of {served} refused pairs, but not of the other {not_served}. The {served}
 
 {reasons}
-
-In each of the other {not_served} there is a checkpoint that stock vLLM does not load either.
 
 | pair | outcome |
 |---|---|
