@@ -23,7 +23,7 @@ from flexquant.checkpoint.folder import find_model, read_config, read_tensors
 from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, is_sparse
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.checkpoint.model_config import SECTIONS, ConfigGroup, JsonObject
-from flexquant.checkpoint.module_names import EMBEDDINGS, LAYER
+from flexquant.checkpoint.module_names import EMBEDDINGS, HEAD, LAYER
 from flexquant.checkpoint.safetensors_io import (
     CASTS,
     DTYPES,
@@ -32,7 +32,7 @@ from flexquant.checkpoint.safetensors_io import (
     load_tensor,
     read_chunks,
 )
-from flexquant.checkpoint.schemes import PACKED_SUFFIX, QUANTISATION_PARAMETER
+from flexquant.checkpoint.schemes import LINEAR, PACKED_SUFFIX, QUANTISATION_PARAMETER
 from flexquant.errors import FlexQuantError
 from flexquant.merge.eight_bit_formats import BLOCK_FP8, QUARK, from_fp8, from_quark, is_fp8
 from flexquant.merge.packed_formats import PACKED_METHODS, PACKED_PARTS, from_packed_format
@@ -130,7 +130,10 @@ def _section(schemes: Mapping[str, ConfigGroup], ignored: Sequence[str]) -> Json
     for name in sorted(schemes):
         linears.setdefault(json.dumps(schemes[name]), []).append(name)
     groups = [
-        ConfigGroup(targets=names if len(linears) > 1 else ["Linear"], **schemes[names[0]])
+        # vLLM's lm_head is of another class than its linears.
+        ConfigGroup(
+            targets=names if len(linears) > 1 else [LINEAR, *filter(HEAD.search, names)], **schemes[names[0]]
+        )
         for names in linears.values()
     ]
     return {

@@ -30,7 +30,8 @@ from flexquant.checkpoint.model_config import (
     complete_settings,
     count_layers,
 )
-from flexquant.checkpoint.module_names import HEAD
+from flexquant.checkpoint.module_names import HEAD, is_for_heads
+from flexquant.checkpoint.schemes import LINEAR
 from flexquant.documents.yaml_document import read_named
 from flexquant.errors import FlexQuantError
 
@@ -288,7 +289,8 @@ def has_int4(config: JsonObject, model: str) -> bool:
     """
     section = _complete(config.get("quantization_config") or {}, model)
     groups = section["config_groups"].values() if section.get("quant_method") in METHODS else ()
-    weights = [g.get("weights") for g in groups if isinstance(g, dict) and not g.get("input_activations")]
+    linears = [g for g in groups if isinstance(g, dict) and not is_for_heads(g.get("targets") or [LINEAR])]
+    weights = [g.get("weights") for g in linears if not g.get("input_activations")]
     integers = [w for w in weights if isinstance(w, dict) and w.get("type", "int") == "int"]
     return any(w.get("num_bits") == 4 for w in integers)
 
