@@ -7,12 +7,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import StateDict
+from tests.checkpoints import StateDict, make_checkpoint
 from tests.sections import PACKED, SCHEMES
 
 HEAD = "lm_head"
@@ -64,3 +65,20 @@ def quantise_head(source: Path, output: Path, scheme: str) -> Path:
     section |= {"format": "mixed-precision", "ignore": [n for n in section["ignore"] if n != HEAD]}
     (output / "config.json").write_text(json.dumps(config))
     return output
+
+
+def with_an_unused_row(state: StateDict) -> StateDict:
+    for name in (f"{HEAD}.weight", "model.embed_tokens.weight"):
+        state[name][7] = 0
+    return state
+
+
+def write_pair(folder: Path, *heads: str | None, **options: Any) -> dict[str, Path]:
+    """Write w8a8 and w4a16 with these schemes of their heads; None: 16 bit."""
+    found = {}
+    for name, head in zip(("w8a8", "w4a16"), heads, strict=True):
+        made = make_checkpoint(
+            folder / f"plain {name}", scheme=name, **{"transform": with_an_unused_row} | options
+        )
+        found[name] = made if head is None else quantise_head(made, folder / name, head)
+    return found

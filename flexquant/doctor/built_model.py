@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from vllm.platforms import current_platform
 
+from flexquant.checkpoint.head_bytes import head_remark
+from flexquant.checkpoint.merged_config import SHARED
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes
 from flexquant.doctor import Finding
@@ -33,10 +35,11 @@ from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     MambaBase,
     MPLinearKernel,
+    get_pp_group,
     is_supported_and_can_implement_kernel,
 )
 from flexquant.serving.worker.int8_head import Int8HeadMethod
-from flexquant.serving.worker.weight_memory import WeightMemory, to_be_packed
+from flexquant.serving.worker.weight_memory import IN_16_BIT, WeightMemory, multiplied, to_be_packed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -104,13 +107,17 @@ def _why_not(candidate: type[LinearKernel], kernel: LinearKernel) -> str:
 
 
 def examine_memory(
-    vllm_config: VllmConfig, variants: Mapping[str, nn.Module], derived: Mapping[str, Derivation]
+    vllm_config: VllmConfig,
+    variants: Mapping[str, nn.Module],
+    derived: Mapping[str, Derivation],
+    decode: Sequence[str],
 ) -> Iterator[Finding]:
     """Yield how much memory the weights take on one rank, and how much is left for the KV cache.
 
     Weights count as stored in the checkpoint; an lm_head that a CPU's kernels pack counts twice, and each
     scale has a zero point beside it in PyTorch's INT4 kernel. Another kernel's layout can be a little larger.
-    A variant that computes its weights in each pass takes memory to write them to.
+    A variant that computes its weights in each pass takes memory to write them to. ``decode`` names the
+    variant of each layer that decodes one sequence.
     Memory of activations and CUDA graphs is unknown before a start.
     """
     memory = memory_of_weights(variants)
@@ -121,6 +128,8 @@ def examine_memory(
         if {name, derivation.source} <= variants.keys() and not derivation.is_one_copy:
             text += f"; {name} is a second copy of {derivation.source}'s INT4 weights"
     yield Finding("ok", "weights", text, {"bytes": sizes, "bytes_by_layers": by_layers})
+    if remark := head_remark(*_bytes_of_a_step(variants[decode[-1]], memory, decode)):
+        yield Finding("note", "lm_head", remark)
     longest = vllm_config.model_config.max_model_len
     per_token, states = cache_sizes(vllm_config)
     per_token += states // longest
@@ -139,6 +148,19 @@ def examine_memory(
         "(VLLM_CPU_KVCACHE_SPACE on a CPU), or take a policy of fewer variants"
     )
     yield Finding("problem", "memory", text + advice, details)
+
+
+def _bytes_of_a_step(model: nn.Module, memory: WeightMemory, decode: Sequence[str]) -> tuple[int, int]:
+    """Return the bytes of ``model``'s lm_head, 0 unless this rank has it in 16 bit, and of decoder layers.
+
+    Experts, of which a step reads some, count as a head of 0.
+    """
+    sizes = memory.nbytes_by_layer()
+    of_layers = sum(sizes.get(name, {}).get(n, 0) for n, v in enumerate(decode) for name in (v, SHARED))
+    heads = [head for head in multiplied(model) if isinstance(head.quant_method, IN_16_BIT)]
+    if not heads or expert_layers(model) or not get_pp_group().is_last_rank:
+        return 0, of_layers
+    return heads[0].get_parameter("weight").nbytes, of_layers
 
 
 def memory_of_weights(variants: Mapping[str, nn.Module]) -> WeightMemory:

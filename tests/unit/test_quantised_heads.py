@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,26 +17,9 @@ from flexquant.merge.formats import open_source
 from tests.checkpoints import StateDict, make_checkpoint
 from tests.foreign import config_of, tensors_of, write_foreign
 from tests.publishers import edits
-from tests.quantised_heads import HEAD, quantise_head
+from tests.quantised_heads import HEAD, quantise_head, write_pair
 
 FORMS = ("w8a16", "w4a16", "w4a16 by channel", "w4a16 with zero points", "w8a8", "fp8")
-
-
-def with_an_unused_row(state: StateDict) -> StateDict:
-    for name in (f"{HEAD}.weight", "model.embed_tokens.weight"):
-        state[name][7] = 0
-    return state
-
-
-def write_pair(folder: Path, *heads: str | None, **options: Any) -> dict[str, Path]:
-    """Write w8a8 and w4a16 with these schemes of their heads; None: 16 bit."""
-    found = {}
-    for name, head in zip(("w8a8", "w4a16"), heads, strict=True):
-        made = make_checkpoint(
-            folder / f"plain {name}", scheme=name, **{"transform": with_an_unused_row} | options
-        )
-        found[name] = made if head is None else quantise_head(made, folder / name, head)
-    return found
 
 
 @pytest.mark.parametrize("form", FORMS)
