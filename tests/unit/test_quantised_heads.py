@@ -77,6 +77,10 @@ def of_head(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> edits.
     return edits.tensors(lambda state: state.update({key: change(state[key])}))
 
 
+def short_head(state: StateDict) -> StateDict:
+    return state | {f"{HEAD}.weight": state[f"{HEAD}.weight"][:-8].clone()}
+
+
 def own_head(state: StateDict) -> StateDict:
     return state | {f"{HEAD}.weight": state["model.embed_tokens.weight"].clone()}
 
@@ -99,6 +103,7 @@ def own_head(state: StateDict) -> StateDict:
             None,
             "tie_word_embeddings",
         ),
+        (("w8a16", "w8a16"), {"transform": short_head}, None, r"'lm_head.weight' has shape \[312, 128\]"),
         (("w4a16 with zero points",) * 2, {"vocab_size": 330}, None, "for multiples of 8 rows, not for 330"),
         (("w8a16", "w8a16"), {}, edits.section(config_groups={}), "no config group"),
     ],
