@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import StateDict, make_checkpoint
 from tests.sections import PACKED, SCHEMES
 
-HEAD = "lm_head"
+HEAD, GROUP = "lm_head", "of_the_head"
 LARGEST = {("int", 8): 127, ("int", 4): 7, ("float", 8): 448}
 
 
@@ -61,7 +61,7 @@ def quantise_head(source: Path, output: Path, scheme: str) -> Path:
     for group in section["config_groups"].values():
         group["format"] = group.get("format") or section["format"]
     head = {"targets": [f"re:.*{HEAD}$"], "weights": weights, "input_activations": inputs, "format": form}
-    section["config_groups"]["of_the_head"] = head
+    section["config_groups"][GROUP] = head
     section |= {"format": "mixed-precision", "ignore": [n for n in section["ignore"] if n != HEAD]}
     (output / "config.json").write_text(json.dumps(config))
     return output
