@@ -44,7 +44,7 @@ from flexquant.serving.worker.weight_memory import IN_16_BIT, WeightMemory, mult
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from flexquant.policy.schema import Derivation
+    from flexquant.policy.routes import RouteTable
 
 
 def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
@@ -107,28 +107,24 @@ def _why_not(candidate: type[LinearKernel], kernel: LinearKernel) -> str:
 
 
 def examine_memory(
-    vllm_config: VllmConfig,
-    variants: Mapping[str, nn.Module],
-    derived: Mapping[str, Derivation],
-    decode: Sequence[str],
+    vllm_config: VllmConfig, variants: Mapping[str, nn.Module], routes: RouteTable
 ) -> Iterator[Finding]:
     """Yield how much memory the weights take on one rank, and how much is left for the KV cache.
 
     Weights count as stored in the checkpoint; an lm_head that a CPU's kernels pack counts twice, and each
     scale has a zero point beside it in PyTorch's INT4 kernel. Another kernel's layout can be a little larger.
-    A variant that computes its weights in each pass takes memory to write them to. ``decode`` names the
-    variant of each layer that decodes one sequence.
+    A variant that computes its weights in each pass takes memory to write them to.
     Memory of activations and CUDA graphs is unknown before a start.
     """
     memory = memory_of_weights(variants)
     sizes, by_layers = memory.nbytes(), memory.nbytes_by_range()
     weights = sum(sizes.values())
     text = f"{format_bytes(weights)} a rank: {describe_bytes(by_layers)}"
-    for name, derivation in derived.items():
+    for name, derivation in routes.derived.items():
         if {name, derivation.source} <= variants.keys() and not derivation.is_one_copy:
             text += f"; {name} is a second copy of {derivation.source}'s INT4 weights"
     yield Finding("ok", "weights", text, {"bytes": sizes, "bytes_by_layers": by_layers})
-    if remark := head_remark(*_bytes_of_a_step(variants[decode[-1]], memory, decode)):
+    if remark := head_remark(*_bytes_of_a_step(variants, memory, routes)):
         yield Finding("note", "lm_head", remark)
     longest = vllm_config.model_config.max_model_len
     per_token, states = cache_sizes(vllm_config)
@@ -150,13 +146,20 @@ def examine_memory(
     yield Finding("problem", "memory", text + advice, details)
 
 
-def _bytes_of_a_step(model: nn.Module, memory: WeightMemory, decode: Sequence[str]) -> tuple[int, int]:
-    """Return the bytes of ``model``'s lm_head, 0 unless this rank has it in 16 bit, and of decoder layers.
+def _bytes_of_a_step(
+    variants: Mapping[str, nn.Module], memory: WeightMemory, routes: RouteTable
+) -> tuple[int, int]:
+    """Return the bytes of the lm_head and of the decoder layers that decode one sequence.
 
-    Experts, of which a step reads some, count as a head of 0.
+    The first are 0 unless this rank has the head in 16 bit, and for experts, of which a step reads some.
     """
-    sizes = memory.nbytes_by_layer()
-    of_layers = sum(sizes.get(name, {}).get(n, 0) for n, v in enumerate(decode) for name in (v, SHARED))
+    decode, sizes = routes.lookup("decode", 1).layers, memory.nbytes_by_layer()
+    of_layers = 0
+    for number, name in enumerate(decode):
+        stored = name if routes.has_weights(name) else routes.source(name)
+        read = {stored, routes.nested.get(stored, stored), SHARED}
+        of_layers += sum(sizes.get(of, {}).get(number, 0) for of in read)
+    model = variants[decode[-1]]
     heads = [head for head in multiplied(model) if isinstance(head.quant_method, IN_16_BIT)]
     if not heads or expert_layers(model) or not get_pp_group().is_last_rank:
         return 0, of_layers
