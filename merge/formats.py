@@ -23,9 +23,15 @@ from flexquant.checkpoint.folder import find_model, read_config, read_tensors
 from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, is_sparse
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.checkpoint.model_config import SECTIONS, ConfigGroup, JsonObject
-from flexquant.checkpoint.module_names import EMBEDDINGS, LAYER
-from flexquant.checkpoint.safetensors_io import CASTS, ComputedTensor, TensorRef, Tensors, load_tensor
-from flexquant.checkpoint.schemes import PACKED_SUFFIX, QUANTISATION_PARAMETER
+from flexquant.checkpoint.module_names import EMBEDDINGS, HEAD, LAYER
+from flexquant.checkpoint.safetensors_io import (
+    CASTS,
+    ComputedTensor,
+    TensorRef,
+    Tensors,
+    load_tensor,
+)
+from flexquant.checkpoint.schemes import LINEAR, PACKED_SUFFIX, QUANTISATION_PARAMETER
 from flexquant.errors import FlexQuantError
 from flexquant.merge.eight_bit_formats import BLOCK_FP8, QUARK, from_fp8, from_quark, is_fp8
 from flexquant.merge.packed_formats import PACKED_METHODS, PACKED_PARTS, from_packed_format
@@ -116,7 +122,8 @@ def _section(schemes: Mapping[str, ConfigGroup], ignored: Sequence[str]) -> Json
     linears: dict[str, list[str]] = {}
     for name in sorted(schemes):
         linears.setdefault(json.dumps(schemes[name]), []).append(name)
-    every = ["Linear"] if len(linears) == 1 else None
+    # vLLM's lm_head is of another class than its linears.
+    every = [LINEAR, *filter(HEAD.search, sorted(schemes))] if len(linears) == 1 else None
     groups = [ConfigGroup(targets=every or names, **schemes[names[0]]) for names in linears.values()]
     return {
         "quant_method": COMPRESSED_TENSORS,

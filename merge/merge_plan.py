@@ -15,7 +15,7 @@ from flexquant.checkpoint.merged_config import SHARED_PREFIX, VISION_ARCHITECTUR
 from flexquant.checkpoint.model_config import count_layers
 from flexquant.checkpoint.module_names import HEAD, LAYER, OF_TOKENS, above, decoder_stacks, holder, tower
 from flexquant.checkpoint.safetensors_io import TensorRef, same_bytes
-from flexquant.checkpoint.schemes import logical_shapes
+from flexquant.checkpoint.schemes import PACKED_SUFFIX, LinearSchemes, logical_shapes
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import EMBEDDING_WEIGHTS, Source
 from flexquant.merge.same_model import cache_scheme, model_differences, with_names
@@ -62,6 +62,7 @@ class MergePlan:
         holders = {name: towers.get(name) or holder(name) for name in names}
         partly = {holder for name, holder in holders.items() if name not in shared}
         modules = {holder for holder in holders.values() if holder is not None} - partly
+        modules -= {name for name in modules if HEAD.search(name) and _computes_apart(name, self.sources)}
         if not self.own_heads:
             modules |= {LM_HEAD for name in modules if name.endswith(OF_TOKENS)}
         return tuple(sorted(modules))
@@ -117,6 +118,12 @@ def plan_merge(sources: Sequence[Source], choices: Mapping[str, str | None] = NO
 def check_parameters(source: Source) -> None:
     """Raise FlexQuantError, naming the tensor, unless a source's headers fit its class and its schemes."""
     check_draft_heads(source.config, source.tensors, source.owner)
+    packed = [name for name in source.tensors if HEAD.search(name) and name.endswith(PACKED_SUFFIX)]
+    if packed and written_or_default(source.config, "tie_word_embeddings"):
+        raise FlexQuantError(
+            f"{source.owner} has '{packed[0]}', and its config.json ties the lm_head to the embedding, which "
+            "vLLM then loads in its place; set tie_word_embeddings to false there"
+        )
     check_loadable(source.quantization_config, source.tensors, source.owner)
     if (model := _class_of(source)) is not None:
         model.check(logical_shapes(source.tensors), f"{source.owner} ({source.folder})")
@@ -166,6 +173,16 @@ def _check_same_shapes(a: Source, b: Source, model: ModelClass | None, is_tied: 
         if a_shapes[name] != b_shapes[name]:
             shapes = f"{list(a_shapes[name])} in '{a.name}' and {list(b_shapes[name])} in '{b.name}'"
             raise FlexQuantError(f"parameter '{name}' has shape {shapes}; {ONE_MODEL}")
+
+
+def _computes_apart(module: str, sources: Sequence[Source]) -> bool:
+    """Whether the sources compute in different ways with the same tensors of a module."""
+    found = []
+    for source in sources:
+        schemes = LinearSchemes(source.quantization_config, source.owner, source.tensors)
+        scheme = schemes.of(module)
+        found.append(scheme and (scheme.weights, scheme.input_activations, schemes.format_of(scheme)))
+    return any(one != found[0] for one in found)
 
 
 def _find_shared(sources: Sequence[Source]) -> set[str]:

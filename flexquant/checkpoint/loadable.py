@@ -19,11 +19,15 @@ from flexquant.checkpoint.schemes import (
     CLASSES,
     FLOAT_DTYPES,
     IN_ANOTHER_ORDER,
+    LINEAR,
+    OF_HEADS,
     PACKED_SUFFIX,
     QUANTISATION_PARAMETER,
+    WORD_BITS,
     LinearSchemes,
     is_readable,
     shape_problem,
+    stored_shape,
     unlike,
 )
 from flexquant.errors import FlexQuantError
@@ -149,10 +153,22 @@ class _Linear:
             if scheme is None or self.weight is None:
                 return self._unknown(set())
             return IN_16_BIT if must_be else ""
-        if stays or self.leaf in CLASSES or self.leaf in ROUTERS:
+        is_head = CLASSES.get(self.leaf) == OF_HEADS
+        if stays or self.leaf in ROUTERS:
             return "is quantised, and stays in 16 bit when merged; take a checkpoint that leaves it out"
+        if self.leaf in CLASSES and not is_head:
+            return (
+                "is quantised, and vLLM looks rows up in it on GPUs alone, if its model does at all; take a "
+                "checkpoint that leaves it in 16 bit"
+            )
         if scheme is None or scheme.weights is None:
-            return f"is stored as {self.weight.dtype}, but no config group quantises it; quantise it again"
+            none = f"is stored as {self.weight.dtype}, but no config group quantises it"
+            if is_head and any(LINEAR in group.targets for group in self.schemes.groups.values()):
+                return (
+                    f"{none}: the target '{LINEAR}' is not for vLLM's lm_head; add 're:.*{self.leaf}' to "
+                    "the group's 'targets', and take it out of 'ignore'"
+                )
+            return f"{none}; quantise it again"
         if len(self.weight.shape) != 2 or not all(self.weight.shape):
             return f"has a weight of shape {list(self.weight.shape)}, expected a matrix; quantise it again"
         form = self.schemes.format_of(scheme)
@@ -161,9 +177,22 @@ class _Linear:
         has_known_shapes = is_readable(scheme.weights, form)
         if has_known_shapes and (problem := shape_problem(scheme.weights, self.weight, self.parameters.get)):
             return f"{problem}; quantise it again"
-        if not is_served(scheme, form, is_expert=self.is_expert):
+        if not is_served(scheme, form, is_expert=self.is_expert) or (is_head and not has_known_shapes):
             return f"has a scheme that vLLM does not load: {describe_linear(scheme, form)}; quantise it again"
+        if is_head and (problem := self._head_problem(scheme.weights)):
+            return f"is quantised {problem}; take a checkpoint that leaves it in 16 bit"
         return self._unknown(_parameters(scheme)) if has_known_shapes else ""
+
+    def _head_problem(self, args: QuantizationArgs) -> str:
+        """Return what vLLM's loader of embeddings and lm_heads does not load; empty if it loads all."""
+        assert self.weight is not None
+        rows = stored_shape(self.weight, self.parameters.get)[0]
+        if args.strategy == "block":
+            return "in blocks, whose scales vLLM does not load for an lm_head"
+        zero_point, in_word = self.parameters.get("weight_zero_point"), WORD_BITS // args.num_bits
+        if zero_point is not None and rows % in_word:
+            return f"with zero points, which vLLM loads for multiples of {in_word} rows, not for {rows}"
+        return ""
 
     def _unknown(self, expected: set[str]) -> str:
         """Return which parameter vLLM has no place for, or has none of."""

@@ -22,7 +22,8 @@ from pydantic.dataclasses import dataclass
 from flexquant.checkpoint.folder import read_config, wrong_key
 from flexquant.checkpoint.loadable import COMPRESSED_TENSORS
 from flexquant.checkpoint.model_config import AWQ, GPTQ, JsonObject, count_layers, with_groups
-from flexquant.checkpoint.module_names import HEAD
+from flexquant.checkpoint.module_names import HEAD, is_for_heads
+from flexquant.checkpoint.schemes import LINEAR
 from flexquant.documents.yaml_document import read_named
 from flexquant.errors import FlexQuantError
 
@@ -251,7 +252,8 @@ def has_int4(config: JsonObject, model: str) -> bool:
     """Whether a config tells of INT4 weights and 16-bit activations; raise FlexQuantError if it is wrong."""
     section = with_groups(config.get("quantization_config") or {}, model)
     groups = section["config_groups"].values() if section.get("quant_method") in METHODS else ()
-    weights = [g.get("weights") for g in groups if isinstance(g, dict) and not g.get("input_activations")]
+    linears = [g for g in groups if isinstance(g, dict) and not is_for_heads(g.get("targets") or [LINEAR])]
+    weights = [g.get("weights") for g in linears if not g.get("input_activations")]
     int4 = ("int", 4)
     return any(isinstance(w, dict) and (w.get("type", "int"), w.get("num_bits")) == int4 for w in weights)
 

@@ -24,6 +24,8 @@ DRAFTS = re.compile(r"(^|[._])mtp|nextn")
 """Matches in the name of a head that predicts further tokens (MTP), unless it is a layer behind the last."""
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out)(\.|$)")
 """Matches in the name of the lm_head, or of a tensor in it, wherever the model has it."""
+HEAD_TARGET = re.compile(r"lm_head|ParallelLMHead")
+"""Matches in a target of compressed-tensors that is for the lm_head."""
 OF_TOKENS = ("embed_tokens", "embeddings", "embed_in", "word_embeddings", "wte")
 """Last parts of the names that embeddings of tokens have."""
 EMBEDDINGS = (*OF_TOKENS, "wpe")
@@ -92,6 +94,11 @@ def layer_of(linear: str) -> str:
     """Return the name of the layer that vLLM makes of a linear and others: its experts, or what it fuses."""
     experts = EXPERTS.match(linear)
     return experts[0] if experts else fused_name(linear)
+
+
+def is_for_heads(targets: Iterable[object]) -> bool:
+    """Whether all ``targets`` of a config group name the lm_head."""
+    return all(HEAD_TARGET.search(str(target)) for target in targets)
 
 
 def ranges(numbers: Iterable[int]) -> list[range]:

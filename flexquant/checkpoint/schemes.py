@@ -42,7 +42,8 @@ IN_ANOTHER_ORDER = (
     "'static' keeps their order)"
 )
 LINEAR, ROUTED = "Linear", "RoutedExperts"
-CLASSES = {"lm_head": "ParallelLMHead"} | dict.fromkeys(EMBEDDINGS, "VocabParallelEmbedding")
+OF_HEADS = "ParallelLMHead"
+CLASSES = {"lm_head": OF_HEADS} | dict.fromkeys(EMBEDDINGS, "VocabParallelEmbedding")
 """Last part of a module's name -> vLLM's class, where it is not one of its linear layers."""
 ORDER = {part: number for number, part in enumerate(FUSED)}
 

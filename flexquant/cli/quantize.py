@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import TextIO
+from typing import TextIO, get_args
 
 from tqdm import tqdm
 
@@ -17,6 +17,7 @@ from flexquant.checkpoint.measured_loss import MAX_LOSS, PROMPT_TOKENS, LossByKi
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import format_bytes, format_report
 from flexquant.cli._arguments import add_shard_size, parse_names, parse_number, parse_seed, pick
+from flexquant.policy.schema import Head
 from flexquant.quantization.quantizing import STAGES_BEFORE_VARIANTS, quantize_variants
 from flexquant.quantization.recipe import DEFAULT_RECIPE, builtin_recipes, load_recipe
 from flexquant.quantization.report import QuantizedVariant
@@ -55,6 +56,8 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     text = "text or .jsonl file, folder of them, dataset id, or 'self': text of which the model writes "
     text += "half (default: the recipe's; built-in recipes: self)"
     add("--calibration", metavar="FILE|DIR|DATASET|self", help=text)
+    text = "store the lm_head in INT8, in all variants (default: the recipe's)"
+    add("--head", choices=get_args(Head), help=text)
     add("--samples", type=int, metavar="N", help="calibration samples (default: the recipe's)")
     add("--length", type=int, metavar="N", help="tokens in a sample (default: the recipe's)")
     add("--seed", type=parse_seed, metavar="N", help="seed of the samples (default: the recipe's)")
@@ -79,7 +82,7 @@ def quantize(args: argparse.Namespace) -> JsonObject:
       flexquant quantize path/to/model --output variants --calibration chats.jsonl --samples 256 --length 1024
       flexquant quantize path/to/model --output variants --recipe my-recipe.yaml --variants w4a16 --resume
     """
-    recipe = load_recipe(args.recipe)
+    recipe = load_recipe(args.recipe).with_head(args.head)
     wanted = recipe.variants if args.variants is None else set(args.variants)
     how = {**_how(args, STAGES_BEFORE_VARIANTS + len(wanted)), **pick(args, "variants", "resume")}
     with redirect_stdout(sys.stderr):  # llmcompressor prints
@@ -99,7 +102,7 @@ def build(args: argparse.Namespace) -> JsonObject:
     """
     from flexquant.build import STAGES_AFTER_QUANTISING, build_checkpoint
 
-    recipe = load_recipe(args.recipe)
+    recipe = load_recipe(args.recipe).with_head(args.head)
     stages = STAGES_BEFORE_VARIANTS + len(recipe.variants) + STAGES_AFTER_QUANTISING
     how = _how(args, stages) | pick(args, "variants_folder", "policy", "nested", "max_shard_size")
     with redirect_stdout(sys.stderr):  # llmcompressor prints

@@ -186,7 +186,8 @@ def _write(measured: Measurement, tuned: TuningResult, output: TuningFiles) -> J
     """Write the files, then delete the samples: if writing fails, the command can be run again."""
     write_text(output.policy, policy_text(tuned))
     measured.discard_samples()
-    for line in (*tuned.notes, f"wrote {output.policy}"):
+    remark = measured.head_remark(tuned.document)
+    for line in (*tuned.notes, *filter(None, [remark]), f"wrote {output.policy}"):
         print(line)
     save_plot(output.plot, partial(draw_times, tuned, f"{measured.run['model']}: time of a pass"))
     return tuned.document

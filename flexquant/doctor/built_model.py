@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from vllm.platforms import current_platform
 
+from flexquant.checkpoint.head_bytes import head_remark
+from flexquant.checkpoint.merged_config import SHARED
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes
 from flexquant.doctor import Finding
@@ -34,15 +36,16 @@ from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     MambaBase,
     MPLinearKernel,
+    get_pp_group,
     is_supported_and_can_implement_kernel,
 )
 from flexquant.serving.worker.int8_head import Int8HeadMethod
-from flexquant.serving.worker.weight_memory import WeightMemory, to_be_packed
+from flexquant.serving.worker.weight_memory import IN_16_BIT, WeightMemory, multiplied, to_be_packed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from flexquant.policy.schema import Derivation
+    from flexquant.policy.routes import RouteTable
 
 
 def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
@@ -102,7 +105,7 @@ def _why_not(candidate: type[LinearKernel], kernel: LinearKernel) -> str:
 
 
 def examine_memory(
-    vllm_config: VllmConfig, variants: Mapping[str, nn.Module], derived: Mapping[str, Derivation]
+    vllm_config: VllmConfig, variants: Mapping[str, nn.Module], routes: RouteTable
 ) -> Iterator[Finding]:
     """Yield how much memory the weights take on one rank, and how much is left for the KV cache.
 
@@ -114,10 +117,12 @@ def examine_memory(
     sizes, by_layers = memory.nbytes(), memory.nbytes_by_range()
     weights = sum(sizes.values())
     text = f"{format_bytes(weights)} a rank: {describe_bytes(by_layers)}"
-    for name, derivation in derived.items():
+    for name, derivation in routes.derived.items():
         if {name, derivation.source} <= variants.keys() and not derivation.is_one_copy:
             text += f"; {name} is a second copy of {derivation.source}'s INT4 weights"
     yield Finding("ok", "weights", text, {"bytes": sizes, "bytes_by_layers": by_layers})
+    if remark := head_remark(*_bytes_of_a_step(variants, memory, routes)):
+        yield Finding("note", "lm_head", remark)
     longest = vllm_config.model_config.max_model_len
     per_token, states = cache_sizes(vllm_config)
     per_token += states // longest
@@ -133,6 +138,26 @@ def examine_memory(
     advice = ": too little; free memory, lower --max-model-len, or raise --gpu-memory-utilization "
     advice += "(VLLM_CPU_KVCACHE_SPACE on a CPU), or take a policy of fewer variants"
     yield Finding("problem", "memory", text + advice, details)
+
+
+def _bytes_of_a_step(
+    variants: Mapping[str, nn.Module], memory: WeightMemory, routes: RouteTable
+) -> tuple[int, int]:
+    """Return the bytes of the lm_head and of the decoder layers that decode one sequence.
+
+    The first are 0 unless this rank has the head in 16 bit, and for experts, of which a step reads some.
+    """
+    decode, sizes = routes.lookup("decode", 1).layers, memory.nbytes_by_layer()
+    of_layers = 0
+    for number, name in enumerate(decode):
+        stored = name if routes.has_weights(name) else routes.source(name)
+        read = {stored, routes.nested.get(stored, stored), SHARED}
+        of_layers += sum(sizes.get(of, {}).get(number, 0) for of in read)
+    model = variants[decode[-1]]
+    heads = [head for head in multiplied(model) if isinstance(head.quant_method, IN_16_BIT)]
+    if not heads or expert_layers(model) or not get_pp_group().is_last_rank:
+        return 0, of_layers
+    return heads[0].get_parameter("weight").nbytes, of_layers
 
 
 def memory_of_weights(variants: Mapping[str, nn.Module]) -> WeightMemory:

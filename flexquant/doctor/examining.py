@@ -91,7 +91,7 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
             yield Finding("problem", "compiler", f"torch.compile needs one, and {problem}; {advice}")
         for name, variant in model.variants.items():
             yield from find_kernels(name, variant)
-        yield from examine_memory(vllm_config, dict(model.variants.items()), model.routes.derived)
+        yield from examine_memory(vllm_config, dict(model.variants.items()), model.routes)
 
 
 def compiler_problem() -> str | None:

@@ -10,12 +10,13 @@ from math import inf
 from statistics import geometric_mean
 from textwrap import wrap
 
+from flexquant.checkpoint.head_bytes import head_remark
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.documents.results import table_lines
 from flexquant.planning.device import GIB, HUMMING, W4A8, W4A8_INT8, Device
 from flexquant.planning.planned_model import INT4, ModelShape, PlannedModel
 from flexquant.planning.roofline import Batch, Batches, Limits, Load, pass_seconds, scheme_on, serve
-from flexquant.policy.routes import build_route_table
+from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import Policy, find_policies, load_policy, parse_policy
 from flexquant.policy.schema import SCHEMA, Phase
 
@@ -57,6 +58,8 @@ class Outcome:
     """Requests at once -> what they see; empty if the way is not possible."""
     problem: str
     """Why the way is not possible; empty if it is."""
+    head: str = ""
+    """What an lm_head in INT8 would gain; empty for little."""
 
     @property
     def seconds(self) -> float:
@@ -101,9 +104,12 @@ def try_ways(
     """
     limits = Limits.of(device, devices)
 
+    def routes_of(way: Way) -> RouteTable:
+        most = {"max_tokens": limits.tokens, "max_decode_tokens": limits.sequences}
+        return build_route_table(way.policy, way.schemes, 1, **most)
+
     def serve_by(way: Way, shape: ModelShape, tokens: int) -> dict[int, Load]:
-        decoding = limits.sequences
-        routes = build_route_table(way.policy, way.schemes, 1, limits.tokens, max_decode_tokens=decoding)
+        routes = routes_of(way)
 
         def seconds(phase: Phase, batch: Batch) -> float:
             (variant,) = routes.lookup(phase, batch.tokens).layers
@@ -124,7 +130,10 @@ def try_ways(
         if not problem and tokens < batches.request_tokens:
             problem = f"does not fit into {utilization:g} of {device.memory_bytes / GIB:.3g} GiB"
         loads = {} if problem else serve_by(way, shape, tokens)
-        outcomes.append(Outcome(way, weights, None if problem else tokens, loads, problem))
+        (decodes,) = routes_of(way).lookup("decode", 1).layers
+        read = sum(n * x.active_experts * x.weight_bytes for x, n in shape.linears[decodes].items())
+        head = head_remark(shape.head.weight_bytes, read)
+        outcomes.append(Outcome(way, weights, None if problem else tokens, loads, problem, head))
     return outcomes
 
 
@@ -268,6 +277,8 @@ def _notes(found: Sequence[Outcome], model: PlannedModel, device: Device, batche
         if fit < max(batches.concurrency):
             held = f"the KV cache of {choice.way.name} holds {fit} requests at once, and further ones wait"
             yield f"{held}; a larger --tensor-parallel-size or device would hold more"
+    if choice is not None and choice.head:
+        yield f"with {choice.way.name}, {choice.head}; the times above have it in 16 bit"
     if HUMMING in device.kernels:
         yield (
             "W4A16 has the time of its fastest kernel, mostly Humming, which vLLM takes if asked to "

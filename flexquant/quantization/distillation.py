@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from flexquant.checkpoint.writer import Progress
 from flexquant.errors import FlexQuantError
+from flexquant.quantization.resolve import LM_HEAD
 
 BATCH = 4
 """Rows in a step."""
@@ -49,7 +50,8 @@ def distill_scales(
     ``rows`` [tokens] have one length. ``progress`` is called with (steps done, all steps). Raises
     FlexQuantError if the divergence is not finite.
     """
-    linears: list[Any] = [module for module in model.modules() if hasattr(module, "quantization_scheme")]
+    quantised = {name: m for name, m in model.named_modules() if hasattr(m, "quantization_scheme")}
+    linears: list[Any] = [module for name, module in quantised.items() if name != LM_HEAD]
     device = get_main_device()
     teacher.to(device)
     for parameter in model.parameters():

@@ -33,7 +33,7 @@ from pydantic import PrivateAttr
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError, said_by
-from flexquant.quantization.resolve import ResolvedVariant, quantization_groups
+from flexquant.quantization.resolve import LM_HEAD, ResolvedVariant, quantization_groups
 from flexquant.quantization.vocabulary import ROTATES, split_mapping
 
 SMALLEST_NORM = 1e-6
@@ -41,6 +41,10 @@ REFERENCE = 0.5
 """Usual alpha, which is always measured for comparison."""
 SAMPLE_TOKENS = 2048
 FLOOR = 1e-5
+HEAD_IN_INT8 = QuantizationScheme(
+    targets=[f"re:.*{LM_HEAD}$"],
+    weights=QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="channel"),
+)
 
 
 def needs_calibration(variant: ResolvedVariant) -> bool:
@@ -55,6 +59,8 @@ def build_modifiers(variant: ResolvedVariant, tokens: int = 0) -> list[Modifier]
     try:
         built = [_modifier(name, {**given}, variant, tokens) for name, given in recipe.modifiers.items()]
         _check_observers(built[-1])
+        if recipe.head == "int8":
+            built.append(QuantizationModifier(config_groups={"group_of_head": HEAD_IN_INT8}, ignore=[]))
     except ValueError as e:
         raise FlexQuantError(f"{recipe.place} is refused by llmcompressor ({said_by(e)})") from e
     return built

@@ -15,9 +15,9 @@ document with every choice made. Nothing here imports torch or llmcompressor.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, create_model
 
@@ -34,7 +34,7 @@ from flexquant.documents.yaml_document import (
     read_section,
     says,
 )
-from flexquant.policy.schema import VariantName
+from flexquant.policy.schema import Head, VariantName
 from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, ROTATES, ROTATIONS
 
 SCHEMA: Literal["flexquant.recipe/v1"] = "flexquant.recipe/v1"
@@ -67,10 +67,11 @@ _modifiers: dict[str, Any] = {name: (arguments, None) for name, arguments in MOD
 
 
 class VariantSection(create_model("Modifiers", __base__=Section, **_modifiers)):  # type: ignore[misc]
-    """A variant's modifiers, and the key that is FlexQuant's own."""
+    """A variant's modifiers, and the keys that are FlexQuant's own."""
 
     refused = ROTATIONS
     scale_distillation: Annotated[ScaleDistillation | None, says("give a mapping with the key epochs")] = None
+    head: Annotated[Head, says(f"give one of {', '.join(get_args(Head))}")] = "stored"
 
 
 class RecipeSection(Section):
@@ -98,6 +99,8 @@ class VariantRecipe:
     modifiers: Mapping[str, JsonObject]
     """Modifier -> arguments, in the order of use; the last modifier quantises."""
     scale_distillation: ScaleDistillation | None = None
+    head: Head = "stored"
+    """Precision of the lm_head: that of the model, or INT8 with one scale a row, rounded to nearest."""
     place: str = field(default="", compare=False)
     """File, line and key, for messages."""
 
@@ -110,6 +113,8 @@ class VariantRecipe:
         section: JsonObject = {name: dict(arguments) for name, arguments in self.modifiers.items()}
         if self.scale_distillation is not None:
             section["scale_distillation"] = self.scale_distillation.model_dump()
+        if self.head != "stored":
+            section["head"] = self.head
         return section
 
 
@@ -124,6 +129,12 @@ class Recipe:
     calibration: Calibration = Calibration()
     policy: str | None = None
     """Name or path of the policy that suits these variants; None: the built-in default."""
+
+    def with_head(self, head: Head | None) -> Recipe:
+        """Return the recipe with the lm_head of all variants in this precision; None: as it is."""
+        if head is None:
+            return self
+        return replace(self, variants={name: replace(v, head=head) for name, v in self.variants.items()})
 
 
 def builtin_recipes() -> list[str]:
@@ -158,4 +169,5 @@ def _variant(name: str, section: VariantSection, document: Document) -> VariantR
         document.fail(path, f"has the modifiers {given}; give exactly one of {allowed}, as the last one")
     if ROTATES in modifiers and list(modifiers)[-2] != ROTATES:
         document.fail(path, f"moves scales behind {ROTATES}; put it right before {quantizers[0]}")
-    return VariantRecipe(name, modifiers, section.scale_distillation, document.place(path))
+    distillation, head = section.scale_distillation, section.head
+    return VariantRecipe(name, modifiers, distillation, head, document.place(path))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
     from transformers import PreTrainedModel
 
+LM_HEAD = "lm_head"
 IN_EXPERTS = r"re:.*\.experts\..*"
 """Matches the matrices of a layer's routed experts, in a recipe."""
 
@@ -83,6 +84,7 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
             quantizer["ignore"] = [*quantizer.get("ignore", []), IN_EXPERTS]
             notes.append("experts left in 16 bit: the model is published with all of a layer in one tensor")
         linears = _quantized_linears(groups, quantizer, model)
+        head = _head_in_int8(model) if recipe.head == "int8" else []
         group_size = _group_size(quantizer, linears)
         if "group_size" in quantizer:
             quantizer["group_size"] = group_size
@@ -90,7 +92,9 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
             _check_distillable(linears)
     except FlexQuantError as e:
         raise FlexQuantError(f"{recipe.place}: {e}") from e
-    return ResolvedVariant(replace(recipe, modifiers=modifiers), list(linears), group_size, smoothed, notes)
+    return ResolvedVariant(
+        replace(recipe, modifiers=modifiers), [*linears, *head], group_size, smoothed, notes
+    )
 
 
 def with_strengths(variant: ResolvedVariant, strengths: Mapping[str, float | None]) -> VariantRecipe:
@@ -205,10 +209,10 @@ def _quantized_linears(
             if infer_module_format(type(module), scheme) == "dense":
                 kind = type(module).__name__
                 raise FlexQuantError(f"{name}, a {kind}, would be stored uncompressed; add it to 'ignore'")
-    if "lm_head" in found:
+    if LM_HEAD in found:
         raise FlexQuantError(
-            "lm_head would be quantised; add 'ignore: [lm_head]', which vLLM keeps in 16 bit and many models "
-            "share with the embeddings"
+            f"{LM_HEAD} would be quantised; add 'ignore: [{LM_HEAD}]', since many models share it with the "
+            "embeddings, and 'head: int8' beside the modifiers to have it in INT8"
         )
     if latent := next((name for name in found if LATENT_UP.match(f"{name}.")), None):
         raise FlexQuantError(
@@ -218,6 +222,19 @@ def _quantized_linears(
     if not found:
         raise FlexQuantError(f"no linear of the model matches {', '.join(schemes)}; correct 'targets'")
     return found
+
+
+def _head_in_int8(model: PreTrainedModel) -> list[str]:
+    """Return the name of the model's lm_head; raise FlexQuantError if it has none but the embedding."""
+    if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        raise FlexQuantError(
+            f"the model's {LM_HEAD} is its embedding (tie_word_embeddings), beside which 'head: int8' would "
+            "store a second matrix; remove it, and serve with a policy that has 'head: int8', which rounds "
+            "the one matrix at the start"
+        )
+    if not any(name == LM_HEAD for name, _ in model.named_modules()):
+        raise FlexQuantError(f"the model has no '{LM_HEAD}' to store in INT8; remove 'head: int8'")
+    return [LM_HEAD]
 
 
 def _check_distillable(linears: Mapping[str, tuple[int, QuantizationScheme]]) -> None:

@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import StoredVariant
 from flexquant.checkpoint.model_config import AWQ, GPTQ, JsonObject
+from flexquant.checkpoint.module_names import is_for_heads
 from flexquant.errors import FlexQuantError
 from flexquant.policy.schema import Derivation
 
@@ -28,6 +29,7 @@ def check_derivable(derives: str, derivation: Derivation, source: StoredVariant)
         if source.is_in_16_bit:
             return
     groups = source.quantization_config.get("config_groups", {}).values()
+    groups = [group for group in groups if not is_for_heads(group.get("targets", ["Linear"]))]
     weights = [group.get("weights") or {} for group in groups if not group.get("input_activations")]
     integers = [w for w in weights if w.get("type", "int") == "int"]  # layers of other types do not change
     if derivation.is_one_copy:

@@ -227,17 +227,9 @@ def _of_passes(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
 
 
 def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:
-    """Whether all plans use the same lm_head; a derived variant has its own if it may be quantised."""
-    last = {plan.layers[-1] for plan in routes.plans}
-    if len(last) == 1:
-        return True
-    sources = {routes.source(variant) for variant in last}
-    if len(sources) > 1 and not any(map(HEAD.search, merged.shared_modules)):
-        return False
-    quantised = [variant for s in sources if not (variant := merged.variants[s]).is_in_16_bit]
-    ignored = [variant.quantization_config.get("ignore") or () for variant in quantised]
-    is_16_bit = all(any("lm_head" in name for name in names) for names in ignored)
-    return is_16_bit or not last & routes.derived.keys()
+    """Whether all plans use the same lm_head; a derived variant has that of its source."""
+    sources = {routes.source(plan.layers[-1]) for plan in routes.plans}
+    return len(sources) == 1 or any(map(HEAD.search, merged.shared_modules))
 
 
 def has_one_embedding(merged: MergedConfig, routes: RouteTable) -> bool:

@@ -13,14 +13,16 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from flexquant.checkpoint.built_model import language_config
+from flexquant.checkpoint.head_bytes import stored_head_remark
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint, folder_label, weights_identity
-from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.model_config import JsonObject, count_layers
 from flexquant.doctor.examining import count_bytes
 from flexquant.errors import UsageError
 from flexquant.evaluation.comparison import Effort
 from flexquant.evaluation.engine import describe_machine, describe_versions
 from flexquant.evaluation.workers import Worker, start_workers
-from flexquant.policy.rules import Policy
+from flexquant.policy.routes import build_route_table
+from flexquant.policy.rules import Policy, parse_policy
 from flexquant.tuning.candidates import Memory
 from flexquant.tuning.samples import Grid, Samples, check_decidable, wide
 
@@ -147,6 +149,14 @@ class Measurement:
     def requests(self, variants: Sequence[str]) -> int:
         """Return how many requests fit beside the weights of the variants, on all devices."""
         return self.memory.requests(variants, self._request_bytes)
+
+    def head_remark(self, policy: JsonObject) -> str:
+        """Return what an lm_head in INT8 would gain a policy's decode steps; empty for little."""
+        stored = self._checkpoint
+        variants, num_layers = list(stored.merged.variants), count_layers(stored.config)
+        routes = build_route_table(parse_policy(policy, "tuned"), variants, num_layers, 1)
+        decodes = routes.source(routes.lookup("decode", 1).layers[-1])
+        return stored_head_remark(stored.variant_tensors(decodes))
 
     def discard_samples(self) -> None:
         """Delete the samples' file, once what follows from them is written."""

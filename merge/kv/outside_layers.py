@@ -134,6 +134,9 @@ def logits_difference(
     both, skeleton = (variant, reference), reference.skeleton
     norms = [of.outside(skeleton.after_layers) for of in both]
     heads = [of.stored(of.head_name) for of in both]
+    for of in both:
+        if of.reader.is_quantised(of.head_name):
+            of.reader.open(of.head_name)  # raises for scales that are not finite
     are_equal = [not any(unequal(a, b)) for a, b in (norms, heads)]
     if all(are_equal) and rotation is None:
         return ""

@@ -126,6 +126,10 @@ def test_weights_are_those_of_the_checkpoint(merged):
     for name, size in sizes.items():
         assert weights.details["bytes"][name] == pytest.approx(size, rel=0.05), name
     assert list(weights.details["bytes_by_layers"]["shared"]) == [""], "attention's scales are not kept"
+    (remark,) = found["lm_head"]
+    assert "'head: int8' in the policy a step reads" in remark.text
+    in_int8 = ["--additional-config", json.dumps({"flexquant": {"head": "int8"}})]
+    assert "lm_head" not in findings(merged, *in_int8)
 
 
 def test_a_second_copy_of_int4_is_said(merged):

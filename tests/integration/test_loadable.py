@@ -19,7 +19,7 @@ from flexquant.doctor.examining import examine
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from tests.publishers import edits
-from tests.sections import ROUTERS, Section, random_section
+from tests.sections import ROUTERS, SCHEMES, Section, random_section
 from tests.stock import one_rank, refusal_of_stock
 
 pytestmark = pytest.mark.engine
@@ -119,9 +119,15 @@ SECTIONS = {
         without=r"layers\.0\.mlp\.up_proj\.weight_scale",
         added={f"{UP}.weight_scale": ()},
     ),
-    "a head in INT8": Section([EIGHT], [], stored={"lm_head": "w8a8"}, model=UNTIED),
+    "a head in INT8 by its class": Section([EIGHT], [], stored={"lm_head": "w8a8"}, model=UNTIED),
     "a head in INT8 that is ignored": Section([EIGHT], stored={"lm_head": "w8a8"}, model=UNTIED),
-    "a head in INT4 by its name": Section([(["Linear", "lm_head"], "w4a16")], [], model=UNTIED),
+    **{
+        f"a head in {scheme}": Section([(["re:.*lm_head"], scheme), EIGHT], [], model=UNTIED)
+        for scheme in SCHEMES
+    },
+    "a head in INT4 with zero points, of 330 rows": Section(
+        [(["re:.*lm_head"], "w4a16 with zero points"), EIGHT], [], model={**UNTIED, "vocab_size": 330}
+    ),
     "a head in 16 bit, and its name a target": Section(
         [(["Linear", "lm_head"], "w4a16")], [], stored={"lm_head": None}, model=UNTIED
     ),
@@ -183,11 +189,10 @@ SECTIONS = {
     ),
 }
 RANDOM = {f"random {seed}": random_section(seed) for seed in range(60)}
-IN_16_BIT = "an lm_head or embedding stays in 16 bit: what compares the variants reads it so"
+ON_GPUS = "vLLM's embeddings look rows of integers up by Triton, which no test here has"
 AS_ANOTHER = "vLLM reads a part of qkv as it reads the others, which leaves it without scale or zero point"
 LIMITS = {
-    "a head in INT4 by its name": IN_16_BIT,
-    "an embedding in INT4": IN_16_BIT,
+    "an embedding in INT4": ON_GPUS,
     "zero points for a part of qkv": AS_ANOTHER,
     "random 42": AS_ANOTHER,
     "sparse by a format": "a sparse checkpoint has other tensors than the test's",

@@ -85,6 +85,7 @@ def test_every_size_is_measured_and_written_down(tuned):
     assert tuned.done.status == 0
     assert json.loads(tuned.done.stdout.splitlines()[-1])["measured"] == measured.to_data()
     assert f"wrote {tuned.policy}" in tuned.done.stdout
+    assert re.search(r"^the lm_head in 16 bit is \d+% of the weights", tuned.done.stdout, re.MULTILINE)
     assert {file.suffix for file in tuned.policy.parent.iterdir()} == {".yaml", ".png"}
 
 

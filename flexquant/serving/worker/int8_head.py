@@ -26,12 +26,10 @@ from flexquant.serving.vllm_api import (
     MPLinearKernel,
     ParallelLMHead,
     QuantizeMethodBase,
-    UnquantizedEmbeddingMethod,
-    UnquantizedLinearMethod,
     VocabParallelEmbedding,
     get_pp_group,
 )
-from flexquant.serving.worker.weight_memory import multiplied
+from flexquant.serving.worker.weight_memory import IN_16_BIT, multiplied
 
 ROWS = 1 << 13
 """Rows that are rounded at once."""
@@ -49,7 +47,7 @@ def hold_heads_in_int8(models: Iterable[nn.Module]) -> None:
         return
     for model in models:
         for head in multiplied(model):
-            if isinstance(head.quant_method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod):
+            if isinstance(head.quant_method, IN_16_BIT):
                 weight = head.get_parameter("weight")
                 embeddings = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
                 tied = [module for module in embeddings if getattr(module, "weight", None) is weight]

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.merged_config import SHARED
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.checkpoint.weight_bytes import BytesByRange, by_range
-from flexquant.serving.kernels.layers import expert_layers, expert_weights, linear_sizes
+from flexquant.serving.kernels.layers import expert_layers, expert_weights, kernel_of_layer, linear_sizes
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,
     CPUDNNLGEMMHandler,
@@ -30,12 +30,17 @@ from flexquant.serving.vllm_api import (
     LinearBase,
     MoERunner,
     ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
     VocabParallelEmbedding,
 )
 from flexquant.serving.worker.one_copy import computed_bytes, is_view
 
 WEIGHT = re.compile(r"(w13_|w2_)?weight(_packed)?$")
 """Matches the names of parameters that a kernel can remove; experts' begin with ``w13_`` or ``w2_``."""
+
+IN_16_BIT = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+"""Methods of an lm_head in 16 bit; those of AWQ give it that of a linear."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,12 @@ class WeightMemory:
         others: set[Piece] = set()
         in_experts: set[nn.Module] = {layer.routed_experts for layer in expert_layers(model)}
         for module in model.modules():
-            if isinstance(module, LinearBase | MoERunner):
+            is_quantised_head = (
+                isinstance(module, VocabParallelEmbedding)
+                and kernel_of_layer(module) is not None
+                and any(p.numel() for p in module.parameters(recurse=False))
+            )
+            if isinstance(module, LinearBase | MoERunner) or is_quantised_head:
                 bias = getattr(module, "bias", None)
                 elements += count_weights(module) + (0 if bias is None else bias.numel())
             elif module not in in_experts:
@@ -180,7 +190,8 @@ def to_be_packed(model: nn.Module) -> list[VocabParallelEmbedding]:
     """Return the embeddings, of a model without weights, that this machine will keep a packed copy of."""
     if not current_platform.is_cpu():
         return []
-    return [module for module in multiplied(model) if not hasattr(module, "scheme") and _is_packed(module)]
+    in_16_bit = (m for m in multiplied(model) if isinstance(m.quant_method, IN_16_BIT))
+    return [module for module in in_16_bit if _is_packed(module)]
 
 
 def _is_packed(embedding: VocabParallelEmbedding) -> bool:
