@@ -73,6 +73,13 @@ def test_answers_are_the_same_only_if_smaller_batches_are(subject, folder):
     assert {size for (_, size), run in runs.items() if run.answers} == {8}
 
 
+def test_answers_are_the_same_only_if_longer_prompts_are(subject, tmp_path):
+    """A batch of rows has 64 tokens of prompts, one of questions 100."""
+    (tmp_path / "long.yaml").write_text(rules("- {when: {tokens: {max: 64}}, use: w8a8}", "- use: w4a16"))
+    long = schedule(subject, ["w8a8", str(tmp_path / "long.yaml")], questions_tokens=100)["long.yaml", 4]
+    assert long.same_as == ("w8a8", 4) and long.answers_same_as is None
+
+
 def test_derivations_under_one_name_are_told_apart(subject, tmp_path):
     for name, weights in (("a", "int4"), ("b", "int8")):
         derived = f"derive: {{x: {{from: w4a16, activations: int8, weights: {weights}}}}}\n"

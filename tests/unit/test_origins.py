@@ -107,6 +107,17 @@ def test_only_names_of_base_models_are_carried_over(stated, bases, tmp_path):
     assert (found.get("base_model"), found.get("license")) == (bases, None)
 
 
+def test_a_licence_is_carried_over_if_all_sources_state_it(tmp_path):
+    sources = {
+        name: make_checkpoint(tmp_path / name, scheme=name, num_layers=1) for name in ("w8a8", "w4a16")
+    }
+    for source, licence in zip(sources.values(), ("mit", "apache-2.0"), strict=True):
+        (source / "README.md").write_text(f"---\nlicense: {licence}\nlanguage: en\n---\nText.\n")
+    merge_checkpoints(sources, tmp_path / "merged")
+    found = ModelCard.load(tmp_path / "merged/README.md").data.to_dict()
+    assert (found.get("license"), found.get("language")) == (None, "en")
+
+
 def test_the_card_does_not_promise_another_format_back(tmp_path):
     source = make_checkpoint(tmp_path / "bf16", scheme=None, num_layers=1)
     merge_checkpoints({"bf16": source}, tmp_path / "merged")

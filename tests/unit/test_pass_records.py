@@ -14,10 +14,11 @@ from typing import ClassVar
 
 import pytest
 import torch
+from vllm.config import ParallelConfig, VllmConfig
 
 from flexquant.serving.frontend.endpoints import add_up
 from flexquant.serving.worker.forward_pass import Pass
-from flexquant.serving.worker.pass_records import PassClock, PlanCounters, Trace
+from flexquant.serving.worker.pass_records import PassClock, PassRecords, PlanCounters, Trace
 from tests.programs import small_files
 
 
@@ -101,6 +102,16 @@ def test_counters_of_engines_are_added_by_plan_and_phase() -> None:
         {"plan": "w8a8", "phase": "prefill", "forward": 3.0, "tokens": 42.0},
         {"plan": "w8a8", "phase": "decode", "forward": 5.0},
     ]
+
+
+def test_of_an_engines_ranks_the_first_that_computes_logits_tells() -> None:
+    """Of two pipeline stages of two ranks; a pass has no end on the first stage."""
+    parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    config, telling = VllmConfig(parallel_config=parallel), []
+    for config.parallel_config.rank in range(4):
+        if PassRecords(config).counted() is not None:
+            telling.append(config.parallel_config.rank)
+    assert telling == [2]
 
 
 HEADER = {"policy": "phase"}

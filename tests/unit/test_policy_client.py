@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The administrator's key reaches the server that was named, and nobody else reads it."""
+"""The administrator's key reaches the server that was named, and nobody else reads it.
+
+What the server answers is told in words.
+"""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from flexquant import cli
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
@@ -23,6 +28,7 @@ class Server(HTTPServer):
     def __init__(self, code: int, location: str = "") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.code, self.location = code, location
+        self.answer: dict[str, object] = {}
         self.keys: list[str | None] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -37,9 +43,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(self.server.code)
         if self.server.location:
             self.send_header("Location", self.server.location)
-        self.send_header("Content-Length", "2")
+        answer = json.dumps(self.server.answer).encode()
+        self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        self.wfile.write(b"{}")
+        self.wfile.write(answer)
 
     do_GET = do_POST
 
@@ -91,3 +98,41 @@ def test_nothing_but_space_is_no_key(other: Server, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(ADMIN_KEY, " \n")
     with pytest.raises(FlexQuantError, match=f"the environment has no {ADMIN_KEY}"):
         apply_policy(other.url, load_policy("w8a8"))
+
+
+@pytest.mark.parametrize(
+    ("options", "first", "last"),
+    [
+        (
+            ["--dry-run"],
+            "w8a8 would replace phase",
+            "CUDA graphs would be captured, requests waiting meanwhile",
+        ),
+        (
+            [],
+            "w8a8 has replaced phase",
+            "took 2.0 s; a restart serves the policy that the server was started with",
+        ),
+    ],
+)
+def test_the_command_tells_which_plan_comes_after_which(
+    options: list[str],
+    first: str,
+    last: str,
+    other: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(ADMIN_KEY, KEY)
+    change = {"phase": "decode", "min_tokens": 1, "max_tokens": 64, "before": "w4a16", "after": "w8a8"}
+    other.answer = {
+        "before": {"name": "phase"},
+        "after": {"name": "w8a8"},
+        "routes": [change],
+        "captures_graphs": True,
+        "seconds": 2.0,
+    }
+    assert cli.main(["policy", "apply", other.url, "w8a8", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[0], lines[-1]) == (first, last)
+    assert lines[1].split() == ["decode", "1", "to", "64", "tokens", "w4a16", "->", "w8a8"]

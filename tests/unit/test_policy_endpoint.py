@@ -211,6 +211,17 @@ def test_a_change_that_takes_long_goes_on(
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_operators_own_pause_stays(paused: bool, app: FastAPI, vllm_config: VllmConfig) -> None:
+    engine = Engine()
+    engine.captures = True
+    app.state.flexquant_engine = client = EnginesClient([engine], vllm_config)
+    client.paused = paused
+    with TestClient(app) as asking:
+        assert asking.post("/flexquant/policy?name=mine", content=POLICY, headers=HEADERS).status_code == 200
+    assert (engine.policy, client.paused) == ("mine", paused)
+
+
 def test_the_status_says_where_engines_disagree() -> None:
     one, other, namesake = (
         {"policy": policy, "counted": [{"plan": "p", "phase": "decode", "forward": 2}]}

@@ -20,6 +20,7 @@ from flexquant.tuning.candidates import FROM_INT4, Memory, find_variants
 from flexquant.tuning.measure import Measurement, measure_rounds
 from flexquant.tuning.objectives import Goal, decide, parse_slo
 from flexquant.tuning.policy_file import (
+    TuningFiles,
     TuningResult,
     batch_notes,
     bound_notes,
@@ -359,6 +360,15 @@ def test_one_variant_everywhere_is_one_rule():
     policies = find_policies(VARIANTS, VARIANTS)
     document = tuned_policy_document(decided(samples), policies, samples.pass_times(16, {}), "x")
     assert document["rules"] == [{"use": "w8a8"}]
+
+
+def test_neither_a_policy_nor_a_plot_is_replaced_unasked(tmp_path):
+    for file in (tmp_path / "tuned.yaml", tmp_path / "tuned.png"):
+        file.touch()
+        with pytest.raises(UsageError, match=f"{file.name} exists"):
+            TuningFiles(tmp_path / "tuned.yaml")
+        assert TuningFiles(tmp_path / "tuned.yaml", overwrite=True)
+        file.unlink()
 
 
 def test_samples_survive_a_stop_and_those_of_another_run_are_refused_with_what_differs(tmp_path):
