@@ -97,13 +97,13 @@ def from_fp8(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
             raise FlexQuantError(f"{problem}; a weight has one scale: get the checkpoint again")
     # scale_fmt ue8m0 is left out: it has vLLM scale activations by powers of two where DeepGEMM multiplies,
     # which vLLM does by default for every checkpoint in block FP8.
-    found = {_renamed(name): ref for name, ref in tensors.items()}
+    renamed = {_renamed(name): ref for name, ref in tensors.items()}
     scheme: ConfigGroup = {
         "weights": {**FP8, "strategy": "block", "block_structure": sizes, "dynamic": False},
         "input_activations": {**FP8, "strategy": "group", "group_size": sizes[1], "dynamic": True},
         "format": "float-quantized",
     }
-    return {name.removesuffix(SCALE): scheme for name in tensors if name.endswith(SCALE)}, found
+    return {name.removesuffix(SCALE): scheme for name in tensors if name.endswith(SCALE)}, renamed
 
 
 def _renamed(name: str) -> str:

@@ -237,8 +237,8 @@ def _linear(module: str, form: PackedFormat, tensors: Tensors) -> dict[str, Tens
         if ref is not None and (ref.dtype not in dtypes or ref.shape != shape):
             wanted = f"{' or '.join(dtypes)} {list(shape)}"
             advice = "correct bits and group_size in the quantization_config, or get the checkpoint again"
-            found = f"{module}.{name} is {ref.dtype} {list(ref.shape)}"
-            raise FlexQuantError(f"{found} instead of {wanted}; {advice}")
+            stored = f"{module}.{name} is {ref.dtype} {list(ref.shape)}"
+            raise FlexQuantError(f"{stored} instead of {wanted}; {advice}")
     scales, qzeros, g_idx = part["scales"], part["qzeros"], part["g_idx"]
     assert scales is not None
     in_order = torch.arange(inputs) // (form.group_size if form.group_size > 0 else inputs)
@@ -250,7 +250,7 @@ def _linear(module: str, form: PackedFormat, tensors: Tensors) -> dict[str, Tens
         problem = f"{module} has zero points beside {form.middle}, though its quantization_config says 'sym'"
         raise FlexQuantError(f"{problem}; get the checkpoint again")
     weight, words, size = f"{module}.weight", -(-inputs // values), torch.tensor([outputs, inputs])
-    found = [
+    found: list[TensorRef] = [
         _transformed(f"{weight}_packed", qweight, "I32", (outputs, words), form.pack_weight),
         _transformed(f"{weight}_scale", scales, scales.dtype, (outputs, groups), torch.t),
         ComputedTensor(f"{weight}_shape", "I64", (2,), qweight.file, 0, lambda rows: of_rows(size, rows)),

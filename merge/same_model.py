@@ -183,6 +183,6 @@ def _resolved(config: PretrainedConfig, read: Keys | None) -> JsonObject:
     for name, part in vars(config).items():
         if isinstance(part, PretrainedConfig):  # its dtype and tie are overruled
             nested = {key: v for key, v in _resolved(part, read).items() if key not in ("dtype", TIED)}
-            usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(part.model_type)
-            values[name] = nested | {"architectures": part.architectures or [usual]}
+            usual = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(part.model_type)]
+            values[name] = nested | {"architectures": part.architectures or usual}
     return values

@@ -171,12 +171,12 @@ class MergedConfig:
             raise FlexQuantError(f"{found}, expected '{QUANT_METHOD}'; create one with 'flexquant merge'")
         version = section.get("schema_version")
         if type(version) is not int or version not in (SCHEMA_VERSION, NESTED_SCHEMA_VERSION):
-            read = f"this FlexQuant reads versions {SCHEMA_VERSION} and {NESTED_SCHEMA_VERSION}"
-            problem = f"the merged checkpoint has schema_version {version!r}, but {read}"
+            known = f"this FlexQuant reads versions {SCHEMA_VERSION} and {NESTED_SCHEMA_VERSION}"
+            problem = f"the merged checkpoint has schema_version {version!r}, but {known}"
             raise FlexQuantError(f"{problem}; upgrade flexquant, or merge again with this version")
         try:
-            known = {"kv_compatibility": NOT_COMPARED, **section, "mixable": None}
-            read: MergedConfig = TypeAdapter(MergedConfig).validate_python(known)
+            keys = {"kv_compatibility": NOT_COMPARED, **section, "mixable": None}
+            read: MergedConfig = TypeAdapter(MergedConfig).validate_python(keys)
             wrong = read._contradictions(section)
             said = (f"{of} has {key} {found!r:.100}, expected {right}" for of, key, found, right in wrong)
             problem = next(said, "")

@@ -154,8 +154,9 @@ def decode_forced(
         options["scores"] = str(folder / f"{row}.npz")
         forced = rows[row][prompt_tokens:]
         extra_args = {EXTRA_ARGS_KEY: {**options, "forced": forced}}
-        settings = {"temperature": 0, "ignore_eos": True, "detokenize": False}
-        return SamplingParams(**settings, max_tokens=len(forced), extra_args=extra_args)
+        return SamplingParams(
+            temperature=0, ignore_eos=True, detokenize=False, max_tokens=len(forced), extra_args=extra_args
+        )
 
     for batch in batches(range(len(rows)), batch_size):
         prompts = [TokensPrompt(prompt_token_ids=rows[row][:prompt_tokens]) for row in batch]

@@ -97,8 +97,9 @@ def make_schedule(
             intervals = [*routes.intervals("prefill"), *routes.intervals("decode")]
             key = routes.head, tuple(intervals), _derivations(policy, (row.plan for row in intervals))
             passes = routes.head, plans, _derivations(policy, plans)
-            same = measured.get(passes), answers, answered.get(key) if answers else None
-            runs.append(PolicyRun(name, policy, batch_size, routes, *plans, *same))
+            same_answers = answered.get(key) if answers else None
+            same = measured.get(passes)
+            runs.append(PolicyRun(name, policy, batch_size, routes, *plans, same, answers, same_answers))
             measured.setdefault(passes, (name, batch_size))
             if answers:
                 answered.setdefault(key, name)

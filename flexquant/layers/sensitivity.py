@@ -163,7 +163,7 @@ class Study:
                 if name not in document["kl"]:
                     score = score or stack.enter_context(self._scoring(progress))
                     document["kl"][name] = score(layers)
-                    document.update(machine=describe_machine(), argv=describe_command())
+                    document["machine"], document["argv"] = describe_machine(), describe_command()
                     write_text(file, json.dumps(document, indent=1) + "\n")
                 return document["kl"][name]
 

@@ -105,8 +105,8 @@ def try_ways(
     limits = Limits.of(device, devices)
 
     def routes_of(way: Way) -> RouteTable:
-        most = {"max_tokens": limits.tokens, "max_decode_tokens": limits.sequences}
-        return build_route_table(way.policy, way.schemes, 1, **most)
+        decoding = limits.sequences
+        return build_route_table(way.policy, way.schemes, 1, limits.tokens, max_decode_tokens=decoding)
 
     def serve_by(way: Way, shape: ModelShape, tokens: int) -> dict[int, Load]:
         routes = routes_of(way)
@@ -234,10 +234,10 @@ def explain(outcomes: Sequence[Outcome]) -> str:
     start = f"FlexQuant will not help you here: take {choice.way.name}"
     if not ours.loads:
         return f"{start}, as neither one copy nor two can be served on this device."
-    gain = 1 - ours.seconds / choice.seconds
-    if gain <= 0:
-        return f"{start}, as a request takes {-gain:.1%} more time with {ours.way.name}."
-    saved = f"{ours.way.name} would save {gain:.1%} of a request's time"
+    saving = 1 - ours.seconds / choice.seconds
+    if saving <= 0:
+        return f"{start}, as a request takes {-saving:.1%} more time with {ours.way.name}."
+    saved = f"{ours.way.name} would save {saving:.1%} of a request's time"
     return f"{start}, as {saved}, and a prediction cannot tell less than {MARGIN:.0%} from nothing."
 
 

@@ -82,7 +82,10 @@ class RouteTable:
         """Return the table that :meth:`to_json` returned as data."""
         plans = {name: Plan.from_layers(tuple(layers)) for name, layers in data["plans"].items()}
         rows = data["intervals"].items()
-        intervals = {phase: [Interval(*ends, plans[plan]) for *ends, plan in found] for phase, found in rows}
+        intervals = {
+            phase: [Interval(first, last, plans[plan]) for first, last, plan in found]
+            for phase, found in rows
+        }
         derived = {name: Derivation.model_validate(how) for name, how in data["derived"].items()}
         return cls(intervals, derived, data["nested"], data["tokens_per_sequence"], data["head"])
 

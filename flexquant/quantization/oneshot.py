@@ -91,9 +91,10 @@ def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel
     options = {"config": source.config, "trust_remote_code": False, "device_map": device_map}
     dtype = source.dtype if torch.cuda.is_available() else torch.float32
     with nothing_fetched():
-        loaded: tuple[PreTrainedModel, Mapping[str, set[str]]] = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.folder, output_loading_info=True, dtype=dtype, **options
         )
+    model: PreTrainedModel
     model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise FlexQuantError(

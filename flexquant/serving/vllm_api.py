@@ -177,7 +177,7 @@ SUPPORTED = ("0.26.0", "0.33.0")
 
 def _module_of() -> dict[str, str]:
     """Return name -> the module of vLLM that the imports above take it from."""
-    found = {}
+    found: dict[str, str] = {}
     for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "vllm":
             found |= {alias.name: node.module for alias in node.names}

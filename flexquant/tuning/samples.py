@@ -144,8 +144,8 @@ class Samples:
         def curves(phase: str) -> dict[str, dict[int, Time]]:
             return {v: {size: self.time(v, phase, size) for size in self.sizes(phase)} for v in self._seconds}
 
-        times = {phase: curves(phase) for phase in MEASURED_PHASES}
-        return PassTimes.model_construct(**times, context=context, origin=origin)
+        decode, prefill = curves("decode"), curves("prefill")
+        return PassTimes.model_construct(decode=decode, prefill=prefill, context=context, origin=origin)
 
     def save(self, file: Path, run: JsonObject) -> None:
         """Write all samples to ``file`` in one step; ``run`` describes the run that they belong to."""

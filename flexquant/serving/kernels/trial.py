@@ -283,9 +283,16 @@ def new_layer(layer: Layer, kind: type[Any]) -> ReplicatedLinear:
         set_default_torch_dtype(dtype),
     ):
         have_ranks()
-        sizes, options = (layer["inputs"], layer["outputs"]), {"params_dtype": dtype, "quant_config": config}
-        is_plain = {"bias": False, "return_bias": False, "disable_tp": True}
-        linear = ReplicatedLinear(*sizes, prefix="linear", **options, **is_plain)
+        linear = ReplicatedLinear(
+            layer["inputs"],
+            layer["outputs"],
+            bias=False,
+            params_dtype=dtype,
+            quant_config=config,
+            prefix="linear",
+            return_bias=False,
+            disable_tp=True,
+        )
         activations = layer.get("activations")
         changes = {"act_type": getattr(torch, activations), "out_type": dtype} if activations else {}
         exchange_kernel(linear, kind, **changes)

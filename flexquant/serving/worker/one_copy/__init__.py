@@ -129,8 +129,9 @@ def _int4_linears(model: nn.Module) -> Iterator[tuple[str, LinearBase]]:
     """Yield the linears with INT4 weights below a model's decoder layers, with their paths."""
     for path, layer in stack_of_layers(model).named_modules():
         kernel = kernel_of_layer(layer)
-        in_packs = isinstance(layer, LinearBase) and isinstance(kernel, MPLinearKernel)
-        if in_packs and kernel.config.weight_type.size_bits == 4:
+        if not (isinstance(layer, LinearBase) and isinstance(kernel, MPLinearKernel)):
+            continue
+        if kernel.config.weight_type.size_bits == 4:
             yield path, layer
 
 

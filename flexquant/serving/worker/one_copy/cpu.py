@@ -82,11 +82,13 @@ class CPUInt8Product(Product):
 
     def _weight_sums(self, source: nn.Module, buffers: Buffers) -> Tensor:
         packed, scale, zero = self._weights(source)
-        whole = scale.float().contiguous(), None if zero is None else zero.contiguous()
-        nested = [buffers[name] for name in NESTED]
-        operands = packed, *whole, buffers[ROW], nested, self._inputs, self._layout
-        parts = slices(1, self._inputs, self._outputs)
-        return torch.cat([_int8_weights(*operands, part).sum(0, dtype=torch.int32) for part in parts])
+        scale, zero = scale.float().contiguous(), None if zero is None else zero.contiguous()
+        row, nested, kept = buffers[ROW], [buffers[name] for name in NESTED], (self._inputs, self._layout)
+        weights = (
+            _int8_weights(packed, scale, zero, row, nested, *kept, part)
+            for part in slices(1, self._inputs, self._outputs)
+        )
+        return torch.cat([of_slice.sum(0, dtype=torch.int32) for of_slice in weights])
 
     def _weights(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return packed weights, scales [groups, outputs], and zero points, int32 in packs of 8, if any."""

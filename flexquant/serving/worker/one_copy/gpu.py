@@ -99,8 +99,9 @@ class GPUProduct(Product):
     def _weight_sums(self, source: nn.Module, buffers: Buffers) -> Tensor:
         packed, scale, zero = self._weights(source)
         memory = scratch(packed.device, self._inputs * self._outputs, INT8).view(self._outputs, self._inputs)
-        operands = packed, scale, zero, buffers[ROW], memory, self._layout.outputs_first
-        weights = eight_bit_weights(*operands, [buffers[name] for name in NESTED])
+        nested = [buffers[name] for name in NESTED]
+        outputs_first = self._layout.outputs_first
+        weights = eight_bit_weights(packed, scale, zero, buffers[ROW], memory, outputs_first, nested)
         return weights.sum(1, dtype=torch.int32)
 
     def _weights(self, source: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ PLACES, EXCEPTIONS = "flexquant_exception_input", "flexquant_exception"
 NESTED = (COLUMN, DIFFERENCE, PLACES, EXCEPTIONS)
 """The buffers of nested weights, in the order in which operators take them."""
 
-Buffers = Mapping[str, Tensor | None]
+Buffers = Mapping[str, Any]
 
 _library = torch.library.Library("flexquant", "FRAGMENT")
 
