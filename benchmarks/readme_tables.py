@@ -242,10 +242,24 @@ def kernels(folder: str) -> str:
     schemes = list(next(iter(by_tokens.values())))
     rows = [
         [str(tokens), *(f"{found[scheme]['microseconds']:.0f}" for scheme in schemes)]
-        for tokens, found in list(by_tokens.items())[::4]
+        for tokens, found in list(by_tokens.items())[::2]
     ]
     names = [scheme.removesuffix("LinearKernel").removesuffix("ScaledMM") for scheme in schemes]
     return f"`{layer}`, {inputs} to {outputs}, µs:\n\n" + markdown(["tokens", *names], rows)
+
+
+def int4_reads(*folders: str) -> str:
+    """Return GB/s of each INT4 kernel, and their share of the most that any kernel of the run reads."""
+    rows = []
+    for folder in folders:
+        ((_, outputs, inputs), by_tokens), *_ = kernel_results(read_cells(RESULTS / folder)).items()
+        most = max(found["gb_per_s"] for of_size in by_tokens.values() for found in of_size.values())
+        for tokens, found in list(by_tokens.items())[:4]:
+            int4 = {name: of["gb_per_s"] for name, of in found.items() if name.startswith("w4a16@")}
+            shares = [f"{speed:.1f} ({speed / most:.0%})" for speed in int4.values()]
+            rows.append([f"{inputs} to {outputs}", str(tokens), *shares])
+    names = [name.removeprefix("w4a16@").removesuffix("LinearKernel") for name in int4]
+    return markdown(["inputs, outputs", "tokens", *names], rows)
 
 
 def one_copy_live() -> str:
@@ -304,7 +318,7 @@ def one_server_or_two() -> str:
 
 TABLES = (
     *(policies, policies_by_text, methods, nesting, generation, own_cost, merging, gpu_live),
-    *(gpu_ratios, cpu_ratios, kernels, one_copy_live, beside, one_server_or_two),
+    *(gpu_ratios, cpu_ratios, kernels, int4_reads, one_copy_live, beside, one_server_or_two),
 )
 
 
