@@ -169,7 +169,7 @@ def describe_losses(variants: Sequence[str], files: Mapping[str, Path]) -> str:
         return ""
     header, *rows = loss_table(losses)
     table = _table([header, ["---"] * len(header), *rows])
-    said = "".join(f"\n{line}.\n" for line in too_much(losses))
+    said = f"\n{said}.\n" if (said := too_much(losses)) else ""
     return f"\nLost against the 16-bit model, on texts that no variant was calibrated on:\n\n{table}\n{said}"
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -22,9 +22,8 @@ PROMPT_TOKENS = 64
 KEY = "measured"
 """The key of a recipe under which a variant's losses are, by kind of text."""
 HELP = (
-    "calibrate on text like your users' (--calibration FILE), or add to the recipe what it lacks of these: "
-    "for INT4 zero points (scheme W4A16_ASYM), groups of 32 (group_size), trained scales "
-    "(scale_distillation); for W8A8 what the recipe 'rotated' has"
+    "calibrate on text like your users' (--calibration FILE), or add to the recipe what it lacks: for INT4 "
+    "zero points (W4A16_ASYM), groups of 32, scale_distillation; for W8A8 what 'rotated' has"
 )
 
 
@@ -94,25 +93,24 @@ def loss_table(losses: Mapping[str, LossByKind]) -> list[list[str]]:
 
 
 def loss_lines(losses: Mapping[str, LossByKind], bound: float = MAX_LOSS, on: str = "texts") -> list[str]:
-    """Return for a terminal the table, and a sentence about each variant that lost more than ``bound``."""
+    """Return for a terminal the table, and a sentence about what lost more than ``bound``."""
     if not losses:
         return []
     rows = loss_table(losses)
     title = f"lost against the 16-bit model, on {on} that no variant was calibrated on:"
-    return [title, *table_lines(rows, numbers=range(1, len(rows[0]))), *too_much(losses, bound)]
+    said = too_much(losses, bound)
+    return [title, *table_lines(rows, numbers=range(1, len(rows[0]))), *([said] if said else [])]
 
 
-def too_much(losses: Mapping[str, LossByKind], bound: float = MAX_LOSS) -> Sequence[str]:
-    """Return a sentence about each variant whose loss is above ``bound`` on any kind of text."""
-    lines = []
-    for variant, of_variant in losses.items():
-        beyond = {kind: loss for kind, loss in of_variant.items() if loss.exceeds(bound)}
-        if beyond:
-            over = [f"{kind} ({loss.growth()}, KL {_number(loss.kl)})" for kind, loss in beyond.items()]
-            lost = f"its perplexity is more than {100 * bound:g} % above the 16-bit model's"
-            found = f"{lost}, or its KL divergence above {bound:g}, on {', '.join(over)}"
-            lines.append(f"{variant} LOSES TOO MUCH: {found}; {HELP}")
-    return lines
+def too_much(losses: Mapping[str, LossByKind], bound: float = MAX_LOSS) -> str:
+    """Return a sentence about the variants, and texts, whose loss is above ``bound``; empty if none is."""
+    beyond = {
+        variant: [kind for kind, loss in of_variant.items() if loss.exceeds(bound)]
+        for variant, of_variant in losses.items()
+    }
+    found = "; ".join(f"{variant} on {', '.join(kinds)}" for variant, kinds in beyond.items() if kinds)
+    limits = f"{100 * bound:g} % of perplexity or a KL divergence of {bound:g}"
+    return f"more than {limits} is lost by {found}. What helps: {HELP}" if found else ""
 
 
 def _number(value: float | None) -> str:
