@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from flexquant import cli
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.errors import FlexQuantError
-from flexquant.merge import MergedCheckpoint
 from tests.checkpoints import StateDict, make_checkpoint
 from tests.foreign import tensors_of
 from tests.quantize.quantizing import OPTIONS, RTN, quantize, recipe
@@ -40,7 +40,7 @@ def test_build_stores_it_once(by: str, tmp_path: Path, capsys: pytest.CaptureFix
     exact = load_file(model / "model.safetensors")[f"{HEAD}.weight"].float()
     assert ((integers * scale - exact).abs() <= 0.51 * scale).all() and (integers[7] == 0).all()
     assert (integers.abs().amax(1)[8:] >= 126).all()
-    merged = MergedCheckpoint.open(tmp_path / "merged").merged
+    merged, _ = read_merged_config(tmp_path / "merged")
     assert HEAD in merged.shared_modules
     for name, variant in merged.variants.items():
         section = variant.quantization_config
