@@ -158,7 +158,8 @@ def read_json(path: Path) -> JsonObject:
     """Return the JSON object in a file; raise FlexQuantError for anything else, and for NaN in it."""
     try:
         if (size := path.stat().st_size) > MAX_HEADER_BYTES:
-            raise FlexQuantError(f"{path} has {size} bytes, allowed are {MAX_HEADER_BYTES}; write it again")
+            found = f"{path} has {size} bytes, and {MAX_HEADER_BYTES} are allowed"
+            raise FlexQuantError(f"{found}; write it again")
         text = path.read_text(encoding="utf-8")
         content = parse_json(text)
         check_finite(content)

@@ -180,7 +180,7 @@ def test_a_choice_says_whose_config_a_model_gets(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("of_the_other", "refused"),
+    ("of_the_other", "message"),
     [
         ({"num_layers": 3}, "'w4a16' is a LlamaForCausalLM of 3 layers and 'w8a8' a LlamaForCausalLM of 2"),
         ({"architecture": "mistral"}, "'w4a16' is a MistralForCausalLM of 2 layers"),
@@ -189,12 +189,12 @@ def test_a_choice_says_whose_config_a_model_gets(tmp_path):
     ],
     ids=["layers", "architecture", "shapes", "weights"],
 )
-def test_no_choice_of_a_config_merges_two_models(tmp_path, of_the_other, refused):
+def test_no_choice_of_a_config_merges_two_models(tmp_path, of_the_other, message):
     sources = {
         "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
         "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", **of_the_other),
     }
-    with refused(refused):
+    with refused(message):
         merge_checkpoints(sources, tmp_path / "merged", config_from="w8a8")
     assert not (tmp_path / "merged").exists()
 
