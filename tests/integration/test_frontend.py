@@ -94,11 +94,11 @@ def test_a_worker_serves_decode_passes_up_to_the_size_of_graphs_that_vllm_sets_l
     policy.write_text(BATCHES.format(most=300))
     config = configure(tiny_merged() / "merged", additional_config=with_policy(policy), max_num_seqs=300)
     served, found = ServedPolicy.from_vllm(config), []
-    for sizes in ([], [256, 304, 512]):
+    for sizes in ([], [256, 300, 512], [256, 304, 512]):
         config.compilation_config.cudagraph_capture_sizes = sizes
         rows = clip_to_server(config, merged_of(config), served).routes.intervals("decode")
         found.append([(row.max_tokens, row.plan.name) for row in rows])
-    assert found == [[(300, "w4a16")], [(300, "w4a16"), (304, "w8a8")]]
+    assert found == [*[[(300, "w4a16")]] * 2, [(300, "w4a16"), (304, "w8a8")]]
 
 
 def test_a_configuration_without_a_policy_is_refused_by_the_worker(configured, policy):

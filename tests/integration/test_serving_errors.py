@@ -249,7 +249,11 @@ def test_prompt_embeddings_where_each_variant_has_its_own_embedding(merged, tmp_
     """The component that embeds ids does not know which variant will run the embeddings."""
     folder = edited(merged, tmp_path, shared_modules=["lm_head", "model.norm"])
     assert "--enable-prompt-embeds" in refusal(folder, enable_prompt_embeds=True, **flexquant(policy="phase"))
-    configure(folder, enable_prompt_embeds=True, **flexquant(policy="w8a8"))
+    last = '{default: w8a8, layers: {"-1": w4a16}}'
+    for others, fits in (("w4a16", True), ("w8a8", False)):  # the embedding is that of the last layer
+        policy = written(rules(f"- {{when: {{phase: decode}}, use: {last}}}", f"- use: {others}"), tmp_path)
+        with nullcontext() if fits else pytest.raises(FlexQuantError, match="--enable-prompt-embeds"):
+            configure(folder, enable_prompt_embeds=True, **flexquant(policy=policy))
     configure(merged, enable_prompt_embeds=True, **flexquant(policy="phase"))
 
 

@@ -59,7 +59,7 @@ def test_nested_it_is_smaller_and_its_loss_is_measured(
     model: Path, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(built / "merged-variants", tmp_path / "merged-variants")
-    nested = command("build", model, tmp_path / "merged", "--nested", "--json")
+    nested = command("build", model, tmp_path / "merged", "--max-loss", "0.001", "--nested", "--json")
     assert cli.main(nested) == 0
     said = capsys.readouterr()
     result = json.loads(said.out.splitlines()[-1])
@@ -73,6 +73,7 @@ def test_nested_it_is_smaller_and_its_loss_is_measured(
     assert stored.keys() == plain["losses"].keys()
     for kind, loss in stored.items():
         assert plain["losses"][kind]["kl"] < loss["kl"] < 10 * plain["losses"][kind]["kl"]
+    assert "w4a16 alone LOSES TOO MUCH: its perplexity is more than 0.001 % above" in said.out
     policy, alone = result["answer_losses"].values()
     assert [*result["answer_losses"]][1] == "w4a16 alone" and policy.keys() == alone.keys() == stored.keys()
     # Prompts in W8A8, as stored, lose less than prompts in W4A16.
@@ -223,6 +224,14 @@ def test_an_edited_variant_is_told_and_stays(built: Path, tmp_path: Path, refuse
     edited.write_text(edited.read_text() + "\n")
     message = refused(tmp_path / "again/merged")
     assert "tokenizer_config.json has other content" in message and "--overwrite" in message
+
+
+def test_a_file_that_was_put_into_a_finished_checkpoint_is_told(
+    built: Path, tmp_path: Path, refused: Refused
+) -> None:
+    shutil.copytree(built, tmp_path / "again")
+    (tmp_path / "again/merged/LICENSE").write_text("of another model")
+    assert "has another LICENSE than the variants" in refused(tmp_path / "again/merged")
 
 
 def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(

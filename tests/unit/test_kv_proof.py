@@ -21,6 +21,7 @@ FAMILIES = (
     "ApertusForCausalLM",  # the norm before attention has a name of its own
     "DeepseekV3ForCausalLM",  # latents, a router with a bias
     "Gemma3ForCausalLM",  # norms that add one, behind attention too
+    "Gemma4ForCausalLM",  # a layer's experts in one tensor, which a folded norm is before
     "HunYuanDenseV1ForCausalLM",  # the norms of Q and K have names of their own
     "Qwen3NextForCausalLM",  # a state
     "StableLmForCausalLM",  # norms with biases, and one for each head

@@ -202,7 +202,7 @@ def test_neighbouring_layers_compare_other_rows(compare):
 @pytest.mark.parametrize("count", [1, 512, 1023, 1024, 1040, 2048, 4100, 8192, 28672])
 def test_samples_are_as_large_as_said_and_together_all(count):
     every = max(1, min(16, count // 128))
-    samples = [row_numbers(sample_rows(count, turn)) for turn in range(every)]
+    samples = [row_numbers(sample_rows(count, turn)) for turn in range(99, 99 + every)]
     assert sorted(torch.cat(samples).tolist()) == list(range(count))
     for sample in samples:
         assert len(sample) >= min(count, max(128, count // 16) - BLOCK_ROWS)
