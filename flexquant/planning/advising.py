@@ -105,8 +105,9 @@ def try_ways(
     limits = Limits.of(device, devices)
 
     def routes_of(way: Way) -> RouteTable:
-        most = {"max_tokens": limits.tokens, "max_decode_tokens": limits.sequences}
-        return build_route_table(way.policy, way.schemes, 1, **most)
+        return build_route_table(
+            way.policy, way.schemes, 1, max_tokens=limits.tokens, max_decode_tokens=limits.sequences
+        )
 
     def serve_by(way: Way, shape: ModelShape, tokens: int) -> dict[int, Load]:
         routes = routes_of(way)

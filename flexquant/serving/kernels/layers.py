@@ -79,7 +79,7 @@ def kernel_classes(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def linear_sizes(layer: LinearBase) -> tuple[int, int]:
+def linear_sizes(layer: LinearBase | VocabParallelEmbedding) -> tuple[int, int]:
     """Return the numbers of inputs and outputs that a linear layer has on this rank.
 
     Layers that are whole on every rank, such as routers, may lack the attributes for a rank's part.

@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -123,12 +124,7 @@ class WeightMemory:
         others: set[Piece] = set()
         in_experts: set[nn.Module] = {layer.routed_experts for layer in expert_layers(model)}
         for module in model.modules():
-            is_quantised_head = (
-                isinstance(module, VocabParallelEmbedding)
-                and kernel_of_layer(module) is not None
-                and any(p.numel() for p in module.parameters(recurse=False))
-            )
-            if isinstance(module, LinearBase | MoERunner) or is_quantised_head:
+            if isinstance(module, LinearBase | MoERunner) or _is_quantised_head(module):
                 bias = getattr(module, "bias", None)
                 elements += count_weights(module) + (0 if bias is None else bias.numel())
             elif module not in in_experts:
@@ -162,7 +158,12 @@ def weights_of_layers(model: nn.Module) -> int:
     return sum(count_weights(m) for m in in_layers if isinstance(m, LinearBase | MoERunner))
 
 
-def count_weights(layer: LinearBase | MoERunner) -> int:
+def _is_quantised_head(module: nn.Module) -> TypeGuard[VocabParallelEmbedding]:
+    has_kernel = isinstance(module, VocabParallelEmbedding) and kernel_of_layer(module) is not None
+    return has_kernel and any(p.numel() for p in module.parameters(recurse=False))
+
+
+def count_weights(layer: LinearBase | MoERunner | VocabParallelEmbedding) -> int:
     """Return how many weights a linear layer, or the experts of a layer, have on this rank."""
     return expert_weights(layer) if isinstance(layer, MoERunner) else math.prod(linear_sizes(layer))
 
