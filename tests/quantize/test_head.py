@@ -35,10 +35,11 @@ def test_build_stores_it_once(by: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main([*asked, *OPTIONS, "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     tensors = tensors_of(tmp_path / "merged")
-    packed, scale = (tensors[f"shared.{HEAD}.weight_{part}"] for part in ("packed", "scale"))
+    packed, scale = tensors[f"shared.{HEAD}.weight_packed"], tensors[f"shared.{HEAD}.weight_scale"].float()
     integers = (packed[..., None] >> torch.arange(0, 32, 8) & 255).flatten(1) - 128
     exact = load_file(model / "model.safetensors")[f"{HEAD}.weight"].float()
-    assert ((integers * scale - exact).abs() <= 0.51 * scale).all() and (integers[7] == 0).all()
+    # A scale in bfloat16 puts the largest weight of a row up to 0.8 steps beside its integer.
+    assert ((integers * scale - exact).abs() <= 0.8 * scale).all() and (integers[7] == 0).all()
     assert (integers.abs().amax(1)[8:] >= 126).all()
     merged, _ = read_merged_config(tmp_path / "merged")
     assert HEAD in merged.shared_modules
