@@ -237,8 +237,8 @@ def _linear(module: str, form: PackedFormat, tensors: Tensors) -> dict[str, Tens
         if ref is not None and (ref.dtype not in dtypes or ref.shape != shape):
             wanted = f"{' or '.join(dtypes)} {list(shape)}"
             advice = "correct bits and group_size in the quantization_config, or get the checkpoint again"
-            found = f"{module}.{name} is {ref.dtype} {list(ref.shape)}"
-            raise FlexQuantError(f"{found} instead of {wanted}; {advice}")
+            problem = f"{module}.{name} is {ref.dtype} {list(ref.shape)}"
+            raise FlexQuantError(f"{problem} instead of {wanted}; {advice}")
     scales, qzeros, g_idx = part["scales"], part["qzeros"], part["g_idx"]
     assert scales is not None
     in_order = torch.arange(inputs) // (form.group_size if form.group_size > 0 else inputs)

@@ -121,7 +121,7 @@ class Sums:
     @classmethod
     def of(cls, terms: Tensor) -> Sums:
         """Return the sums of the terms of :func:`_sums_of_chunk`, [5, n]."""
-        return cls(*terms[:3], terms[3] + terms[4])
+        return cls(terms[0], terms[1], terms[2], terms[3] + terms[4])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Sums:
         return Sums(*map(function, vars(self).values()))
