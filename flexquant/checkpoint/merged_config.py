@@ -170,8 +170,8 @@ class MergedConfig:
             raise FlexQuantError(f"{found}, expected '{QUANT_METHOD}'; create one with 'flexquant merge'")
         version = section.get("schema_version")
         if type(version) is not int or version not in (SCHEMA_VERSION, NESTED_SCHEMA_VERSION):
-            read = f"this FlexQuant reads versions {SCHEMA_VERSION} and {NESTED_SCHEMA_VERSION}"
-            problem = f"the merged checkpoint has schema_version {version!r}, but {read}"
+            versions = f"this FlexQuant reads versions {SCHEMA_VERSION} and {NESTED_SCHEMA_VERSION}"
+            problem = f"the merged checkpoint has schema_version {version!r}, but {versions}"
             raise FlexQuantError(f"{problem}; upgrade flexquant, or merge again with this version")
         try:
             known = {"kv_compatibility": NOT_COMPARED, **section, "mixable": None}
