@@ -184,5 +184,6 @@ def _resolved(config: PretrainedConfig, read: Keys | None) -> JsonObject:
         if isinstance(part, PretrainedConfig):  # its dtype and tie are overruled
             nested = {key: v for key, v in _resolved(part, read).items() if key not in ("dtype", TIED)}
             usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(part.model_type)
-            values[name] = nested | {"architectures": part.architectures or [usual]}
+            nested["architectures"] = part.architectures or [usual]
+            values[name] = nested
     return values

@@ -200,9 +200,9 @@ class ModelClass:
         ties = self._model.all_tied_weights_keys
         mismatched = {name: stored for name, stored, _ in found.mismatched_keys}
         if wrong := [name for name in self.shapes if name in mismatched]:
-            shapes = list(mismatched[wrong[0]]), list(self.shapes[wrong[0]])
-            expected = f"the model that its config.json describes has {shapes[1]} there"
-            found_there = f"'{wrong[0]}' has shape {shapes[0]} in {place}"
+            both = list(mismatched[wrong[0]]), list(self.shapes[wrong[0]])
+            expected = f"the model that its config.json describes has {both[1]} there"
+            found_there = f"'{wrong[0]}' has shape {both[0]} in {place}"
             raise FlexQuantError(f"{found_there}, but {expected}; fetch or quantise it again")
         if missing := [x for x in self.shapes if {x, ties.get(x, x)} <= found.missing_keys]:
             of = f"of the parameters of a {type(self._model).__name__}, '{missing[0]}' or a part of it first"

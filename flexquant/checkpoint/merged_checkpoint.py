@@ -60,7 +60,7 @@ class RecordedSource(BaseModel):
 class Provenance(BaseModel):
     """The keys of the document that are read; all are empty if the document has been removed."""
 
-    document: Literal["flexquant.provenance/v1"] = Field(SCHEMA, validation_alias="schema")
+    document: Literal["flexquant.provenance/v1"] = Field(default=SCHEMA, validation_alias="schema")
     sources: dict[str, RecordedSource] = {}
     dtype: str | None = None
     """The dtype that what is in 16 bit was cast to; None: nothing was cast."""

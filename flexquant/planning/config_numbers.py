@@ -101,6 +101,6 @@ def active_experts(config: object, source: str | Path) -> int:
     each = stated if isinstance(stated, list) else [stated]
     if not each or any(type(number) is not int or number < 1 or number != each[0] for number in each):
         problem = "does not say how many of them every token goes through, so passes cannot be predicted"
-        found = f"{source} has experts, and {' or '.join(ACTIVE_EXPERTS)} {stated!r}"
-        raise FlexQuantError(f"{found} {problem}; measure them with 'flexquant tune'")
+        said = f"{source} has experts, and {' or '.join(ACTIVE_EXPERTS)} {stated!r}"
+        raise FlexQuantError(f"{said} {problem}; measure them with 'flexquant tune'")
     return int(each[0])
