@@ -85,9 +85,9 @@ def from_fp8(folder: Path, section: JsonObject, tensors: Tensors) -> Read:
     sizes = block if isinstance(block, list) else []
     is_block = len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
     if not is_block or section.get("activation_scheme", "dynamic") != "dynamic":
-        found = f"weight_block_size {block!r} and activation_scheme {section.get('activation_scheme')!r}"
+        stated = f"weight_block_size {block!r} and activation_scheme {section.get('activation_scheme')!r}"
         advice = "quantise the model again, e.g. by 'flexquant quantize' with a recipe for FP8"
-        problem = f"{folder} is in FP8 with {found}; only blocks with dynamic activations are read"
+        problem = f"{folder} is in FP8 with {stated}; only blocks with dynamic activations are read"
         raise FlexQuantError(f"{problem}: {advice}")
     for name, ref in tensors.items():
         if name.endswith(".weight") and ref.dtype == "F8_E4M3" and f"{name}_scale_inv" not in tensors:

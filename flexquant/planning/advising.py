@@ -227,10 +227,10 @@ def explain(outcomes: Sequence[Outcome]) -> str:
     if not stock.loads:
         return f"Take {choice.way.name}: nothing without FlexQuant serves the model on this device."
     if choice.way.is_flexquant:
-        gain = f"{1 - choice.seconds / stock.seconds:.0%} less time (geometric mean over the columns)"
+        less = f"{1 - choice.seconds / stock.seconds:.0%} less time (geometric mean over the columns)"
         than = f"{stock.way.name}, the best without FlexQuant"
         why = f"as prompts compute in {_reason(choice, find_way(outcomes, TWO_COPIES))}"
-        return f"Take {choice.way.name}: a request takes {gain} than with {than}, {why}"
+        return f"Take {choice.way.name}: a request takes {less} than with {than}, {why}"
     start = f"FlexQuant will not help you here: take {choice.way.name}"
     if not ours.loads:
         return f"{start}, as neither one copy nor two can be served on this device."
