@@ -25,8 +25,8 @@ from flexquant.serving.kernels.gpu_kernels import W4A8_KERNELS
 from flexquant.serving.kernels.layers import exchange_kernel
 from flexquant.serving.vllm_api import (
     CompressedTensorsWNA16,
-    LinearBase,
     MPLinearKernel,
+    VocabParallelEmbedding,
     get__quant_fp8_method,
 )
 from flexquant.serving.worker.layers_by_name import is_state_layer_or_its_convolution
@@ -36,9 +36,8 @@ DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 def int4_scheme(layer: nn.Module) -> CompressedTensorsWNA16 | None:
     """Return the scheme of a linear with packed weights and 16-bit activations; None for another module."""
-    scheme = getattr(layer, "scheme", None)
-    is_packed = isinstance(layer, LinearBase) and isinstance(scheme, CompressedTensorsWNA16)
-    return scheme if is_packed else None
+    scheme = None if isinstance(layer, VocabParallelEmbedding) else getattr(layer, "scheme", None)
+    return scheme if isinstance(scheme, CompressedTensorsWNA16) else None
 
 
 def use_8bit_activations(model: nn.Module, activations: str) -> None:
