@@ -20,7 +20,8 @@
 # runs vLLM and .venv/quantize llmcompressor. For test-full alone: .venv/lm-eval runs the lm-evaluation-harness,
 # .venv/oldest the oldest supported vLLM (5 GB, see below), .venv/hadolint what checks the Dockerfile;
 # .venv/flashinfer, .venv/prometheus, .venv/chromium and .venv/schemathesis hold what their names say. On an AMD
-# CPU of Zen 4 or later, .venv/zen holds AMD's kernels.
+# CPU of Zen 4 or later, .venv/zen holds AMD's kernels. .venv/peers holds the servers that the benchmarks compare on
+# CPUs: llama.cpp's and OpenVINO GenAI.
 # What the targets make lies in .work.
 
 PYTHON ?= python3
@@ -207,6 +208,21 @@ clean:
 .venv/schemathesis/.done:
 	$(PYTHON) -m venv .venv/schemathesis
 	$(dir $@)bin/pip install --quiet schemathesis==4.32.5
+	touch $@
+
+# For `python -m benchmarks run --subjects llama.cpp:Q4_0,openvino:Q4_0`. PyPI's source of llama-cpp-python holds all
+# of llama.cpp: its server and its quantiser are compiled for this CPU, and its converter is run from there.
+LLAMA_CPP := .venv/peers/llama_cpp_python-0.3.36/vendor/llama.cpp
+.venv/peers/.done:
+	rm -rf $(dir $@)
+	$(PYTHON) -m venv $(dir $@)
+	$(dir $@)bin/pip install --quiet openvino-genai==2026.4.1.0 openvino==2026.4.1
+	$(dir $@)bin/pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(dir $@) llama-cpp-python==0.3.36
+	tar --extract --gzip --file $(dir $@)llama_cpp_python-*.tar.gz --directory $(dir $@) && rm $(dir $@)*.tar.gz
+	cmake -S $(LLAMA_CPP) -B $(LLAMA_CPP)/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+		-DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+	cmake --build $(LLAMA_CPP)/build --target llama-server llama-quantize --parallel 2
+	mv $(LLAMA_CPP)/build/bin/* $(dir $@)bin && rm -r $(LLAMA_CPP)/build
 	touch $@
 
 .venv/lm-eval/.done:

@@ -13,6 +13,8 @@ examples:
   python -m benchmarks run --model w8a8=DIR w4a16=DIR merged=DIR --output benchmarks/results/my-model \\
       --subjects w8a8,w4a16,flexquant:phase-batch,flexquant:my-policy.yaml \\
       --serving 8x1024+128 200x1024+256@10~0.5
+  python -m benchmarks run --model bf16=DIR merged=DIR --output benchmarks/results/my-peers --parts serving \\
+      --no-eager --subjects flexquant:phase-batch,llama.cpp:Q4_0,openvino:Q4_0
   python -m benchmarks report benchmarks/results/h200-8b
   python -m benchmarks prove llama-3.1-8b
   python -m benchmarks policies http://127.0.0.1:8000 --policy w4a16 --policy one-copy --serving 1x512+32 \\

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.generation.results import table as answers_table
@@ -28,7 +28,7 @@ from benchmarks.speed.comparing import compare_beside, paired_ratios, pairs, sec
 from benchmarks.speed.live_policies import ratios
 from benchmarks.speed.results import read_cells
 from benchmarks.speed.serving import START
-from benchmarks.speed.subjects import STATIC
+from benchmarks.speed.subjects import STATIC, is_peer
 from benchmarks.speed.tables import METRICS, RATIOS, by_workload, kernel_results
 from flexquant.evaluation.comparison import compare
 
@@ -302,6 +302,34 @@ def beside(folder: str, reference: str) -> str:
     )
 
 
+def peers(folder: str) -> str:
+    """Return the times of every server, medians in ms, then FlexQuant over each peer."""
+    measured = by_workload(read_cells(RESULTS / folder), "serving")
+    alone = sorted((w for w in measured if w.at_once == 1), key=lambda w: w.input)
+    together = [w for w in measured if w.at_once is None]
+    columns = {f"first of {w.input:,}": (w, "TTFT ms") for w in alone}
+    columns |= {"next": (alone[0], "TPOT ms")}
+    columns |= {f"next of {w.requests} at once": (w, "TPOT ms") for w in together}
+    subjects = list(measured[alone[0]])
+
+    def medians(subject: str) -> list[str]:
+        return [
+            format(median(get(result) for result in measured[workload][subject].values()), form)
+            for workload, metric in columns.values()
+            for get, form in [METRICS[metric]]
+        ]
+
+    def over(subject: str, peer: str) -> list[str]:
+        return [
+            interval(paired_ratios(measured[workload][subject], measured[workload][peer], METRICS[metric][0]))
+            for workload, metric in columns.values()
+        ]
+
+    times = [[f"`{subject}`", *medians(subject)] for subject in subjects]
+    ratios = [[f"`{s}` / `{p}`", *over(s, p)] for s, p in pairs(subjects) if is_peer(p)]
+    return "\n\n".join(markdown([what, *columns], rows) for what, rows in (("ms", times), ("ratio", ratios)))
+
+
 def one_server_or_two() -> str:
     """Return W8A8 over W4A16 at the 1.5 B shape, on a server each and on one that takes both in turns."""
     apart = by_workload(read_cells(RESULTS / "1.5b-two-servers"), "serving")
@@ -318,7 +346,7 @@ def one_server_or_two() -> str:
 
 TABLES = (
     *(policies, policies_by_text, methods, nesting, generation, own_cost, merging, gpu_live),
-    *(gpu_ratios, cpu_ratios, kernels, int4_reads, one_copy_live, beside, one_server_or_two),
+    *(gpu_ratios, cpu_ratios, kernels, int4_reads, one_copy_live, beside, peers, one_server_or_two),
 )
 
 

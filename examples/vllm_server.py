@@ -35,6 +35,8 @@ class ServerError(FlexQuantError):
 class VLLMServer:
     """A ``vllm serve`` on 127.0.0.1 that runs until :meth:`stop`."""
 
+    program = "vllm serve"
+
     def __init__(
         self,
         model: str | Path,
@@ -50,11 +52,15 @@ class VLLMServer:
         self.url = f"http://127.0.0.1:{port}"
         """Base URL, without the ``/v1`` of the OpenAI API."""
         self.log = log
-        command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-        command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
+        command = [*self.command(str(model), port), *arguments]
         self._started = time.monotonic()
         environment = default_environment() if environment is None else environment
         self.processes = ProcessGroup(command, log, environment)
+
+    def command(self, model: str, port: int) -> list[str]:
+        """Return the command that serves ``model`` on a port of 127.0.0.1."""
+        serve = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", model]
+        return [*serve, "--host", "127.0.0.1", "--port", str(port)]
 
     def wait_until_healthy(self, timeout: float = START_SECONDS) -> float:
         """Wait for the first answer, and return the seconds since the start.
@@ -76,7 +82,7 @@ class VLLMServer:
         self.processes.stop()
 
     def _failure(self, problem: str) -> ServerError:
-        return ServerError(f"vllm serve {problem}; its log ends:\n{end_of_log(self.log, LOG_LINES)}")
+        return ServerError(f"{self.program} {problem}; its log ends:\n{end_of_log(self.log, LOG_LINES)}")
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 """``vllm bench serve``, run by its own code in a process that stays: importing vLLM takes longer than a cell.
 
 A request is the list of its command-line arguments; the reply is the part of its result that is kept, with
-``tpots`` added: for each request the seconds a token after the first. An empty list only imports vLLM.
+``tpots`` added: for each request the seconds a token after the first. An empty list only imports vLLM. With
+:data:`AS_IDS` prompts are sent as token ids, to servers that do not read text as the model's tokenizer does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from __future__ import annotations
 import functools
 import gc
 import re
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.speed.worker import answer_requests
@@ -19,6 +23,9 @@ KEPT = re.compile(
     r"duration|completed|total_(input|output)_tokens|(request|output|total_token)_throughput|ttfts|output_lens|"
     r"\w+_(ttft|tpot|itl)_ms"
 )
+
+AS_IDS = "--as-ids"
+BACKEND = "openai"
 
 
 @functools.cache
@@ -37,8 +44,10 @@ def bench(arguments: list[str]) -> dict[str, Any]:
     options = parser()
     if not arguments:
         return {}
+    args = options.parse_args([argument for argument in arguments if argument != AS_IDS])
     try:
-        found = main(options.parse_args(arguments))
+        with prompts_as_ids(args.tokenizer) if AS_IDS in arguments else nullcontext():
+            found = main(args)
     finally:
         # vLLM freezes the heap at every call, with what earlier calls left there: a tokenizer of 50 MB each.
         gc.unfreeze()
@@ -52,6 +61,30 @@ def bench(arguments: list[str]) -> dict[str, Any]:
         for gaps, tokens in zip(found["itls"], found["output_lens"], strict=True)
     ]
     return kept
+
+
+@contextmanager
+def prompts_as_ids(tokenizer: str) -> Iterator[None]:
+    """Have prompts sent as token ids, and count an answer as long as it was asked to be.
+
+    llama.cpp tells the number of tokens where vLLM's client does not look, and ends no answer sooner.
+    """
+    from tokenizers import Tokenizer
+    from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS
+
+    encode = Tokenizer.from_file(f"{tokenizer}/tokenizer.json").encode
+    ask: Callable[..., Awaitable[Any]] = ASYNC_REQUEST_FUNCS[BACKEND]
+
+    async def ask_with_ids(request: Any, *args: Any, **kwargs: Any) -> Any:
+        found = await ask(replace(request, prompt=encode(request.prompt).ids), *args, **kwargs)
+        found.output_tokens = found.output_tokens or request.output_len
+        return found
+
+    ASYNC_REQUEST_FUNCS[BACKEND] = ask_with_ids
+    try:
+        yield
+    finally:
+        ASYNC_REQUEST_FUNCS[BACKEND] = ask
 
 
 def plain(value: Any) -> Any:

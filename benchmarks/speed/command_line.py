@@ -15,12 +15,13 @@ from benchmarks.proof.proving import add_arguments
 from benchmarks.speed.kernels import measure_kernels
 from benchmarks.speed.live_policies import add_policies_arguments
 from benchmarks.speed.models import open_model
+from benchmarks.speed.peers import check_peer
 from benchmarks.speed.results import Results
 from benchmarks.speed.rounds import Plan
 from benchmarks.speed.servers import ServerOptions
 from benchmarks.speed.serving import ServingRun
 from benchmarks.speed.settings import CPU, GPU, LAYERS, PARTS, QUICK, Settings
-from benchmarks.speed.subjects import FLEXQUANT, FLEXQUANT_ON, STATIC, Subject, parse_subject
+from benchmarks.speed.subjects import FLEXQUANT, FLEXQUANT_ON, PEERS, STATIC, Subject, parse_subject
 from benchmarks.speed.workloads import Workload
 from flexquant.cli._arguments import add_effort, parse_names
 from flexquant.errors import FlexQuantError
@@ -52,7 +53,8 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add(
         "--subjects",
         type=parse_names,
-        help=f"of {','.join(STATIC)},{FLEXQUANT}POLICY,{FLEXQUANT_ON}NAME:POLICY",
+        help=f"of {','.join(STATIC)},{FLEXQUANT}POLICY,{FLEXQUANT_ON}NAME:POLICY,"
+        + ",".join(f"{peer}:QUANTISATION" for peer in PEERS),
     )
     add("--serving", nargs="+", metavar="REQUESTSxINPUT+OUTPUT[@RATE|/AT_ONCE][~SPREAD]", help="workloads")
     add_effort(add, "serving")
@@ -69,6 +71,12 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--memory-share", type=float, metavar="F", help="part of the GPU for each server (default: equal)")
     add(
         "--eager", action=argparse.BooleanOptionalAction, help="no compilation, no graphs (default: on a CPU)"
+    )
+    add(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="of each server on a CPU (default: vLLM's, all cores but one)",
     )
     add("--server-args", type=str.split, default=[], metavar="'ARGS'", help="more arguments of vllm serve")
     add("--commit", help="the commit that is measured (default: git's)")
@@ -92,9 +100,12 @@ def run(args: argparse.Namespace) -> int:
     args.output = args.output or Path("benchmarks/results") / ("quick" if args.quick else model.name)
     subjects = [parse_subject(name) for name in settings.subjects]
     plan = Plan(settings.serving, subjects, settings.effort)
-    if model.folders is not None and "serving" in args.parts:
+    if "serving" in args.parts:
         for subject in subjects:
-            model.folder(subject)
+            if subject.peer is not None:
+                check_peer(subject, on_gpu)
+            if model.folders is not None:
+                model.folder(subject)
     results = Results(args.output, model.name, args.commit)
     logs = args.work / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -154,6 +165,7 @@ def server_options(
         kv_cache_gib=args.kv_cache_gib if on_gpu else max(1, round(args.kv_cache_gib or 1)),
         memory_share=args.memory_share or GPU_MEMORY / len(subjects),
         extra=tuple(args.server_args),
+        threads=args.threads,
     )
 
 

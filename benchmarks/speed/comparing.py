@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.speed.subjects import AGAIN, FLEXQUANT, STATIC
+from benchmarks.speed.subjects import AGAIN, FLEXQUANT, STATIC, is_peer
 from benchmarks.speed.workloads import Workload
 from flexquant.evaluation.comparison import Comparison, compare
 
@@ -39,10 +39,11 @@ def second_server(subjects: dict[str, Rounds], static: str, metric: Metric) -> l
 
 
 def pairs(subjects: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the pairs (FlexQuant's subject, static subject) that are worth a ratio.
+    """Return the pairs (FlexQuant's subject, static subject or peer) that are worth a ratio.
 
     A constant policy is not compared: `benchmarks.own_cost` tells what it costs, within one engine.
     """
     names = list(subjects)
     routed = [s for s in names if s.startswith(FLEXQUANT) and s.removeprefix(FLEXQUANT) not in STATIC]
-    return [(subject, static) for subject in routed for static in STATIC if static in names]
+    references = [*(static for static in STATIC if static in names), *filter(is_peer, names)]
+    return [(subject, reference) for subject in routed for reference in references]

@@ -45,11 +45,20 @@ class ServerOptions:
     """Share of the GPU's memory for each server."""
     extra: tuple[str, ...] = ()
     """Further arguments of ``vllm serve``."""
+    threads: int | None = None
+    """Threads of each server's worker on a CPU; None: as many as vLLM takes."""
+
+    @property
+    def cpu_threads(self) -> int:
+        """Return the threads of a worker; vLLM leaves a core to its front end."""
+        return self.threads or max(1, (os.cpu_count() or 1) - 1)
 
     def describe(self) -> dict[str, Any]:
         """Return what may change speed, for a cell's parameters."""
         found = asdict(self)
         del found["memory_share"], found["kv_cache_gib"]
+        if self.threads is None:
+            del found["threads"]
         return {**found, "extra": list(self.extra)}
 
     def engine_arguments(self, subject: Subject, on_gpu: bool) -> list[str]:
@@ -74,6 +83,7 @@ class ServerOptions:
             # vLLM takes whole GiB on a CPU.
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(self.kv_cache_gib or 1))),
             **os.environ,
+            **({"VLLM_CPU_OMP_THREADS_BIND": f"0-{self.threads - 1}"} if self.threads else {}),
             "PYTHONPATH": os.pathsep.join(paths),
             **subject.environment,
         }
@@ -88,6 +98,10 @@ class Server(VLLMServer):
         self.subject, self.folder = subject, folder
         arguments = ["--served-model-name", MODEL_NAME, *options.engine_arguments(subject, on_gpu)]
         super().__init__(folder, arguments, log, options.environment(subject))
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
 
     def wait_until_ready(self, timeout: float) -> dict[str, Any]:
         """Return what the server tells and ``start_seconds``; raise ServerError if it does not start."""

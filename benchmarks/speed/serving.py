@@ -11,14 +11,16 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.speed.bench_client import AS_IDS
 from benchmarks.speed.comparing import Rounds
 from benchmarks.speed.kernels import has_stock_w4a8
 from benchmarks.speed.models import Model
+from benchmarks.speed.peers import PeerServer, check_peer, make_gguf
 from benchmarks.speed.results import Results
 from benchmarks.speed.rounds import Cell, Plan
 from benchmarks.speed.servers import MODEL_NAME, Server, ServerError, ServerOptions, ServerPool
@@ -124,17 +126,7 @@ class ServingRun:
         return False
 
     def _start(self, pool: ServerPool, subjects: Sequence[Subject]) -> None:
-        folders = {subject.name: self.model.folder(subject) for subject in subjects}
-        makers = {
-            subject.name: lambda subject=subject: Server(
-                subject,
-                folders[subject.name],
-                self.options,
-                self.on_gpu,
-                self.logs / f"{subject.name.replace(':', '-').replace('/', '-')}.log",
-            )
-            for subject in subjects
-        }
+        makers = {subject.name: self._maker(subject) for subject in subjects}
         print(f"starting {', '.join(makers)}", flush=True)
         for subject, (name, server, told) in zip(subjects, pool.start(makers), strict=True):
             parameters = self._start_parameters(subject)
@@ -151,10 +143,17 @@ class ServingRun:
                 if self.options.kv_cache_gib is None and "kv_cache_blocks" in told:
                     tokens = told["kv_cache_blocks"] * told["kv_cache_block_size"]
                     told["kv_cache_gib"] = tokens * self.model.shape.kv_bytes_per_token / 2**30
-                told["checkpoint_gib"] = (
-                    sum(f.stat().st_size for f in server.folder.glob("*.safetensors")) / 2**30
-                )
+                told["checkpoint_gib"] = server.checkpoint_bytes / 2**30
                 self.results.save(START, parameters, told["start_seconds"], result=told)
+
+    def _maker(self, subject: Subject) -> Callable[[], Server]:
+        """Return what starts a subject's server; make its checkpoint if that is missing."""
+        folder = self.model.folder(subject)
+        log = self.logs / f"{subject.name.replace(':', '-').replace('/', '-')}.log"
+        if subject.peer is None:
+            return lambda: Server(subject, folder, self.options, self.on_gpu, log)
+        file = make_gguf(folder, subject, self.model.work / self.model.name / "gguf")
+        return lambda: PeerServer(subject, folder, file, self.model.shape, self.options, log)
 
     def _measure(self, cell: Cell, server: Server, client: Worker) -> None:
         started = time.monotonic()
@@ -181,11 +180,16 @@ class ServingRun:
 
     def _bench(self, workload: Workload, number: int, server: Server, client: Worker) -> dict[str, Any]:
         arguments = workload.bench_arguments(server.url, MODEL_NAME, str(server.folder), number)
+        if isinstance(server, PeerServer):
+            arguments.append(AS_IDS)
         return client.call(arguments, self.cell_timeout)
 
     def _describe(self, subject: Subject) -> dict[str, Any]:
         if subject.name not in self._described:
-            self._described[subject.name] = {"model": self.model.name, **subject.describe()}
+            described = {"model": self.model.name, **subject.describe()}
+            if subject.peer is not None:
+                described["peer"] = check_peer(subject, self.on_gpu)
+            self._described[subject.name] = described
         return self._described[subject.name]
 
     def _parameters(self, cell: Cell) -> dict[str, Any]:

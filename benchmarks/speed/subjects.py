@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What is compared: static checkpoints on stock vLLM, and FlexQuant under a policy."""
+"""What is compared: static checkpoints on stock vLLM, FlexQuant under a policy, and other programs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ FLEXQUANT = "flexquant:"
 FLEXQUANT_ON = "flexquant@"
 MERGED = "merged"
 AGAIN = ":again"
+LLAMA_CPP, OPENVINO = PEERS = ("llama.cpp", "openvino")
+"""Other programs, which serve the 16-bit checkpoint as GGUF."""
+QUANTISATIONS = ("Q4_0", "Q8_0", "F16")
+"""GGUF's, of those that both peers read."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,10 @@ class Subject:
     needs_w4a8: bool = False
     given: str | None = None
     """Which of the given checkpoints a policy serves, if it is not the merged one."""
+    peer: str | None = None
+    """The program that serves, if it is not vLLM."""
+    quantisation: str | None = None
+    """GGUF's, for a peer."""
 
     @property
     def is_merged(self) -> bool:
@@ -72,19 +80,31 @@ STATIC = {
 """Static subjects, keyed by name; ``w4a16-chosen`` takes the kernels that FlexQuant would choose on a CPU."""
 
 
+def is_peer(name: str) -> bool:
+    """Return whether a subject's name is that of another program."""
+    return name.partition(":")[0] in PEERS
+
+
 def parse_subject(text: str) -> Subject:
     """Return the subject of a name: a static one, or ``flexquant:POLICY`` (built-in name or YAML file).
 
     A static one with ``:again`` is a second server of the same checkpoint, which shows how far equal servers
     differ. ``flexquant@CHECKPOINT:POLICY`` serves another of the given checkpoints than the merged one.
+    ``llama.cpp:QUANTISATION`` and ``openvino:QUANTISATION`` are other programs.
     """
     if (static := text.removesuffix(AGAIN)) in STATIC:
         return replace(STATIC[static], name=text)
     head, _, policy = text.partition(":")
+    if is_peer(text):
+        if policy not in QUANTISATIONS:
+            allowed = ", ".join(f"{head}:{name}" for name in QUANTISATIONS)
+            raise FlexQuantError(f"'{text}' does not name a quantisation; choose from {allowed}")
+        return Subject(text, ("bf16",), peer=head, quantisation=policy)
     if not policy or not (text.startswith(FLEXQUANT) or head.startswith(FLEXQUANT_ON)):
         raise FlexQuantError(
             f"'{text}' is not a subject; choose from {', '.join(STATIC)} (each also with {AGAIN}, a second "
-            "server of the same), or write flexquant:POLICY or flexquant@CHECKPOINT:POLICY"
+            "server of the same), or write flexquant:POLICY, flexquant@CHECKPOINT:POLICY, "
+            f"{' or '.join(f'{peer}:QUANTISATION' for peer in PEERS)}"
         )
     eight_bit = "fp8" if "fp8" in load_policy(policy).variants else "w8a8"
     arguments = ("--additional-config", json.dumps({"flexquant": {"policy": policy}}))
