@@ -68,7 +68,7 @@ def make_gguf(folder: Path, subject: Subject, work: Path) -> Path:
     if not whole.is_file():
         llama_cpp = next(ENVIRONMENT.glob(f"{VERSIONS[LLAMA_CPP]}/vendor/llama.cpp"))
         script = Path(__file__).with_name("to_gguf.py")
-        _make(whole, [sys.executable, str(script), str(llama_cpp), str(folder)], subject)
+        _make(whole, [sys.executable, "-P", str(script), str(llama_cpp), str(folder)], subject)
     assert subject.quantisation is not None
     file = work / f"{subject.quantisation}.gguf"
     if not file.is_file():
