@@ -75,9 +75,10 @@ def prompts_as_ids(tokenizer: str) -> Iterator[None]:
     encode = Tokenizer.from_file(f"{tokenizer}/tokenizer.json").encode
     ask: Callable[..., Awaitable[Any]] = ASYNC_REQUEST_FUNCS[BACKEND]
 
-    async def ask_with_ids(request: Any, *args: Any, **kwargs: Any) -> Any:
-        found = await ask(replace(request, prompt=encode(request.prompt).ids), *args, **kwargs)
-        found.output_tokens = found.output_tokens or request.output_len
+    async def ask_with_ids(request_func_input: Any, *args: Any, **kwargs: Any) -> Any:
+        ids = encode(request_func_input.prompt).ids
+        found = await ask(replace(request_func_input, prompt=ids), *args, **kwargs)
+        found.output_tokens = found.output_tokens or request_func_input.output_len
         return found
 
     ASYNC_REQUEST_FUNCS[BACKEND] = ask_with_ids
