@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -63,9 +64,9 @@ class OneCopyMethod(QuantizeMethodBase):
         out = self.multiply(layer, x.reshape(-1, x.shape[-1]), bias)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
+    @abstractmethod
     def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return [tokens, outputs] for ``x`` [tokens, inputs], in its dtype."""
-        raise NotImplementedError
 
 
 class Int4Method(OneCopyMethod):
