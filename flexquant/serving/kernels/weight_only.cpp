@@ -106,42 +106,42 @@ void widen(const at::Tensor& weight, at::Tensor out) {
 
 constexpr int64_t REGISTERS = 24;  // which hold sums, of 32
 
-// Write sums [tokens, 16 * Weights::PARTS] of `x`, pairs of bfloat16 [tokens, pairs] whose rows are `stride` pairs apart, with
-// as many pairs of weights. `weights.pairs(k, out)` has those of inputs 2 k and 2 k + 1, out[p] of outputs 16 p to 16 p + 15.
+// Add to `sum` the products of `x`, pairs of bfloat16 [tokens, pairs] whose rows are `stride` pairs apart, with as many pairs
+// of weights. `weights.pairs(k, out)` has those of inputs 2 k and 2 k + 1, out[p] of outputs 16 p to 16 p + 15.
 template <class Weights, int64_t tokens>
-void sum_up(const Weights& weights, const uint32_t* x, int64_t stride, int64_t pairs, float* sums) {
-  constexpr int64_t parts = Weights::PARTS;
-  __m512 sum[tokens][parts] = {};
+inline __attribute__((always_inline)) void add_products(const Weights& weights, const uint32_t* x, int64_t stride, int64_t pairs,
+                                                        __m512 (&sum)[tokens][Weights::PARTS]) {
   for (int64_t k = 0; k < pairs; k++) {
-    __m512i wide[parts];
+    __m512i wide[Weights::PARTS];
     weights.pairs(k, wide);
 #pragma GCC unroll 16
     for (int64_t m = 0; m < tokens; m++) {
       const __m512bh of_token = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(x[m * stride + k]));
-      for (int64_t p = 0; p < parts; p++) sum[m][p] = _mm512_dpbf16_ps(sum[m][p], of_token, (__m512bh)wide[p]);
+      for (int64_t p = 0; p < Weights::PARTS; p++) sum[m][p] = _mm512_dpbf16_ps(sum[m][p], of_token, (__m512bh)wide[p]);
     }
   }
-  for (int64_t m = 0; m < tokens; m++)
-    for (int64_t p = 0; p < parts; p++) _mm512_storeu_ps(sums + (m * parts + p) * 16, sum[m][p]);
 }
 
-template <class Weights, size_t... tokens>
-constexpr auto sums_by_tokens(std::index_sequence<tokens...>) {
-  return std::array{sum_up<Weights, tokens + 1>...};
+// Return Block<1>::multiply, Block<2>::multiply and so on: a function for each number of tokens.
+template <template <int64_t> class Block, size_t... tokens>
+constexpr auto functions_by_tokens(std::index_sequence<tokens...>) {
+  return std::array{Block<tokens + 1>::multiply...};
 }
 
-// The same for any number of tokens, as many at once as registers hold; each time `finish(first token, tokens, sums)`.
-template <class Weights, class Finish>
-void for_tokens(const Weights& weights, const uint32_t* x, int64_t tokens, int64_t stride, int64_t pairs, Finish finish) {
-  constexpr int64_t most = REGISTERS / Weights::PARTS;
-  static constexpr auto functions = sums_by_tokens<Weights>(std::make_index_sequence<most>());
-  float sums[REGISTERS * 16];
+// Call the function of Block for all `tokens`, as many at once as registers hold sums of `parts` registers a token.
+template <template <int64_t> class Block, int64_t parts, class Call>
+void for_tokens(int64_t tokens, Call call) {
+  constexpr int64_t most = REGISTERS / parts;
+  static constexpr auto functions = functions_by_tokens<Block>(std::make_index_sequence<most>());
   for (int64_t first = 0, count; first < tokens; first += count) {
     const int64_t left = tokens - first, turns = (left + most - 1) / most;
     count = (left + turns - 1) / turns;
-    functions[count - 1](weights, x + first * stride, stride, pairs, sums);
-    finish(first, count, sums);
+    call(functions[count - 1], first);
   }
+}
+
+inline void store(at::BFloat16* out, __m512 numbers) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)_mm512_cvtneps_pbh(numbers));
 }
 
 // --- INT8 by bfloat16 ------------------------------------------------------------------------------------------------
@@ -162,6 +162,19 @@ struct Int8 {
   }
 };
 
+// Write to `out` [tokens, outputs] in bfloat16 INT8_BLOCK outputs of `tokens` tokens.
+template <int64_t tokens>
+struct Int8Block {
+  static void multiply(Int8 weights, const uint32_t* x, int64_t pairs, const float* scales, at::BFloat16* out, int64_t outputs) {
+    __m512 sum[tokens][Int8::PARTS] = {};
+    add_products(weights, x, pairs, pairs, sum);
+    for (int64_t p = 0; p < Int8::PARTS; p++) {
+      const __m512 scale = _mm512_loadu_ps(scales + 16 * p);
+      for (int64_t m = 0; m < tokens; m++) store(out + m * outputs + 16 * p, _mm512_mul_ps(sum[m][p], scale));
+    }
+  }
+};
+
 // Return the same as few_tokens for any number of tokens in bfloat16, and an even number of inputs.
 at::Tensor many_tokens(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale) {
   const int64_t tokens = x.size(0), inputs = x.size(1), outputs = scale.numel();
@@ -174,10 +187,9 @@ at::Tensor many_tokens(const at::Tensor& x, const at::Tensor& weight, const at::
   auto* to = out.mutable_data_ptr<at::BFloat16>();
   at::parallel_for(0, outputs / INT8_BLOCK, 1, [&](int64_t first, int64_t last) {
     for (int64_t n = first * INT8_BLOCK; n < last * INT8_BLOCK; n += INT8_BLOCK)
-      for_tokens(Int8{weights + n * inputs}, numbers, tokens, inputs / 2, inputs / 2,
-                 [&](int64_t from, int64_t count, const float* sums) {
-                   scaled(sums, scales + n, to + from * outputs + n, count, outputs);
-                 });
+      for_tokens<Int8Block, Int8::PARTS>(tokens, [&](auto multiply, int64_t m) {
+        multiply({weights + n * inputs}, numbers + m * inputs / 2, inputs / 2, scales + n, to + m * outputs + n, outputs);
+      });
   });
   return out;
 }
@@ -237,21 +249,40 @@ std::vector<float> sums_of_groups(const at::BFloat16* x, int64_t tokens, int64_t
   return sums;
 }
 
-// Add to `totals`, float32 [tokens, INT4_BLOCK], a group's `sums` times the scale, and the zero times the sum of the inputs.
-// `scale_and_zero` is bfloat16 [INT4_BLOCK, 2]; `of_inputs` has a number for each token, `groups` apart.
-void add_group(const float* sums, const uint32_t* scale_and_zero, const float* of_inputs, int64_t groups, int64_t tokens,
-               float* totals) {
-  for (int64_t b = 0; b < INT4_BLOCK; b += 16) {
-    const __m512i both = _mm512_loadu_si512(scale_and_zero + b);
-    const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-    const __m512 zero = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(0xffff0000)));
-    for (int64_t m = 0; m < tokens; m++) {
-      float* total = totals + m * INT4_BLOCK + b;
-      const __m512 product = _mm512_fmadd_ps(_mm512_loadu_ps(sums + m * INT4_BLOCK + b), scale, _mm512_loadu_ps(total));
-      _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_set1_ps(of_inputs[m * groups]), zero, product));
+// Numbers that all blocks of a product share. A weight is (value - 8) * scale + zero, both of its group.
+struct Int4Product {
+  const uint32_t* x;               // pairs of bfloat16 [tokens, pairs]
+  const float* of_inputs;          // sums of the inputs of each group [tokens, groups]
+  const uint32_t* scale_and_zero;  // pairs of bfloat16 [groups, outputs]
+  at::BFloat16* out;               // [tokens, outputs]
+  int64_t pairs, groups, outputs;
+};
+
+// Write INT4_BLOCK outputs from `n` of `tokens` tokens from `first`.
+template <int64_t tokens>
+struct Int4Block {
+  static void multiply(const Int4Product& product, Int4 weights, int64_t n, int64_t first) {
+    const int64_t of_group = product.pairs / product.groups, outputs = product.outputs;
+    const uint32_t *x = product.x + first * product.pairs, *both = product.scale_and_zero + n;
+    const float* of_inputs = product.of_inputs + first * product.groups;
+    __m512 total[tokens][Int4::PARTS] = {};
+    for (int64_t g = 0; g < product.groups; g++, x += of_group, weights.packed += of_group * INT4_BLOCK, both += outputs) {
+      __m512 sum[tokens][Int4::PARTS] = {};
+      add_products(weights, x, product.pairs, of_group, sum);
+      for (int64_t p = 0; p < Int4::PARTS; p++) {
+        const __m512i pair = _mm512_loadu_si512(both + 16 * p);
+        const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
+        const __m512 zero = _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(0xffff0000)));
+        for (int64_t m = 0; m < tokens; m++) {
+          const __m512 of_values = _mm512_fmadd_ps(sum[m][p], scale, total[m][p]);
+          total[m][p] = _mm512_fmadd_ps(_mm512_set1_ps(of_inputs[m * product.groups + g]), zero, of_values);
+        }
+      }
     }
+    for (int64_t m = 0; m < tokens; m++)
+      for (int64_t p = 0; p < Int4::PARTS; p++) store(product.out + (first + m) * outputs + n + 16 * p, total[m][p]);
   }
-}
+};
 
 // Return [tokens, outputs] for `x` [tokens, inputs], in bfloat16. `weight` is packed by PyTorch; `scale_and_zero` is bfloat16
 // [groups, outputs, 2]: a weight is (value - 8) * scale + zero.
@@ -267,20 +298,12 @@ at::Tensor multiply_int4(const at::Tensor& x, const at::Tensor& weight, const at
   const auto* bytes = static_cast<const uint8_t*>(weight.const_data_ptr());
   const auto* scales = static_cast<const uint32_t*>(scale_and_zero.const_data_ptr());
   auto* to = out.mutable_data_ptr<at::BFloat16>();
+  const Int4Product product{numbers, of_inputs.data(), scales, to, inputs / 2, groups, outputs};
   at::parallel_for(0, outputs / INT4_BLOCK, 1, [&](int64_t first, int64_t last) {
     const Int4Tables tables;
-    std::vector<float> totals(tokens * INT4_BLOCK);
-    for (int64_t n = first * INT4_BLOCK; n < last * INT4_BLOCK; n += INT4_BLOCK) {
-      std::fill(totals.begin(), totals.end(), 0.0f);
-      for (int64_t g = 0; g < groups; g++)
-        for_tokens(Int4{bytes + (n * inputs + g * size * INT4_BLOCK) / 2, tables}, numbers + g * size / 2, tokens, inputs / 2,
-                   size / 2, [&](int64_t from, int64_t count, const float* sums) {
-                     add_group(sums, scales + g * outputs + n, of_inputs.data() + from * groups + g, groups, count,
-                               totals.data() + from * INT4_BLOCK);
-                   });
-      for (int64_t m = 0; m < tokens; m++)
-        for (int64_t b = 0; b < INT4_BLOCK; b++) to[m * outputs + n + b] = static_cast<at::BFloat16>(totals[m * INT4_BLOCK + b]);
-    }
+    for (int64_t n = first * INT4_BLOCK; n < last * INT4_BLOCK; n += INT4_BLOCK)
+      for_tokens<Int4Block, Int4::PARTS>(
+          tokens, [&](auto multiply, int64_t m) { multiply(product, {bytes + n * inputs / 2, tables}, n, m); });
   });
   return out;
 }
