@@ -136,6 +136,22 @@ def generation() -> str:
     return answers_table(read("generation-one-copy.json"))
 
 
+def head_gain() -> str:
+    """Return the predicted time of a decode pass with an lm_head in INT8, over that with one in 16 bit."""
+    devices = read("head-gain.json")["devices"]
+    columns = [("w4a16", "1"), ("w4a16", "32"), ("w8a8", "1")]
+    rows = [
+        [
+            model,
+            f"{found['w4a16']['head_share']:.0%}",
+            *(f"{of[model][s]['time'][count]:.2f}" for of in devices.values() for s, count in columns),
+        ]
+        for model, found in next(iter(devices.values())).items()
+    ]
+    named = [f"{device.upper()}: {s}, {count}" for device in devices for s, count in columns]
+    return markdown(["model", "head, of W4A16's bytes", *named], rows)
+
+
 def own_cost() -> str:
     """Return what FlexQuant adds to a decode pass of each model, in percent with the interval."""
     rows = []
@@ -345,8 +361,8 @@ def one_server_or_two() -> str:
 
 
 TABLES = (
-    *(policies, policies_by_text, methods, nesting, generation, own_cost, merging, gpu_live),
-    *(gpu_ratios, cpu_ratios, kernels, int4_reads, one_copy_live, beside, peers, one_server_or_two),
+    *(policies, policies_by_text, methods, nesting, generation, head_gain, own_cost, merging),
+    *(gpu_live, gpu_ratios, cpu_ratios, kernels, int4_reads, one_copy_live, beside, peers, one_server_or_two),
 )
 
 

@@ -48,6 +48,7 @@ from benchmarks.proof.steps import (
 )
 from benchmarks.speed.models import Model, open_model
 from benchmarks.speed.results import ROOT, Results
+from benchmarks.speed.settings import HEAD
 from benchmarks.speed.shapes import SHAPES
 from benchmarks.speed.subjects import parse_subject
 from examples.vllm_server import ProcessGroup
@@ -57,6 +58,7 @@ ALONE = ["tests/gpu/test_w4a8_marlin.py", "tests/gpu/test_tune.py"]
 """Test files that have the GPU for themselves: W4A8 needs the memory, and tune times engines."""
 ONE_COPY_TESTS = ["tests/gpu/test_one_copy.py"]
 """Tests that run while a server starts: kernels alone, and two small engines."""
+HEAD_KERNELS = "bf16,w8a16@marlin,w8a16@machete,w8a16@humming"
 MINIATURE_KERNELS = {
     "one-copy": "w8a8,w4a16,one-copy,nested,w4a16@TorchCPUInt4LinearKernel",
     "rivals": "bf16,w4a8",
@@ -131,6 +133,13 @@ def kernels_at_large_shape(proof: Proof, seconds: float) -> Outcome:
     """Time the kernels of one copy at the shape of a large model, into a folder of their own."""
     shape = LARGE_SHAPE if proof.on_gpu else "tiny"
     return kernels("one-copy", replace(proof, names=[shape], output=proof.output / LARGE), seconds)
+
+
+def kernels_of_the_head(proof: Proof, seconds: float) -> Outcome:
+    """Time an lm_head in 16 bit and in INT8, for as many sequences as decode."""
+    schemes, tokens = (HEAD_KERNELS, "1,8,32,128") if proof.on_gpu else ("bf16,w8a16", "4")
+    head = ["--layers", HEAD, "--schemes", schemes, "--tokens", tokens]
+    return measure(proof, ["--parts", "kernels", "--seconds", "0.1", *head], seconds)
 
 
 def first_token(runner: str, proof: Proof, seconds: float) -> Outcome:
@@ -256,6 +265,7 @@ STEPS = (
     Step("tests", 115, tests_together),
     Step("kernels of one copy", 150, functools.partial(kernels, "one-copy")),
     Step("first token, V1 runner", 90, functools.partial(first_token, "V1")),
+    Step("kernels of the head", 60, kernels_of_the_head),
     Step("tests with the GPU for themselves", 310, tests_alone),
     Step("kernels", 160, functools.partial(kernels, "rivals")),
     Step("tests that are left", 130, tests_left),

@@ -20,14 +20,14 @@ from benchmarks.speed.results import Results
 from benchmarks.speed.rounds import Plan
 from benchmarks.speed.servers import ServerOptions
 from benchmarks.speed.serving import ServingRun
-from benchmarks.speed.settings import CPU, GPU, LAYERS, PARTS, QUICK, Settings
+from benchmarks.speed.settings import CPU, GPU, HEAD, LAYERS, PARTS, QUICK, Settings
 from benchmarks.speed.subjects import FLEXQUANT, FLEXQUANT_ON, PEERS, STATIC, Subject, parse_subject
 from benchmarks.speed.workloads import Workload
 from flexquant.cli._arguments import add_effort, parse_names
 from flexquant.errors import FlexQuantError
 
 T = TypeVar("T")
-SCHEMES = ("bf16", "w8a8", "w4a16", "fp8", "w4a8", "w4a8-fp8", "one-copy", "nested")
+SCHEMES = ("bf16", "w8a8", "w4a16", "fp8", "w8a16", "w4a8", "w4a8-fp8", "one-copy", "nested")
 GPU_MEMORY = 0.9
 """Share of a GPU's memory that all servers together get."""
 
@@ -59,7 +59,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add("--serving", nargs="+", metavar="REQUESTSxINPUT+OUTPUT[@RATE|/AT_ONCE][~SPREAD]", help="workloads")
     add_effort(add, "serving")
     add("--schemes", type=parse_names, help=f"kernels: of {','.join(SCHEMES)}, each also @KERNEL")
-    add("--layers", type=parse_names, help=f"kernels: of {','.join(LAYERS)}")
+    add("--layers", type=parse_names, help=f"kernels: of {','.join(LAYERS)},{HEAD}")
     add("--tokens", type=parse_names, help="kernels: numbers of tokens, e.g. 1,16,256")
     add("--seconds", type=float, help="kernels: time for each cell")
     add("--time-limit", type=float, default=float("inf"), metavar="S", help="begin no cell after S seconds")
@@ -145,7 +145,7 @@ def choose_settings(args: argparse.Namespace, on_gpu: bool) -> Settings:
     given = {
         "subjects": args.subjects,
         "schemes": _checked(args.schemes, SCHEMES, "scheme"),
-        "layers": _checked(args.layers, LAYERS, "layer"),
+        "layers": _checked(args.layers, (*LAYERS, HEAD), "layer"),
         "tokens": _each(args.tokens, _count),
         "serving": _each(args.serving, Workload.parse),
         "effort": settings.effort.changed(args.rounds, args.max_rounds, args.width),

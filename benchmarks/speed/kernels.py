@@ -108,7 +108,7 @@ def build_layers(scheme: str, outputs: int, inputs: int) -> tuple[list[nn.Module
     weights. Raises NoKernelError.
     """
     scheme, _, kernel = scheme.partition("@")
-    weight_bytes = outputs * inputs * {"bf16": 2, "w8a8": 1, "fp8": 1}.get(scheme, 0.5)
+    weight_bytes = outputs * inputs * {"bf16": 2, "w8a8": 1, "fp8": 1, "w8a16": 1}.get(scheme, 0.5)
     copies = min(MAX_COPIES, max(1, round(ROTATED_BYTES[device()] / weight_bytes)))
     stored = "w4a16" if scheme in (*ACTIVATIONS, *COMPUTED) else scheme
     tensors = linear_tensors(stored, outputs, inputs, NAME)

@@ -11,6 +11,7 @@ from flexquant.evaluation.comparison import Effort
 
 PARTS = ("kernels", "serving")
 LAYERS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+HEAD = "lm_head"
 
 
 @dataclass(frozen=True)

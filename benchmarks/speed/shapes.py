@@ -57,13 +57,14 @@ class Shape:
         }
 
     def fused_projections(self) -> dict[str, tuple[int, int]]:
-        """Return the linears of a decoder layer as vLLM runs them: name -> (outputs, inputs)."""
+        """Return a decoder layer's linears as vLLM runs them, and the lm_head: name -> (outputs, inputs)."""
         queries, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "qkv_proj": (queries + 2 * kv, self.hidden),
             "o_proj": (self.hidden, queries),
             "gate_up_proj": (2 * self.intermediate, self.hidden),
             "down_proj": (self.hidden, self.intermediate),
+            "lm_head": (self.vocabulary, self.hidden),
         }
 
     def config(self) -> dict[str, Any]:

@@ -40,6 +40,7 @@ PRESETS = {
     "w8a8": ("W8A8", "int-quantized"),
     "w4a16": ("W4A16", "pack-quantized"),
     "fp8": ("FP8_DYNAMIC", "float-quantized"),
+    "w8a16": ("W8A16", "pack-quantized"),
 }
 SCHEMES = ("bf16", *PRESETS)
 
@@ -85,11 +86,12 @@ def linear_tensors(scheme: str, outputs: int, inputs: int, name: str) -> Tensors
         }
     if scheme == "bf16":
         return {"weight": integers.mul_(scale).bfloat16().cpu()}
+    of_rows = {"weight_scale": torch.full((outputs, 1), scale, dtype=torch.bfloat16)}
+    if scheme == "w8a16":
+        packed = pack_to_int32(integers.to(torch.int8).cpu(), 8)  # int32 [outputs, inputs / 4]
+        return {"weight_packed": packed, "weight_shape": torch.tensor([outputs, inputs]), **of_rows}
     dtype = {"w8a8": torch.int8, "fp8": torch.float8_e4m3fn}[scheme]
-    return {
-        "weight": integers.to(dtype).cpu(),
-        "weight_scale": torch.full((outputs, 1), scale, dtype=torch.bfloat16),
-    }
+    return {"weight": integers.to(dtype).cpu(), **of_rows}
 
 
 def random_normal(name: str, rows: int, columns: int) -> torch.Tensor:

@@ -30,11 +30,13 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 def dequantise(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """Return a linear's fp32 weights in any scheme, unpacked here by hand."""
     if (packed := tensors.get(f"{name}.weight_packed")) is not None:
-        nibbles = (packed.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
-        integers = (nibbles - 8).flatten(1).float()
-        scale = tensors[f"{name}.weight_scale"].float().repeat_interleave(128, dim=1)
-        assert list(integers.shape) == tensors[f"{name}.weight_shape"].tolist()
-        return integers * scale
+        shape = tensors[f"{name}.weight_shape"].tolist()
+        bits = 32 * packed.numel() // math.prod(shape)
+        numbers = (packed.unsqueeze(-1) >> torch.arange(0, 32, bits, dtype=torch.int32)) & (1 << bits) - 1
+        integers = (numbers - (1 << bits - 1)).flatten(1).float()
+        assert list(integers.shape) == shape
+        scale = tensors[f"{name}.weight_scale"].float()
+        return integers * (scale if bits == 8 else scale.repeat_interleave(128, dim=1))
     weight = tensors[f"{name}.weight"]
     scaled = weight.dtype != torch.bfloat16
     return weight.float() * (tensors[f"{name}.weight_scale"].float() if scaled else 1)
@@ -51,6 +53,7 @@ def test_all_schemes_have_the_same_weights_up_to_rounding(checkpoints):
             assert exact.std().item() == pytest.approx(1 / math.sqrt(inputs), rel=0.05)
             torch.testing.assert_close(found["bf16"], exact, rtol=2**-8, atol=0)
             torch.testing.assert_close(found["fp8"], exact, rtol=2**-4, atol=0)
+            assert torch.equal(found["w8a16"], exact)
             # A step of W4A16 is 16 steps of W8A8; 127 is at most 7 steps of W4A16.
             step = tensors["w8a8"][f"{name}.weight_scale"].float()
             off = ((found["w4a16"] - exact) / step).abs()
