@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Where does the time of a decoded token go on a CPU: products, attention, small operators, vLLM's own loop?
+
+    python -m benchmarks.token_time MODEL --policy phase-batch --output benchmarks/results/token-time.json
+
+One engine in this process decodes one sequence on one thread, which `taskset` binds to a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.own_cost import Decoding
+from benchmarks.result import origin, write_result
+from flexquant.evaluation.engine import engine
+
+STEPS = 200
+PROFILED = 50
+KINDS = {
+    "products": re.compile("multiply|linear|_mm$|scaled_mm|addmm|pack_mm"),
+    "attention": re.compile("attention|attn|kv_cache"),
+}
+"""Kinds of operators -> what their names contain; all others are small."""
+
+
+class Clock:
+    """Times a model's forward pass and its logits, in every step of an engine."""
+
+    def __init__(self, model: Any) -> None:
+        self.seconds: dict[str, list[float]] = {"forward": [], "logits": []}
+        began: list[float] = []
+        model.register_forward_pre_hook(lambda *_: began.append(time.perf_counter()))
+        model.register_forward_hook(
+            lambda *_: self.seconds["forward"].append(time.perf_counter() - began.pop())
+        )
+        compute = model.compute_logits
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            found = compute(*args, **kwargs)
+            self.seconds["logits"].append(time.perf_counter() - started)
+            return found
+
+        model.compute_logits = timed
+
+
+def measure(model: str, policy: str | None, eager: bool) -> dict[str, Any]:
+    """Return medians in ms a token: of the step, its forward pass and logits, and operators by kind."""
+    from torch.profiler import ProfilerActivity, profile
+
+    options: dict[str, Any] = {"max_model_len": 2048, "enable_prefix_caching": False, "enforce_eager": eager}
+    with engine(model, flexquant={"policy": policy} if policy else None, dtype="bfloat16", **options) as llm:
+        (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
+        clock, decoding = Clock(runner.model), Decoding(llm)
+        decoding.prefill()
+        steps = []
+        for _ in range(STEPS):
+            started = time.perf_counter()
+            decoding.step()
+            steps.append(time.perf_counter() - started)
+        parts = {name: seconds[-STEPS:] for name, seconds in clock.seconds.items()}
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            for _ in range(PROFILED):
+                decoding.step()
+    operators: Counter[str] = Counter()
+    for found in profiled.key_averages():
+        kind = next((kind for kind, names in KINDS.items() if names.search(found.key)), "small")
+        operators[kind] += found.self_cpu_time_total / 1e6 / PROFILED
+    measured = {"step": median(steps), **{name: median(seconds) for name, seconds in parts.items()}}
+    return {
+        "milliseconds": {name: round(1e3 * seconds, 3) for name, seconds in measured.items()},
+        "operators": {name: round(1e3 * seconds, 3) for name, seconds in sorted(operators.items())},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="merged or published checkpoint")
+    parser.add_argument("--policy", help="FlexQuant's; without one, stock vLLM serves")
+    parser.add_argument("--eager", action="store_true", help="without the compiler")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to add to")
+    args = parser.parse_args()
+    results = json.loads(args.output.read_text()) if args.output.is_file() else {}
+    name = " ".join([Path(args.model).name, Path(args.policy or "stock").name, *["eager"] * args.eager])
+    results[name] = origin("benchmarks.token_time") | measure(args.model, args.policy, args.eager)
+    write_result(args.output, results)
+    print(name, results[name]["milliseconds"], results[name]["operators"], flush=True)
+
+
+if __name__ == "__main__":
+    main()
