@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -176,6 +177,13 @@ def study(merged: Path, folder: Path) -> Study:
     subject = Subject(merged)
     variants = find_variants(subject.checkpoint.merged, None)
     return Study(subject, variants, folder / "text.txt", str(folder / "16-bit"), SETTINGS)
+
+
+def test_without_a_reference_the_most_precise_variant_is_it(study: Study, tmp_path: Path) -> None:
+    alone = replace(study, reference=None)
+    with alone.measuring(tmp_path / "kl.json", overwrite=False, progress=print) as (_, measure):
+        most_precise, other = (max(measure(plan)) for plan in alone.alone())
+    assert abs(most_precise) < 1e-6 < 1e-3 < other
 
 
 def limited_rules(study: Study, most: float, folder: Path) -> list[dict[str, Any]]:

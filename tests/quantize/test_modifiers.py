@@ -71,6 +71,16 @@ def test_a_strength_per_mapping_beats_one_for_all(searched: dict[str, Any]) -> N
     assert len({found["chosen"] for found in searched["mappings"].values()}) > 1
 
 
+def test_the_usual_strength_is_measured_and_not_chosen_unless_it_is_a_candidate(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, transform=add_outliers)
+    by = recipe(w8a8={"SmoothQuantModifier": {"smoothing_strength": [0.95]}, **RTN})
+    (result,) = quantize(model, tmp_path / "variants", by)
+    mappings = report(Path(result.folder))["smoothing"]["mappings"].values()
+    errors = [found["mse_by_alpha"] for found in mappings]
+    assert any(of["0.5"] < min(of["none"], of["0.95"]) for of in errors)
+    assert {found["chosen"] for found in mappings} <= {None, 0.95}
+
+
 def test_one_strength_for_all_is_not_searched(small: Path, tmp_path: Path) -> None:
     (result,) = quantize(small, tmp_path / "variants", "plain", "w8a8")
     assert (result.smoothed, result.mse_gain) == (2, None)

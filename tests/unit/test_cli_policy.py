@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from flexquant import cli
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.policy.rules import builtin_policies, load_policy
-from tests.pass_times import CROSSED, make_times
+from tests.pass_times import make_times
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[list[str], dict[str, Any]]:
@@ -80,11 +81,13 @@ def test_show_with_a_model_resolves_layers(
 
 
 def test_show_tells_the_times_beside_the_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    document = load_policy("phase").document | {"measured": make_times(CROSSED).to_data()}
+    decode, prefill = {1: 0.01, 32: 0.02, 33: 0.02}, {1: 0.01}
+    times = make_times({"w8a8": (decode, prefill), "w4a16": (decode, prefill)})
+    document = load_policy("phase-batch").document | {"measured": times.to_data()}
     (tmp_path / "tuned.yaml").write_text(json.dumps(document))
     lines, _ = run(capsys, "show", str(tmp_path / "tuned.yaml"))
-    (row,) = (line for line in lines if line.startswith("1 sequence "))
-    assert row.split()[-1] == "w4a16"
+    rows = [line.split() for line in lines if re.match(r"\d+ sequences? ", line)]
+    assert [(row[0], row[-1]) for row in rows] == [("1", "w4a16"), ("32", "w4a16"), ("33", "w8a8")]
 
 
 def test_show_takes_the_stored_policy_of_the_model_or_the_default(

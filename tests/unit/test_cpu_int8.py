@@ -105,22 +105,28 @@ def test_every_scheme_of_activations(is_static, is_symmetric, is_channelwise):
 
 
 LARGEST_VALUES = """
-import json, torch
+import json, os, torch
 from benchmarks.speed import kernels
 
 kernels.prepare_process()
 tensors = {"weight": torch.full((128, 128), 127, dtype=torch.int8), "weight_scale": torch.ones(128, 1)}
 layer, _ = kernels.build_layer("w8a8", "w8a8", 128, 128, tensors)
 out = layer(torch.full((1, 128), 127.0, dtype=torch.bfloat16))
-print(json.dumps([out.min().item(), out.max().item()]))
+print(json.dumps([out.min().item(), out.max().item(), os.environ["VLLM_DISABLED_KERNELS"].split(",")]))
 """
 
 
 def test_w8a8_on_a_cpu_with_avx512_and_without_vnni():
-    """oneDNN is told to pass over VNNI, where this CPU has it; PyTorch goes on to use what there is."""
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
+    """oneDNN is told to pass over VNNI, where this CPU has it; PyTorch goes on to use what there is.
+
+    What the user has disabled stays so beside the kernel that is replaced.
+    """
+    variables = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "VLLM_DISABLED_KERNELS": "MyLinearKernel"}
+    environment = os.environ | variables
     done = programs.run([sys.executable, "-c", LARGEST_VALUES], timeout=300, environment=environment)
-    assert json.loads(done.stdout.splitlines()[-1]) == [pytest.approx(128 * 127 * 127, rel=2**-8)] * 2
+    *found, disabled = json.loads(done.stdout.splitlines()[-1])
+    assert found == [pytest.approx(128 * 127 * 127, rel=2**-8)] * 2
+    assert "MyLinearKernel" in disabled
 
 
 def test_the_compiler_knows_its_result():

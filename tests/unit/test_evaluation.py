@@ -105,6 +105,10 @@ def test_default_policies_are_the_variants_and_the_default_or_the_stored_one(sub
     assert list(find_candidates(Subject(tmp_path / "merged"), None)) == ["w8a8", "w4a16", "stored"]
 
 
+def test_a_policy_that_is_named_twice_is_one(subject):
+    assert list(find_candidates(subject, ["w8a8", "phase", "w8a8", "phase"])) == ["w8a8", "phase"]
+
+
 def test_a_variant_of_any_name_is_a_policy(folder, tmp_path):
     (tmp_path / "default.yaml").write_text(THRESHOLD.replace("w8a8", "eight").replace("w4a16", "phase"))
     sources = {"eight": folder / "w8a8", "phase": folder / "w4a16"}

@@ -240,6 +240,13 @@ def test_a_gpu_tries_what_multiplies_int4_by_8_bit(on_gpu, capability, act_type,
     assert tried(kernel) == expected
 
 
+def test_vllms_name_of_a_kernel_turns_off_what_holds_it_to_one_precision(monkeypatch):
+    kernel = int4_kernel()
+    before = tried(kernel)
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "CPUWNA16LinearKernel")
+    assert tried(kernel) == [name for name in before if name != "CPUW4A16"] != []
+
+
 class BrokenKernel(TorchCPUInt4LinearKernel):
     """Fails when it lays out weights, as one does whose programs cannot be compiled."""
 

@@ -61,6 +61,12 @@ def test_the_table() -> None:
     ]
 
 
+def test_the_table_has_the_sizes_at_which_all_were_measured() -> None:
+    decode = {"w8a8": {"1": [20, 20, 20], "4": [40, 40, 40]}, "w4a16": {"4": [30, 30, 30], "8": [60, 60, 60]}}
+    lines = format_times(PassTimes.model_validate(DOCUMENT | {"decode_ms": decode}), lambda *_: "")
+    assert [line.split()[0] for line in lines if line] == ["decode,", "4", "prefill,", "512"]
+
+
 @pytest.mark.parametrize(
     ("times", "problem"),
     [

@@ -181,6 +181,19 @@ def test_an_engine_that_has_taken_another_meanwhile_keeps_it_and_the_answer_says
     assert [engine.policy for engine in engines] == ["mine", "theirs"]
 
 
+class RefusingEngine(Engine):
+    """Stands in for an engine that cannot take a policy, and says so when it is first asked."""
+
+    def flexquant_change_policy(self, *_: object) -> dict[str, Any]:
+        return {"refused": "it has no memory for graphs"}
+
+
+def test_what_one_engine_refuses_when_first_asked_no_other_has_taken(post: Post) -> None:
+    engines = [Engine(), RefusingEngine()]
+    code, told = post(*engines)
+    assert (code, told["detail"], engines[0].policy) == (409, "it has no memory for graphs", "before")
+
+
 def test_one_engine_that_has_taken_another_meanwhile_refuses(post: Post) -> None:
     engine = Engine(lambda: setattr(engine, "policy", "theirs"))
     code, told = post(engine)
