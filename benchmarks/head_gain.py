@@ -4,8 +4,8 @@
 
     python -m benchmarks.head_gain --device h200 l4 --output benchmarks/results/head-gain.json
 
-Nothing is measured. The INT8 head is taken to be read as fast as INT4 weights by the fastest of their kernels.
-All models are of Llama's form.
+Nothing is measured. The INT8 head is taken to be read as fast as INT4 weights by the fastest of their
+kernels. All models are of Llama's form.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CACHED = 1024
 
 
 def gains(shape: Shape, device: Device) -> dict[str, Any]:
-    """Return the head's share of the bytes that a token reads, and by sequences a pass's time over today's."""
+    """Return the head's share of the bytes that a token reads, and by sequences a pass's relative time."""
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
         model = PlannedModel.read(folder).shape(SCHEMES, 1, {})
@@ -52,7 +52,9 @@ def gains(shape: Shape, device: Device) -> dict[str, Any]:
         ratios = {}
         for count in SEQUENCES:
             batch = Batch(count, count, cached=count * CACHED)
-            ratio = pass_seconds(in_int8, variant, batch, device) / pass_seconds(model, variant, batch, device)
+            ratio = pass_seconds(in_int8, variant, batch, device) / pass_seconds(
+                model, variant, batch, device
+            )
             ratios[str(count)] = round(ratio, 3)
         share = model.head.weight_bytes / (layers + model.head.weight_bytes)
         found[variant] = {"head_share": round(share, 3), "time": ratios}

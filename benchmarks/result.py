@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.results import git_commit
+from benchmarks.speed.results import ROOT, git_commit
 from flexquant.evaluation.engine import describe_command, describe_machine, describe_versions
 
+RESULTS = ROOT / "benchmarks/results"
 RECORD = 3000
 """Most characters of a record that is written on one line."""
 
@@ -24,6 +25,12 @@ def origin(module: str) -> dict[str, Any]:
         "machine": describe_machine(),
         "versions": describe_versions(),
     }
+
+
+def read_result(name: str) -> dict[str, Any]:
+    """Return a committed result by its name in RESULTS."""
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
 
 
 def write_result(file: Path, document: Any) -> None:

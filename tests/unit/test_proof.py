@@ -34,8 +34,8 @@ from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, VARIABLE
 from benchmarks.proof.proving import KERNELS, MINIATURE_KERNELS, STEPS
 from benchmarks.proof.report import LARGE, LIVE_POLICIES, PROOF, RIVAL_POLICIES, read_found, write_proof
 from benchmarks.proof.steps import DONE, OUT_OF_TIME, Outcome, append_step, read_steps, run_bounded
-from benchmarks.readme_tables import gpu_live
 from benchmarks.speed.command_line import choose_settings, make_parser
+from benchmarks.speed.page_tables import gpu_live
 from benchmarks.speed.results import Results
 from benchmarks.speed.shapes import SHAPES
 from flexquant.evaluation.comparison import compare

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""The tables of speed on the pages, each a function that returns one from the committed results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.proof.report import LIVE_POLICIES, RIVAL_POLICIES, read_document
+from benchmarks.result import RESULTS, markdown, read_result
+from benchmarks.speed.comparing import compare_beside, paired_ratios, pairs, second_server
+from benchmarks.speed.live_policies import ratios
+from benchmarks.speed.results import read_cells
+from benchmarks.speed.serving import START
+from benchmarks.speed.subjects import STATIC, is_peer
+from benchmarks.speed.tables import METRICS, RATIOS, by_workload, kernel_results
+from flexquant.evaluation.comparison import compare
+
+H100 = RESULTS / "llama-3.1-8b-h100"
+RUNS_ON_CPUS = (
+    *("smollm2-135m-avx512", "smollm2-135m-avx512-stock", "1.5b-avx512", "1.5b-avx512-stock", "0.5b-avx512"),
+    *("0.5b-avx512-stock", "1.5b-zen4", "1.5b-zen4-w4a8", "1.5b-zen4-again", "0.5b-zen4", "smollm2-135m-cpu"),
+    *("tuned-smollm2-135m-cpu", "tuned-0.5b-cpu"),
+)
+LATENCIES = ("TTFT ms", "TPOT ms")
+ONE_COPY = {"SmolLM2-135M": "smollm2", "0.5 B": "0.5b", "1.5 B": "1.5b"}
+"""Models -> the end of the name of their result of one server that took the policies in turns."""
+
+
+def interval(of_rounds: Sequence[float]) -> str:
+    """Return the ratio of paired rounds with its 95 % interval."""
+    found = compare(of_rounds)
+    return f"{found.ratio:.2f} ({found.low:.2f}–{found.high:.2f})"
+
+
+def gpu_live(folder: str) -> str:
+    """Return policies over static W8A8 on a live server of the 32 B shape, and on a second one if any."""
+    servers = {"": LIVE_POLICIES, " by vLLM's choice": RIVAL_POLICIES}
+    cells = {
+        kernel: read_document(RESULTS / folder / file).get("cells", {}) for kernel, file in servers.items()
+    }
+    rows = [
+        [f"`{w}`", f"`{policy}`{kernel}", *(interval(ratios(found, policy, m)) for m in LATENCIES)]
+        for w in cells[""]
+        for kernel, of_server in cells.items()
+        if (found := of_server.get(w, {}))
+        for policy in list(found)[1:]
+    ]
+    return markdown(["requests", "policy", "TTFT", "TPOT"], rows)
+
+
+def gpu_ratios() -> str:
+    """Return FlexQuant over each static variant on an H100."""
+    rows = [
+        [
+            f"`{workload.name}`",
+            f"`{static}`",
+            *(
+                interval(paired_ratios(subjects[policy], subjects[static], METRICS[metric][0]))
+                for metric in LATENCIES
+            ),
+        ]
+        for workload, subjects in by_workload(read_cells(H100), "serving").items()
+        for policy, static in pairs(subjects)
+    ]
+    return markdown(["requests", "over", "TTFT", "TPOT"], rows)
+
+
+def cpu_ratios() -> str:
+    """Return FlexQuant over each static subject, for every run on a CPU: the ends of the ratios."""
+    rows = []
+    for folder in RUNS_ON_CPUS:
+        measured = by_workload(read_cells(RESULTS / folder), "serving")
+        for static in STATIC:
+            found = {metric: over(measured, static, metric) for metric in RATIOS}
+            ends = [f"{min(ratios):.2f}–{max(ratios):.2f}" for ratios in found.values() if ratios]
+            rows += [[f"[{folder}](results/{folder})", f"`{static}`", *ends]] if ends else []
+    return markdown(["run", "over", *(metric.removesuffix(" ms") for metric in RATIOS)], rows)
+
+
+def over(measured: Any, static: str, metric: str) -> list[float]:
+    """Return FlexQuant's ratio to a static subject for every kind of requests."""
+    get = METRICS[metric][0]
+    return [
+        compare_beside(
+            paired_ratios(subjects[policy], subjects[static], get), second_server(subjects, static, get)
+        ).ratio
+        for subjects in measured.values()
+        for policy, other in pairs(subjects)
+        if other == static
+    ]
+
+
+def kernels(folder: str) -> str:
+    """Return medians in microseconds of one linear layer."""
+    ((layer, outputs, inputs), by_tokens), *_ = kernel_results(read_cells(RESULTS / folder)).items()
+    schemes = list(next(iter(by_tokens.values())))
+    rows = [
+        [str(tokens), *(f"{found[scheme]['microseconds']:.0f}" for scheme in schemes)]
+        for tokens, found in list(by_tokens.items())[::2]
+    ]
+    names = [scheme.removesuffix("LinearKernel").removesuffix("ScaledMM") for scheme in schemes]
+    return f"`{layer}`, {inputs} to {outputs}, µs:\n\n" + markdown(["tokens", *names], rows)
+
+
+def int4_reads(*folders: str) -> str:
+    """Return GB/s of each INT4 kernel, and their share of the most that any kernel of the run reads."""
+    rows = []
+    for folder in folders:
+        ((_, outputs, inputs), by_tokens), *_ = kernel_results(read_cells(RESULTS / folder)).items()
+        most = max(found["gb_per_s"] for of_size in by_tokens.values() for found in of_size.values())
+        for tokens, found in list(by_tokens.items())[:4]:
+            int4 = {name: of["gb_per_s"] for name, of in found.items() if name.startswith("w4a16@")}
+            shares = [f"{speed:.1f} ({speed / most:.0%})" for speed in int4.values()]
+            rows.append([f"{inputs} to {outputs}", str(tokens), *shares])
+    names = [name.removeprefix("w4a16@").removesuffix("LinearKernel") for name in int4]
+    return markdown(["inputs, outputs", "tokens", *names], rows)
+
+
+def one_copy_live() -> str:
+    """Return one copy and two over W4A16, on one live server of each model."""
+    rows = [
+        [
+            model,
+            f"`{workload}`",
+            *(
+                interval(ratios(found, policy, metric))
+                for metric in LATENCIES
+                for policy in ("one-copy", "phase-batch")
+            ),
+        ]
+        for model, name in ONE_COPY.items()
+        for workload, found in read_result(f"one-copy-live-{name}.json")["cells"].items()
+    ]
+    header = [f"{metric}: {what}" for metric in ("TTFT", "TPOT") for what in ("one copy", "two")]
+    return markdown(["model", "requests", *header], rows)
+
+
+def beside(folder: str, reference: str) -> str:
+    """Return servers over the one of ``reference`` beside them, and what each took in memory."""
+    cells = read_cells(RESULTS / folder)
+    gib = {c["parameters"]["subject"]: c["result"]["process_gib"] for c in cells if c["part"] == START}
+    rows = [
+        [
+            f"`{workload.name}`",
+            f"`{subject}`",
+            f"{gib[subject]:.2f}",
+            *(interval(of_rounds) for of_rounds in ratios),
+        ]
+        for workload, subjects in by_workload(cells, "serving").items()
+        for subject, rounds in subjects.items()
+        if subject != reference
+        for ratios in [[paired_ratios(rounds, subjects[reference], METRICS[m][0]) for m in LATENCIES]]
+    ]
+    return markdown(
+        ["requests", f"over `{reference}` ({gib[reference]:.2f} GiB)", "GiB", "TTFT", "TPOT"], rows
+    )
+
+
+def peers(folder: str) -> str:
+    """Return the times of every server, medians in ms, then FlexQuant over each peer."""
+    measured = by_workload(read_cells(RESULTS / folder), "serving")
+    alone = sorted((w for w in measured if w.at_once == 1), key=lambda w: w.input)
+    together = [w for w in measured if w.at_once is None]
+    columns = {f"first of {w.input:,}": (w, "TTFT ms") for w in alone}
+    columns |= {"next": (alone[0], "TPOT ms")}
+    columns |= {f"next of {w.requests} at once": (w, "TPOT ms") for w in together}
+    subjects = list(measured[alone[0]])
+
+    def medians(subject: str) -> list[str]:
+        return [
+            format(median(get(result) for result in measured[workload][subject].values()), form)
+            for workload, metric in columns.values()
+            for get, form in [METRICS[metric]]
+        ]
+
+    def over(subject: str, peer: str) -> list[str]:
+        return [
+            interval(paired_ratios(measured[workload][subject], measured[workload][peer], METRICS[metric][0]))
+            for workload, metric in columns.values()
+        ]
+
+    times = [[f"`{subject}`", *medians(subject)] for subject in subjects]
+    ratios = [[f"`{s}` / `{p}`", *over(s, p)] for s, p in pairs(subjects) if is_peer(p)]
+    return "\n\n".join(markdown([what, *columns], rows) for what, rows in (("ms", times), ("ratio", ratios)))
+
+
+def one_server_or_two() -> str:
+    """Return W8A8 over W4A16 at the 1.5 B shape, on a server each and on one that takes both in turns."""
+    apart = by_workload(read_cells(RESULTS / "1.5b-two-servers"), "serving")
+    together = read_result("1.5b-one-server.json")["cells"]
+    rows = []
+    for workload, subjects in apart.items():
+        for metric in LATENCIES:
+            of_two = paired_ratios(subjects["w8a8"], subjects["w4a16-chosen"], METRICS[metric][0])
+            of_one = ratios(together[workload.name], "w8a8", metric)
+            name = f"{metric.removesuffix(' ms')} of `{workload.name}`"
+            rows.append([name, interval(of_two), interval(of_one)])
+    return markdown(["W8A8 over W4A16", "two servers", "one server"], rows)
+
+
+TABLES = (
+    *(gpu_live, gpu_ratios, cpu_ratios, kernels, int4_reads, one_copy_live, beside, peers),
+    one_server_or_two,
+)
