@@ -15,7 +15,6 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -105,14 +104,17 @@ void widen(const at::Tensor& weight, at::Tensor out) {
 // --- Pairs of bfloat16 -----------------------------------------------------------------------------------------------
 
 constexpr int64_t REGISTERS = 24;  // which hold sums, of 32
+constexpr int64_t AHEAD = 2048;    // bytes from the weights in use to those that are fetched
 
 // Add to `sum` the products of `x`, pairs of bfloat16 [tokens, pairs] whose rows are `stride` pairs apart, with as many pairs
 // of weights. `weights.pairs(k, out)` has those of inputs 2 k and 2 k + 1, out[p] of outputs 16 p to 16 p + 15.
 template <class Weights, int64_t tokens>
-inline __attribute__((always_inline)) void add_products(const Weights& weights, const uint32_t* x, int64_t stride, int64_t pairs,
-                                                        __m512 (&sum)[tokens][Weights::PARTS]) {
+[[gnu::always_inline]] inline void add_products(const Weights& weights, const uint32_t* x, int64_t stride, int64_t pairs,
+                                                __m512 (&sum)[tokens][Weights::PARTS]) {
   for (int64_t k = 0; k < pairs; k++) {
     __m512i wide[Weights::PARTS];
+    // With fewer tokens the CPU's own prefetching keeps up, and this would only be one more instruction.
+    if constexpr (tokens > 2) _mm_prefetch(weights.at(k) + AHEAD, _MM_HINT_T0);
     weights.pairs(k, wide);
 #pragma GCC unroll 16
     for (int64_t m = 0; m < tokens; m++) {
@@ -150,6 +152,8 @@ struct Int8 {
   static constexpr int64_t PARTS = INT8_BLOCK / 16;
   const int8_t* weights;  // [inputs, INT8_BLOCK]
 
+  const char* at(int64_t k) const { return reinterpret_cast<const char*>(weights + 2 * k * INT8_BLOCK); }
+
   void pairs(int64_t k, __m512i* out) const {
     const auto wide = [&](int64_t at) {
       const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(weights + at));
@@ -165,7 +169,8 @@ struct Int8 {
 // Write to `out` [tokens, outputs] in bfloat16 INT8_BLOCK outputs of `tokens` tokens.
 template <int64_t tokens>
 struct Int8Block {
-  static void multiply(Int8 weights, const uint32_t* x, int64_t pairs, const float* scales, at::BFloat16* out, int64_t outputs) {
+  static void multiply(Int8 weights, const uint32_t* x, int64_t pairs, const float* scales, at::BFloat16* out,
+                       int64_t outputs) {
     __m512 sum[tokens][Int8::PARTS] = {};
     add_products(weights, x, pairs, pairs, sum);
     for (int64_t p = 0; p < Int8::PARTS; p++) {
@@ -200,40 +205,29 @@ at::Tensor many_tokens(const at::Tensor& x, const at::Tensor& weight, const at::
 
 constexpr int64_t INT4_BLOCK = 64;
 
-// Bytes that are looked up.
-struct Int4Tables {
-  __m512i order;      // of a pair's bytes, so that the bytes of its two inputs stand beside one another
-  __m512i low, high;  // of value - 8 as bfloat16, by value
-
-  Int4Tables() {
-    alignas(64) uint8_t of_order[64], of_low[64], of_high[64];
-    for (int j = 0; j < 64; j++) {
-      of_order[j] = j % 16 / 8 * 16 + j / 16 * 4 + j % 8 / 2 + j % 2 * INT4_BLOCK / 2;
-      const float value = static_cast<float>(j % 16 - 8);
-      uint32_t bits;
-      std::memcpy(&bits, &value, sizeof bits);
-      of_low[j] = bits >> 16;
-      of_high[j] = bits >> 24;
-    }
-    order = _mm512_load_si512(of_order);
-    low = _mm512_load_si512(of_low);
-    high = _mm512_load_si512(of_high);
-  }
-};
+// Where a pair's bytes go, so that the bytes of its two inputs stand beside one another.
+inline __m512i order_of_bytes() {
+  alignas(64) uint8_t order[64];
+  for (int j = 0; j < 64; j++) order[j] = j % 16 / 8 * 16 + j / 16 * 4 + j % 8 / 2 + j % 2 * INT4_BLOCK / 2;
+  return _mm512_load_si512(order);
+}
 
 struct Int4 {
   static constexpr int64_t PARTS = INT4_BLOCK / 16;
-  const uint8_t* packed;  // [inputs, INT4_BLOCK / 2]: a byte holds outputs b and b + INT4_BLOCK / 2
-  const Int4Tables& tables;
+  static constexpr float MIDDLE = 24;  // of value + 16, which pairs() makes: the value is the first bits of bfloat16's fraction
+  const uint8_t* packed;               // [inputs, INT4_BLOCK / 2]: a byte holds outputs b and b + INT4_BLOCK / 2
+  const __m512i order;
+
+  const char* at(int64_t k) const { return reinterpret_cast<const char*>(packed + k * INT4_BLOCK); }
 
   void pairs(int64_t k, __m512i* out) const {
-    const __m512i bytes = _mm512_permutexvar_epi8(tables.order, _mm512_loadu_si512(packed + k * INT4_BLOCK));
-    const __m512i four_bits = _mm512_set1_epi8(15);
-    const __m512i halves[] = {_mm512_and_si512(bytes, four_bits), _mm512_and_si512(_mm512_srli_epi16(bytes, 4), four_bits)};
+    const __m512i bytes = _mm512_permutexvar_epi8(order, _mm512_loadu_si512(at(k)));
+    const __m512i upper = _mm512_set1_epi8(0x41), fraction = _mm512_set1_epi8(0x78), one = _mm512_set1_epi8(-0x80);
+    const __m512i moved[] = {_mm512_slli_epi16(bytes, 3), _mm512_srli_epi16(bytes, 1)};
     for (int64_t h = 0; h < 2; h++) {
-      const __m512i low = _mm512_shuffle_epi8(tables.low, halves[h]), high = _mm512_shuffle_epi8(tables.high, halves[h]);
-      out[2 * h] = _mm512_unpacklo_epi8(low, high);
-      out[2 * h + 1] = _mm512_unpackhi_epi8(low, high);
+      const __m512i lower = _mm512_ternarylogic_epi32(moved[h], fraction, one, 0xea);  // (moved & fraction) | one
+      out[2 * h] = _mm512_unpacklo_epi8(lower, upper);
+      out[2 * h + 1] = _mm512_unpackhi_epi8(lower, upper);
     }
   }
 };
@@ -272,7 +266,8 @@ struct Int4Block {
       for (int64_t p = 0; p < Int4::PARTS; p++) {
         const __m512i pair = _mm512_loadu_si512(both + 16 * p);
         const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
-        const __m512 zero = _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(0xffff0000)));
+        const __m512 stored = _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(0xffff0000)));
+        const __m512 zero = _mm512_fnmadd_ps(_mm512_set1_ps(Int4::MIDDLE), scale, stored);
         for (int64_t m = 0; m < tokens; m++) {
           const __m512 of_values = _mm512_fmadd_ps(sum[m][p], scale, total[m][p]);
           total[m][p] = _mm512_fmadd_ps(_mm512_set1_ps(of_inputs[m * product.groups + g]), zero, of_values);
@@ -300,10 +295,10 @@ at::Tensor multiply_int4(const at::Tensor& x, const at::Tensor& weight, const at
   auto* to = out.mutable_data_ptr<at::BFloat16>();
   const Int4Product product{numbers, of_inputs.data(), scales, to, inputs / 2, groups, outputs};
   at::parallel_for(0, outputs / INT4_BLOCK, 1, [&](int64_t first, int64_t last) {
-    const Int4Tables tables;
+    const __m512i order = order_of_bytes();
     for (int64_t n = first * INT4_BLOCK; n < last * INT4_BLOCK; n += INT4_BLOCK)
       for_tokens<Int4Block, Int4::PARTS>(
-          tokens, [&](auto multiply, int64_t m) { multiply(product, {bytes + n * inputs / 2, tables}, n, m); });
+          tokens, [&](auto multiply, int64_t m) { multiply(product, {bytes + n * inputs / 2, order}, n, m); });
   });
   return out;
 }
