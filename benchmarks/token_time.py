@@ -25,7 +25,7 @@ from flexquant.evaluation.engine import engine
 STEPS = 200
 PROFILED = 50
 KINDS = {
-    "products": re.compile("multiply|linear|_mm$|scaled_mm|addmm|pack_mm"),
+    "products": re.compile("multiply|linear|_mm|gemm|addmm"),
     "attention": re.compile("attention|attn|kv_cache"),
 }
 """Kinds of operators -> what their names contain; all others are small."""
