@@ -25,6 +25,7 @@ RUNS_ON_CPUS = (
     *("tuned-smollm2-135m-cpu", "tuned-0.5b-cpu"),
 )
 LATENCIES = ("TTFT ms", "TPOT ms")
+INT8_HEAD = "benchmarks/policies/int8-head.yaml"
 ONE_COPY = {"SmolLM2-135M": "smollm2", "0.5 B": "0.5b", "1.5 B": "1.5b"}
 """Models -> the end of the name of their result of one server that took the policies in turns."""
 
@@ -159,6 +160,18 @@ def beside(folder: str, reference: str) -> str:
     )
 
 
+def int8_head(*folders: str) -> str:
+    """Return `phase-batch` with the lm_head in INT8 over the same policy without, on servers side by side."""
+    rows = []
+    for folder in folders:
+        cells = read_cells(RESULTS / folder)
+        for workload, subjects in by_workload(cells, "serving").items():
+            without, with_it = subjects["flexquant:phase-batch"], subjects[f"flexquant:{INT8_HEAD}"]
+            of_rounds = (paired_ratios(with_it, without, METRICS[metric][0]) for metric in LATENCIES)
+            rows.append([cells[0]["parameters"]["model"], f"`{workload.name}`", *map(interval, of_rounds)])
+    return markdown(["model", "requests", "TTFT", "TPOT"], rows)
+
+
 def peers(folder: str) -> str:
     """Return the times of every server, medians in ms, then FlexQuant over each peer."""
     measured = by_workload(read_cells(RESULTS / folder), "serving")
@@ -202,6 +215,6 @@ def one_server_or_two() -> str:
 
 
 TABLES = (
-    *(gpu_live, gpu_ratios, cpu_ratios, kernels, int4_reads, one_copy_live, beside, peers),
+    *(gpu_live, gpu_ratios, cpu_ratios, kernels, int4_reads, one_copy_live, beside, int8_head, peers),
     one_server_or_two,
 )
