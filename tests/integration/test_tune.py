@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import signal
@@ -21,6 +22,7 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.merged_checkpoint import weights_identity
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.cli import build_parser, main
+from flexquant.cli._arguments import STUDY_DEFAULTS, study_of
 from flexquant.doctor.examining import count_bytes
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.workers import PassRunner
@@ -251,6 +253,24 @@ def test_what_follows_from_samples_needs_no_engine(tiny_merged, tmp_path):
         assert [rule.variant for rule in policy.rules] == ["w4a16", "w8a8", "w8a8"]
         assert not output.with_name(f"{output.name}.samples.json").exists()
     assert "two copies: w8a8, w4a16" in told.stdout and told.stdout.count("  chosen\n") == 1
+
+
+def test_a_loss_that_was_measured_is_limited_without_an_engine(tiny_merged, tmp_path):
+    """Each layer in W4A16 loses 0.01, and 0.025 may be lost: two layers of four keep to it."""
+    merged, output, text = tiny_merged() / "merged", tmp_path / "p.yaml", tmp_path / "text.txt"
+    arguments = ["tune", merged, "--output", output, "--quick", "--max-quality-loss", 0.025, "--text", text]
+    assert f"there is no file {text}" in run_here(*arguments).stderr
+    text.write_text(Path(__file__).read_text())
+    args = build_parser().parse_args([*map(str, arguments)])
+    study = study_of(args, STUDY_DEFAULTS)
+    plans = itertools.product(study.variants, repeat=4)
+    kl = {describe_layers(plan): [plan.count("w4a16") / 100] for plan in plans}
+    TuningFiles(output).sensitivity.write_text(json.dumps(study.described() | {"kl": kl}))
+    remember(arguments, study.variants, lambda v, n: 1.0 if v == "w8a8" else 0.5 + n / 8)
+    told = run_here(*arguments)
+    assert told.status == 0 and "starting" not in told.stderr
+    assert "At most 0.025 is allowed: the fastest plan, " in told.stdout
+    assert load_policy(str(output)).rules[0].layers == {"2-3": "w4a16"}
 
 
 @pytest.mark.full
