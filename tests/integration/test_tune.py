@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -70,9 +71,11 @@ class Tuned(NamedTuple):
 
 @pytest.fixture(scope="module")
 def tuned(tiny_merged, tmp_path_factory) -> Tuned:
-    """Tune twice in one round, which no noise can call undecided; the samples are kept from run to run."""
+    """Tune twice in one round, which no noise can call undecided, over another run's policy and samples."""
     merged, output = tiny_merged() / "merged", tmp_path_factory.mktemp("tuned") / "policy.yaml"
-    arguments = ["tune", merged, "--output", output, *FEW, "--rounds", 1, "--enforce-eager"]
+    output.write_text("an earlier policy")
+    output.with_name("policy.yaml.samples.json").write_text('{"run": {}, "seconds": {}}')
+    arguments = ["tune", merged, "--output", output, *FEW, "--rounds", 1, "--enforce-eager", "--overwrite"]
     unreachable = run_here(*arguments, "--slo", "ttft=0.001ms")
     return Tuned(merged, output, unreachable, run_here(*arguments, "--json", "--objective", "latency"))
 
@@ -165,6 +168,7 @@ def test_an_engine_that_does_not_start_is_named_with_its_log(tiny_merged, tmp_pa
         ("tune --output p.yaml --reference m", "--reference is what --text is measured against"),
         ("tune --output p.yaml --variants w8a8", "there is nothing to choose from but w8a8"),
         ("fit --output p.yaml --memory 1GiB --sensitivity s", "s cannot be read"),
+        ("fit --output p.yaml --memory 1GiB --variants phase", "'phase' runs passes or layers in several"),
     ],
 )
 def test_wrong_use_costs_no_time(tiny_merged, tmp_path, monkeypatch, arguments, message):
@@ -190,13 +194,19 @@ def test_memory_is_said_in_one_way(tmp_path, capsys, options, message):
 
 
 @pytest.mark.parametrize("kind", ["merged", "w4a16"])
-def test_less_memory_than_one_copy_is_refused(tiny_merged, tmp_path, kind):
-    """A published checkpoint of INT4 weights has nothing but one copy."""
+def test_less_memory_than_one_copy_is_refused(tiny_merged, tmp_path, kind, monkeypatch):
+    """A published checkpoint of INT4 weights has nothing but one copy. The user's environment stays."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     done = run_here("fit", tiny_merged() / kind, "--output", tmp_path / "p.yaml", "--memory", "100KiB")
     assert done.status == 1
     assert "one copy takes" in done.stderr and "more than the 100.0 KiB there are for weights" in done.stderr
     assert "to compute INT8 weights in; give --memory 1MiB or more" in done.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+    command = ["fit", tiny_merged() / kind, "--output", tmp_path / "p.yaml"]
+    assert "10,000,000,000 are asked for; give fewer" in run_here(*command, "--kv-tokens", 10**10).stderr
+    halved = run_here(*command, "--memory", "100KiB", "--tensor-parallel-size", 2)
+    sizes = [re.search(r"one copy takes ([\d.]+ \w+) a rank", told.stderr)[1] for told in (done, halved)]
+    assert sizes[0] != sizes[1]
 
 
 def test_memory_without_int4_weights_is_refused(tmp_path):
@@ -223,8 +233,9 @@ def remember(arguments, variants, seconds) -> None:
     args = build_parser().parse_args([*map(str, arguments)])
     output = TuningFiles(args.output)
     grid = QUICK_CPU if current_platform.is_cpu() else QUICK_GPU
-    measured = Measurement(args.folder, variants, grid, output.samples, enforce_eager=args.enforce_eager)
-    for _ in range(grid.effort.rounds):
+    eager = current_platform.is_cpu() if args.enforce_eager is None else args.enforce_eager
+    measured = Measurement(args.folder, variants, grid, output.samples, enforce_eager=eager)
+    for _ in range(args.max_rounds or grid.effort.rounds):
         for phase, sizes in (("decode", measured.grid.decode), ("prefill", measured.grid.prefill)):
             for size in sizes:
                 for variant in variants:
@@ -241,7 +252,7 @@ def test_what_follows_from_samples_needs_no_engine(tiny_merged, tmp_path):
     merged = read_merged_config(folder)[0]
     for command, names in (
         (["tune", "--no-enforce-eager"], None),
-        (["fit", "--enforce-eager", "--memory", "1GiB"], ["w8a8", "w4a16", FROM_INT4]),
+        (["fit", "--max-rounds", 5, "--memory", "1GiB"], ["w8a8", "w4a16", FROM_INT4]),
     ):
         output = tmp_path / f"{command[0]}.yaml"
         arguments = [*command, folder, "--output", output, "--quick"]
@@ -253,6 +264,12 @@ def test_what_follows_from_samples_needs_no_engine(tiny_merged, tmp_path):
         assert [rule.variant for rule in policy.rules] == ["w4a16", "w8a8", "w8a8"]
         assert not output.with_name(f"{output.name}.samples.json").exists()
     assert "two copies: w8a8, w4a16" in told.stdout and told.stdout.count("  chosen\n") == 1
+    output = tmp_path / "largest.yaml"
+    largest = ["tune", folder, "--output", output, "--quick", "--objective", "throughput"]
+    remember(largest, find_variants(merged, None), lambda v, n: seconds.get(v, 0.5 + n / 8))
+    told = run_here(*largest, "--request-tokens", 100)
+    assert told.status == 0 and "requests of 100 tokens fit into memory: --max-batch" in told.stdout
+    assert [rule.variant for rule in load_policy(str(output)).rules] == ["w8a8"]
 
 
 def test_a_loss_that_was_measured_is_limited_without_an_engine(tiny_merged, tmp_path):
