@@ -185,8 +185,9 @@ def study_of(args: argparse.Namespace, settings: Settings | None = None) -> Stud
     from flexquant.layers.sensitivity import Study
     from flexquant.tuning.candidates import find_variants
 
-    rows = args.samples, args.prompt_tokens, args.tokens, args.seed
-    settings = settings or Settings((args.batch_size,), *rows)
+    if settings is None:
+        rows = args.samples, args.prompt_tokens, args.tokens, args.seed
+        settings = Settings((args.batch_size,), *rows)
     subject = Subject(args.folder)
     variants = find_variants(subject.checkpoint.merged, args.variants)
     return Study(subject, variants, args.text, args.reference, settings)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 import sys
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from vllm.model_executor.model_loader import LoadFormats
 from vllm.platforms import current_platform
 
+from flexquant.cli import main
 from flexquant.doctor import Finding, built_model
 from flexquant.doctor.examining import count_bytes, examine
 from flexquant.merge import merge_checkpoints
@@ -357,6 +359,14 @@ def test_caches_that_cannot_be_shared_are_said_whatever_the_policy(merged, tmp_p
             0
         ].text
         assert ("refused" in found) == is_refused
+
+
+def test_the_command_takes_what_vllm_serve_gets(merged, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert main(["doctor", str(merged)]) == 0
+    assert main(["doctor", str(merged), "--", "--pipeline-parallel-size", "8"]) == 1
+    assert "none of the model's 4 decoder layers" in capsys.readouterr().out
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
 
 
 def test_the_command_tells_a_folder_that_is_no_checkpoint(tmp_path, merged):

@@ -9,6 +9,7 @@ merge wrote is refused. What vLLM switches by a checkpoint's quantisation is as 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,15 @@ def test_the_workers_configuration_holds_the_table_beside_the_users_options(conf
     clipped = clip_to_server(configured, merged_of(configured), served).routes
     assert served.routes.intervals("decode")[-1].max_tokens > sequences
     assert clipped.intervals("decode")[-1].max_tokens == sequences
+
+
+def test_options_of_a_server_go_before_the_policy(policy, tiny_merged, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "1")
+    policy.write_text(BATCHES.format(most=8) + "head: int8\n")
+    config = configure(tiny_merged() / "merged", **flexquant(policy=str(policy), head="stored"))
+    assert ServedPolicy.from_vllm(config).routes.head == "stored"
+    configure(tiny_merged() / "merged", **flexquant(policy="w4a8", kernels={"w4a8": "marlin"}))
+    assert os.environ["VLLM_USE_AOT_COMPILE"] == "1"
 
 
 def test_a_worker_serves_decode_passes_up_to_the_size_of_graphs_that_vllm_sets_last(policy, tiny_merged):

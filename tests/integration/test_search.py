@@ -33,6 +33,8 @@ from tests.pass_times import CROSSED, make_times
 pytestmark = pytest.mark.engine
 LAYERS, SAMPLES, PROMPT, TOKENS = 3, 4, 16, 6
 SETTINGS = Settings((2,), SAMPLES, PROMPT, TOKENS)
+# W4A16 decodes one sequence sooner, and eight later.
+CHANGING = {"w8a8": ({1: 0.010, 8: 0.010}, {1: 0.001}), "w4a16": ({1: 0.004, 8: 0.020}, {1: 0.003})}
 TUNED = {
     "schema": "flexquant.policy/v1",
     "rules": [
@@ -40,7 +42,7 @@ TUNED = {
         {"when": {"phase": "decode", "batch_size": {"max": 4}}, "use": "w4a16"},
         {"use": "w8a8"},
     ],
-    "measured": make_times(CROSSED).to_data(),
+    "measured": make_times(CHANGING).to_data(),
 }
 
 
@@ -84,7 +86,10 @@ def measuring(options: list[str], folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def document(measuring: list[str], folder: Path) -> dict[str, Any]:
-    assert cli.main(measuring) == 0
+    """Measure in place of what another study has left."""
+    (folder / "sensitivity").mkdir()
+    (folder / "sensitivity" / "sensitivity.json").write_text('{"kl": {}}')
+    assert cli.main([*measuring, "--overwrite"]) == 0
     found: dict[str, Any] = json.loads((folder / "sensitivity" / "sensitivity.json").read_text())
     return found
 
@@ -144,7 +149,9 @@ def arguments(options: list[str], folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def searched(arguments: list[str], folder: Path) -> dict[str, float]:
     """Return the KL divergence of every plan that a search for one layer has measured."""
-    assert cli.main([*arguments, "--layers", "1"]) == 0
+    (folder / "results").mkdir()
+    (folder / "results" / "sensitivity.json").write_text('{"kl": {}}')
+    assert cli.main([*arguments, "--layers", "1", "--overwrite"]) == 0
     for file in ("searched.yaml", "searched.md", "searched.png"):
         shutil.copy(folder / "results" / file, folder / file)
     return read_kl(folder)
@@ -258,6 +265,16 @@ def test_the_fastest_plan_that_loses_no_more_is_chosen(
     faster = [other for other, _ in rows[: rows.index((plan, True))]]
     assert faster
     assert all(kl[other] > most for other in faster)
+
+
+def test_the_sequences_whose_time_counts_are_those_of_the_rule_that_changes(
+    searched: dict[str, float], arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For eight sequences W8A8 is the fastest, and no plan is as fast."""
+    assert cli.main([*arguments, "--max-slowdown", "0", "--sequences", "8"]) == 0
+    assert "chosen: w8a8 0-2; wrote " in capsys.readouterr().out
+    rules = load_policy(str(folder / "results" / "searched.yaml")).rules
+    assert [rule.variant for rule in rules] == ["w8a8", "w4a16", "w8a8", "w8a8"]
 
 
 def test_a_tuned_policy_loses_no_more_than_it_may(

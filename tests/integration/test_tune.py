@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -21,6 +23,7 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.merged_checkpoint import weights_identity
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.cli import build_parser, main
+from flexquant.cli._arguments import STUDY_DEFAULTS, study_of
 from flexquant.doctor.examining import count_bytes
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.workers import PassRunner
@@ -68,9 +71,11 @@ class Tuned(NamedTuple):
 
 @pytest.fixture(scope="module")
 def tuned(tiny_merged, tmp_path_factory) -> Tuned:
-    """Tune twice in one round, which no noise can call undecided; the samples are kept from run to run."""
+    """Tune twice in one round, which no noise can call undecided, over another run's policy and samples."""
     merged, output = tiny_merged() / "merged", tmp_path_factory.mktemp("tuned") / "policy.yaml"
-    arguments = ["tune", merged, "--output", output, *FEW, "--rounds", 1, "--enforce-eager"]
+    output.write_text("an earlier policy")
+    output.with_name("policy.yaml.samples.json").write_text('{"run": {}, "seconds": {}}')
+    arguments = ["tune", merged, "--output", output, *FEW, "--rounds", 1, "--enforce-eager", "--overwrite"]
     unreachable = run_here(*arguments, "--slo", "ttft=0.001ms")
     return Tuned(merged, output, unreachable, run_here(*arguments, "--json", "--objective", "latency"))
 
@@ -163,6 +168,7 @@ def test_an_engine_that_does_not_start_is_named_with_its_log(tiny_merged, tmp_pa
         ("tune --output p.yaml --reference m", "--reference is what --text is measured against"),
         ("tune --output p.yaml --variants w8a8", "there is nothing to choose from but w8a8"),
         ("fit --output p.yaml --memory 1GiB --sensitivity s", "s cannot be read"),
+        ("fit --output p.yaml --memory 1GiB --variants phase", "'phase' runs passes or layers in several"),
     ],
 )
 def test_wrong_use_costs_no_time(tiny_merged, tmp_path, monkeypatch, arguments, message):
@@ -188,13 +194,19 @@ def test_memory_is_said_in_one_way(tmp_path, capsys, options, message):
 
 
 @pytest.mark.parametrize("kind", ["merged", "w4a16"])
-def test_less_memory_than_one_copy_is_refused(tiny_merged, tmp_path, kind):
-    """A published checkpoint of INT4 weights has nothing but one copy."""
+def test_less_memory_than_one_copy_is_refused(tiny_merged, tmp_path, kind, monkeypatch):
+    """A published checkpoint of INT4 weights has nothing but one copy. The user's environment stays."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     done = run_here("fit", tiny_merged() / kind, "--output", tmp_path / "p.yaml", "--memory", "100KiB")
     assert done.status == 1
     assert "one copy takes" in done.stderr and "more than the 100.0 KiB there are for weights" in done.stderr
     assert "to compute INT8 weights in; give --memory 1MiB or more" in done.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+    command = ["fit", tiny_merged() / kind, "--output", tmp_path / "p.yaml"]
+    assert "10,000,000,000 are asked for; give fewer" in run_here(*command, "--kv-tokens", 10**10).stderr
+    halved = run_here(*command, "--memory", "100KiB", "--tensor-parallel-size", 2)
+    sizes = [re.search(r"one copy takes ([\d.]+ \w+) a rank", told.stderr)[1] for told in (done, halved)]
+    assert sizes[0] != sizes[1]
 
 
 def test_memory_without_int4_weights_is_refused(tmp_path):
@@ -221,8 +233,9 @@ def remember(arguments, variants, seconds) -> None:
     args = build_parser().parse_args([*map(str, arguments)])
     output = TuningFiles(args.output)
     grid = QUICK_CPU if current_platform.is_cpu() else QUICK_GPU
-    measured = Measurement(args.folder, variants, grid, output.samples, enforce_eager=args.enforce_eager)
-    for _ in range(grid.effort.rounds):
+    eager = current_platform.is_cpu() if args.enforce_eager is None else args.enforce_eager
+    measured = Measurement(args.folder, variants, grid, output.samples, enforce_eager=eager)
+    for _ in range(args.max_rounds or grid.effort.rounds):
         for phase, sizes in (("decode", measured.grid.decode), ("prefill", measured.grid.prefill)):
             for size in sizes:
                 for variant in variants:
@@ -239,7 +252,7 @@ def test_what_follows_from_samples_needs_no_engine(tiny_merged, tmp_path):
     merged = read_merged_config(folder)[0]
     for command, names in (
         (["tune", "--no-enforce-eager"], None),
-        (["fit", "--enforce-eager", "--memory", "1GiB"], ["w8a8", "w4a16", FROM_INT4]),
+        (["fit", "--max-rounds", 5, "--memory", "1GiB"], ["w8a8", "w4a16", FROM_INT4]),
     ):
         output = tmp_path / f"{command[0]}.yaml"
         arguments = [*command, folder, "--output", output, "--quick"]
@@ -251,6 +264,30 @@ def test_what_follows_from_samples_needs_no_engine(tiny_merged, tmp_path):
         assert [rule.variant for rule in policy.rules] == ["w4a16", "w8a8", "w8a8"]
         assert not output.with_name(f"{output.name}.samples.json").exists()
     assert "two copies: w8a8, w4a16" in told.stdout and told.stdout.count("  chosen\n") == 1
+    output = tmp_path / "largest.yaml"
+    largest = ["tune", folder, "--output", output, "--quick", "--objective", "throughput"]
+    remember(largest, find_variants(merged, None), lambda v, n: seconds.get(v, 0.5 + n / 8))
+    told = run_here(*largest, "--request-tokens", 100)
+    assert told.status == 0 and "requests of 100 tokens fit into memory: --max-batch" in told.stdout
+    assert [rule.variant for rule in load_policy(str(output)).rules] == ["w8a8"]
+
+
+def test_a_loss_that_was_measured_is_limited_without_an_engine(tiny_merged, tmp_path):
+    """Each layer in W4A16 loses 0.01, and 0.025 may be lost: two layers of four keep to it."""
+    merged, output, text = tiny_merged() / "merged", tmp_path / "p.yaml", tmp_path / "text.txt"
+    arguments = ["tune", merged, "--output", output, "--quick", "--max-quality-loss", 0.025, "--text", text]
+    assert f"there is no file {text}" in run_here(*arguments).stderr
+    text.write_text(Path(__file__).read_text())
+    args = build_parser().parse_args([*map(str, arguments)])
+    study = study_of(args, STUDY_DEFAULTS)
+    plans = itertools.product(study.variants, repeat=4)
+    kl = {describe_layers(plan): [plan.count("w4a16") / 100] for plan in plans}
+    TuningFiles(output).sensitivity.write_text(json.dumps(study.described() | {"kl": kl}))
+    remember(arguments, study.variants, lambda v, n: 1.0 if v == "w8a8" else 0.5 + n / 8)
+    told = run_here(*arguments)
+    assert told.status == 0 and "starting" not in told.stderr
+    assert "At most 0.025 is allowed: the fastest plan, " in told.stdout
+    assert load_policy(str(output)).rules[0].layers == {"2-3": "w4a16"}
 
 
 @pytest.mark.full

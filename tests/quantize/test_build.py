@@ -60,6 +60,7 @@ def test_nested_it_is_smaller_and_its_loss_is_measured(
 ) -> None:
     shutil.copytree(built / "merged-variants", tmp_path / "merged-variants")
     nested = command("build", model, tmp_path / "merged", "--max-loss", "0.001", "--nested", "--json")
+    nested[-2:-2] = ["--max-shard-size", "100KB"]
     assert cli.main(nested) == 0
     said = capsys.readouterr()
     result = json.loads(said.out.splitlines()[-1])
@@ -69,6 +70,8 @@ def test_nested_it_is_smaller_and_its_loss_is_measured(
         for folder in (tmp_path / "merged", built / "merged")
     ]
     assert sizes[0] < 0.9 * sizes[1]
+    counts = [len([*folder.glob("*.safetensors")]) for folder in (tmp_path / "merged", built / "merged")]
+    assert counts[0] > counts[1]
     plain, stored = (result[key]["w8a8"] for key in ("variants", "nested_losses"))
     assert stored.keys() == plain["losses"].keys()
     for kind, loss in stored.items():
@@ -257,6 +260,7 @@ def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(
         ("one variant", [], "exists and cannot be gone on with"),
         ("merged", ["--policy", "w8a8"], "stores another default policy than this build's"),
         ("merged", ["--max-shard-size", "100KB"], "has shards of another size than this build's"),
+        ("merged", ["--nested"], "lacks a nested variant, unlike what this build makes"),
         ("a policy of its own", [], "stores another default policy than this build's"),
         ("another order", [], "holds the variants w4a16, w8a8, but this build makes w8a8, w4a16"),
     ],
@@ -290,6 +294,9 @@ def test_a_policy_that_the_recipe_cannot_serve_is_refused_first(tmp_path: Path, 
     message = refused(tmp_path / "merged", "--recipe", str(tmp_path / "recipe.yaml"))
     assert "the policy 'phase-batch' uses the variant" in message
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+    (tmp_path / "recipe.yaml").write_text(recipe.partition(", b:")[0] + "}\n")  # one variant needs no policy
+    alone = ["--recipe", str(tmp_path / "recipe.yaml"), "--calibration", "none.txt"]
+    assert "there is no file none.txt; give a file" in refused(tmp_path / "merged", *alone)
     rule = "use: {default: w4a16, layers: {'7': w8a8}}"
     (tmp_path / "policy.yaml").write_text(f"schema: flexquant.policy/v1\nrules: [{{{rule}}}]\n")
     message = refused(tmp_path / "merged", "--recipe", "rtn", "--policy", str(tmp_path / "policy.yaml"))

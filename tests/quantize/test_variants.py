@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from flexquant.merge import merge_checkpoints
 from flexquant.quantization.oneshot import load_quantized
-from flexquant.quantization.recipe import SCHEMA, load_recipe
+from flexquant.quantization.recipe import SCHEMA, Calibration, load_recipe
 from flexquant.quantization.vocabulary import MODIFIERS
 from tests.checkpoints import StateDict, make_checkpoint
 from tests.foreign import config_of
@@ -211,9 +212,12 @@ def test_calibration_on_text_and_on_messages(own: Path, tmp_path: Path) -> None:
     chats.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello there! " * 100}]}))
     by = recipe(w4a16=W4A16)
     quantize(own, tmp_path / "text", by, calibration=text)
-    quantize(own, tmp_path / "chats", by, calibration=chats)
+    settings = Calibration(data=str(chats), samples=4, length=64, seed=3)
+    as_said = {"samples": None, "length": None, "seed": 0}
+    quantize(own, tmp_path / "chats", replace(by, calibration=settings), **as_said)
     assert (tmp_path / "chats/w4a16/chat_template.jinja").is_file()
-    assert load_recipe(tmp_path / "chats/w4a16/recipe.yaml").calibration.data == "chats.jsonl"
+    used = load_recipe(tmp_path / "chats/w4a16/recipe.yaml").calibration
+    assert used == Calibration(data="chats.jsonl", samples=4, length=64, seed=0)
     weights = [digests(tmp_path / kind)["w4a16/model.safetensors"] for kind in ("text", "chats")]
     assert weights[0] != weights[1]
 

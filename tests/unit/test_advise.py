@@ -361,14 +361,16 @@ def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     planned(tmp_path, LLAMA_8B)
     command = ["advise", str(tmp_path), "--device", "l20", "--tensor-parallel-size"]
-    assert cli.main([*command, "2", "--concurrency", "1,4", "--input-len", "512", "--json"]) == 0
+    options = "--concurrency 1,4 --input-len 512 --output-len 128 --gpu-memory-utilization 0.5 --json"
+    assert cli.main([*command, "2", *options.split()]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tmp_path} on 2 x NVIDIA L20, 48 GB (l20)"
-    assert lines[2].startswith("requests of 512 + 256 tokens")
+    assert lines[2].startswith("requests of 512 + 128 tokens")
     names = [way.name for way in ways(load_device("l20"))]
     assert [line[:12].rstrip() for line in lines[5 : 5 + len(names)]] == names
     found = json.loads(last)
-    one = tried(tmp_path, LLAMA_8B, "l20", 2, Batches(512, 256, (1, 4)))[ONE_COPY]
+    model, l20 = PlannedModel.read(str(tmp_path)), load_device("l20")
+    one = try_ways(model, l20, Batches(512, 128, (1, 4)), 2, 0.5)[names.index(ONE_COPY)]
     assert found["ways"][ONE_COPY]["kv_cache_tokens"] == one.kv_cache_tokens
     assert found["ways"][ONE_COPY]["loads"]["4"]["ttft"] == one.loads[4].ttft
     assert found["choice"] == "stock W4A16" and found["helps"] is False

@@ -12,6 +12,7 @@ import pytest
 from flexquant import cli
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.policy.rules import builtin_policies, load_policy
+from flexquant.policy.schema import json_schema
 from tests.pass_times import make_times
 
 
@@ -74,7 +75,9 @@ def test_show_without_a_model_has_layers_as_written_and_ends_at_max_tokens(
 def test_show_with_a_model_resolves_layers(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, nested: bool
 ) -> None:
-    lines, result = run(capsys, "show", "phase-batch-layer", "--model", merged(tmp_path, nested))
+    command = ["show", "phase-batch-layer", "--model", merged(tmp_path, nested)]
+    assert run(capsys, *command, "--max-tokens", "40")[1]["routes"][-1]["max_tokens"] == 40
+    lines, result = run(capsys, *command)
     assert lines[3].split()[-1] == "w8a8+w4a16[4]"
     assert result["num_layers"] == 6
     assert result["plans"]["w8a8+w4a16[4]"] == ["w8a8"] * 4 + ["w4a16", "w8a8"]
@@ -109,6 +112,10 @@ def test_validate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert result == {"policy": str(path), "valid": True, "rules": 2, "variants": ["fp8", "w8a8"]}
     path.write_text("schema: flexquant.policy/v1\nrules:\n  - use: 8\n")
     assert f"error: {path}, line 3: rules[0].use is 8;" in fail(capsys, "validate", str(path))
+
+
+def test_the_schema_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "schema") == ([], json_schema())
 
 
 def test_show_refuses_an_unknown_policy_and_one_that_does_not_fit(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexquant.cli import main
 from flexquant.merge import convert_checkpoint, merge_checkpoints
 from flexquant.merge.formats import open_source
 from tests.checkpoints import make_checkpoint
@@ -59,13 +60,18 @@ def test_values_scales_and_zero_points_are_kept(
         assert torch.equal(tensor.to(expected.dtype), expected)
 
 
-def test_another_dtype_is_asked_for_where_the_variants_differ(w4a16: Path, tmp_path: Path) -> None:
+def test_another_dtype_is_asked_for_where_the_variants_differ(
+    w4a16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     half = make_checkpoint(tmp_path / "half", scheme="w4a16")
     edits.in_half(half)
     foreign = write_foreign(half, tmp_path / "gptq", "gptq")
     w8a8 = make_checkpoint(tmp_path / "w8a8")
 
-    convert_checkpoint(foreign, tmp_path / "converted", dtype="bfloat16")
+    command = ["convert", str(foreign), "--output", str(tmp_path / "converted"), "--overwrite"]
+    convert_checkpoint(foreign, tmp_path / "converted")
+    assert main(command[:-1]) == 1 and main([*command, "--dtype", "bfloat16"]) == 0
+    assert ": 14 linears, converted from gptq" in capsys.readouterr().out
     assert config_of(tmp_path / "converted")["dtype"] == "bfloat16"
     rounded = {
         key: tensor.half().bfloat16() if tensor.dtype is torch.bfloat16 else tensor

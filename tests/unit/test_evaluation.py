@@ -301,3 +301,14 @@ def test_questions_need_a_reference_and_a_file_that_holds_some(folder, tmp_path,
     (tmp_path / "q.txt").write_text("\n \n")
     assert main([*command, "--reference", str(folder / "model")]) == 1
     assert "holds no questions; write one a line, or pass --no-questions" in capsys.readouterr().err
+
+
+def test_without_questions_no_answer_has_to_fit(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    (tmp_path / "short.txt").write_text("words")
+    command = ["eval", str(folder / "merged"), "--text", str(tmp_path / "short.txt")]
+    command += ["--reference", str(folder / "model"), "--answer-tokens", "3000"]
+    for options, said in (([], "a question and its answer"), (["--no-questions"], "has 5 tokens, but")):
+        assert main([*command, *options]) == 1
+        assert said in capsys.readouterr().err
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"

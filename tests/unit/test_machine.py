@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 from examples.vllm_server import default_environment
 from flexquant.doctor import Finding
-from flexquant.evaluation.engine import describe_command, describe_machine
+from flexquant.evaluation.engine import describe_command, describe_machine, prepare_environment
 from flexquant.policy.pass_times import device_name
 
 
@@ -44,6 +45,9 @@ def test_a_server_takes_what_the_environment_says(monkeypatch: pytest.MonkeyPatc
     assert default_environment()["VLLM_CPU_KVCACHE_SPACE"] == "1"
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     assert default_environment()["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "7")
+    prepare_environment()
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == os.environ["VLLM_CPU_KVCACHE_SPACE"] == "7"
 
 
 def test_a_mark_tells_what_could_be_better_from_what_does_not_serve() -> None:

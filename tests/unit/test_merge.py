@@ -164,7 +164,8 @@ def test_incompatible_kv_caches_are_refused_or_recorded(tmp_path):
     with refused("layer 1.*k_proj"):
         merge_checkpoints(pair, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-    merge_checkpoints(pair, tmp_path / "merged", allow_incompatible_kv=True)
+    named = [f"{name}={folder}" for name, folder in pair.items()]
+    assert main(["merge", *named, "--output", str(tmp_path / "merged"), "--allow-incompatible-kv"]) == 0
     section = config_of(tmp_path / "merged")["quantization_config"]
     assert section["kv_compatibility"]["compatible"] is False
     assert section["layered_plans"] is False
@@ -247,6 +248,13 @@ def test_command_line(sources, tmp_path, capsys):
     assert "int4 weights (group 64), 16-bit activations" in capsys.readouterr().out
     assert main(argv) == 1
     assert "merge: error:" in capsys.readouterr().err
+    for part in ("config", "tokenizer", "generation", "processor"):
+        assert main([*argv, "--overwrite", f"--{part}-from", "fp8"]) == 1
+        assert f"--{part}-from names 'fp8', but the variants are" in capsys.readouterr().err
+    assert main([*argv, "--overwrite", "--policy", "w8a8", "--dtype", "float16"]) == 0
+    assert config_of(tmp_path / "merged")["dtype"] == "float16" and main(["inspect", output]) == 0
+    loaded = capsys.readouterr().out.partition("loaded under the default policy: ")[2]
+    assert "w8a8" in loaded and "w4a16" not in loaded
     for bad in ("w8a8", "=dir", "w8a8="):
         assert main(["merge", bad, "--output", output]) == 2
         assert f"'{bad}' is not NAME=DIR" in capsys.readouterr().err

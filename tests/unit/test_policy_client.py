@@ -30,6 +30,7 @@ class Server(HTTPServer):
         self.code, self.location = code, location
         self.answer: dict[str, object] = {}
         self.keys: list[str | None] = []
+        self.path = ""
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -40,6 +41,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.keys.append(self.headers["Authorization"])
+        self.server.path = self.path
         self.send_response(self.server.code)
         if self.server.location:
             self.send_header("Location", self.server.location)
@@ -136,3 +138,8 @@ def test_the_command_tells_which_plan_comes_after_which(
     lines = capsys.readouterr().out.splitlines()
     assert (lines[0], lines[-1]) == (first, last)
     assert lines[1].split() == ["decode", "1", "to", "64", "tokens", "w4a16", "->", "w8a8"]
+    other.answer |= {"routes": [], "captures_graphs": False}
+    assert cli.main(["policy", "apply", f"{other.url}/v1/", "w8a8", *options]) == 0
+    assert other.path == f"/flexquant/policy?name=w8a8&dry_run={'true' if options else 'false'}"
+    told = capsys.readouterr().out
+    assert told.splitlines()[1] == "every pass keeps its plan" and "CUDA graphs" not in told

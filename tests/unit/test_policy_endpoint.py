@@ -251,8 +251,10 @@ def test_the_status_says_where_engines_disagree() -> None:
 
 
 @pytest.mark.parametrize(("key", "code"), [(KEYS[0], 404), (KEYS[1], 404), (KEYS[0] + KEYS[1], 401)])
-def test_every_key_of_vllms_is_taken(app: FastAPI, key: str, code: int) -> None:
-    """With a key of vLLM's the answer is that nothing merged is served."""
+def test_every_key_of_vllms_is_taken(
+    app: FastAPI, key: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a key of vLLM's, by an option or else a variable, the answer is that nothing merged is served."""
     not_merged = SimpleNamespace(
         model_config=SimpleNamespace(quantization=None),
         parallel_config=SimpleNamespace(worker_extension_cls=WORKER_EXTENSION),
@@ -260,6 +262,11 @@ def test_every_key_of_vllms_is_taken(app: FastAPI, key: str, code: int) -> None:
     app.state.flexquant_engine = EnginesClient([], not_merged)
     with TestClient(app) as client:
         assert client.get("/flexquant", headers={"Authorization": f"Bearer {key}"}).status_code == code
+        monkeypatch.setenv("VLLM_API_KEY", KEYS[1])
+        for by_option, expected in ((KEYS[:1], KEYS[0]), (None, KEYS[1])):
+            app.state.args.api_key = by_option
+            reply = client.get("/flexquant", headers={"Authorization": f"Bearer {key}"})
+            assert reply.status_code == (404 if key == expected else 401)
 
 
 @pytest.mark.parametrize("app", [f"{ADMIN}\n", f" {ADMIN}\t"], indirect=True)

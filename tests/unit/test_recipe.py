@@ -68,6 +68,8 @@ def test_a_file_is_read_back_as_written(tmp_path: Path) -> None:
     assert recipe.calibration == Calibration(data="chats.jsonl", samples=4)
     assert {name: v.to_json() for name, v in recipe.variants.items()} == document["variants"]
     assert recipe.variants["int4"].scale_distillation == ScaleDistillation(epochs=2)
+    in_int8 = recipe.with_head("int8")
+    assert in_int8.with_head(None) == in_int8 != in_int8.with_head("stored") == recipe
 
 
 def calibrated(settings: str) -> str:

@@ -205,6 +205,11 @@ def test_command_line(sources, merged, tmp_path, capsys):
     assert "tensors equal to recorded hashes" in capsys.readouterr().out
     assert main(["verify", str(merged), "--against", f"w8a8={sources['w8a8']}"]) == 0
     assert main(["split", str(merged), "--variant", "w8a8", "--output", str(tmp_path / "plain")]) == 0
+    assert "tensors of 'w8a8', " in capsys.readouterr().out
+    again = ["split", str(merged), "--variant", "w8a8", "--output", str(tmp_path / "plain")]
+    assert main(again) == 1
+    assert main([*again, "--overwrite", "--max-shard-size", "50KB"]) == 0
+    assert len([*(tmp_path / "plain").glob("*.safetensors")]) > 1
     capsys.readouterr()
     flip_a_byte(merged, "shared.model.norm.weight")
     assert main(["verify", str(merged)]) == 1
