@@ -80,7 +80,7 @@ def command(capsys):
         (["--model", "gpt"], "'gpt' is not a model; choose from tiny, small, "),
         (["--model", "tiny", "--parts", "kernels,serve"], "'serve' is not a part; choose from kernels, "),
         (["--model", "tiny", "--schemes", "w8a8,w2a16"], "'w2a16' is not a scheme; choose from bf16, "),
-        (["--model", "tiny", "--layers", "embed_tokens"], "'embed_tokens' is not a layer; choose from qkv_proj, "),
+        (["--model", "tiny", "--layers", "norm"], "'norm' is not a layer; choose from qkv_proj, "),
         (["--model", "tiny", "--tokens", "1,0"], "'0' is not a number of tokens; give whole numbers"),
         (["--model", "tiny", "--tokens", "many"], "'many' is not a number of tokens; give whole numbers"),
         (["--model", "tiny", "--serving", "8x8"], "'8x8' is not a workload; write REQUESTSxINPUT+OUTPUT"),
