@@ -168,7 +168,7 @@ def test_an_engine_that_does_not_start_is_named_with_its_log(tiny_merged, tmp_pa
         ("tune --output p.yaml --reference m", "--reference is what --text is measured against"),
         ("tune --output p.yaml --variants w8a8", "there is nothing to choose from but w8a8"),
         ("fit --output p.yaml --memory 1GiB --sensitivity s", "s cannot be read"),
-        ("fit --output p.yaml --memory 1GiB --variants phase", "'phase' runs passes or layers in several"),
+        ("fit --output p.yaml --memory 1KiB --variants phase", "'phase' runs passes or layers in several"),
     ],
 )
 def test_wrong_use_costs_no_time(tiny_merged, tmp_path, monkeypatch, arguments, message):
