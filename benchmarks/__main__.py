@@ -4,8 +4,8 @@
 
 Measures vLLM's linear layers by scheme (kernels) and servers under load (serving). Every cell is written as
 it finishes: started again, the same command goes on where it stopped. Synthetic models are made in --work.
-benchmarks/README.md tells how to read the report. The other benchmarks are programs of their own: `python -m`
-with benchmarks.own_cost, .merge, .quality, .generation, .overview (the README's picture) or .readme_tables.
+benchmarks/README.md tells how to read the report, and names the other benchmarks, such as
+`python -m benchmarks.merge`.
 
 examples:
   python -m benchmarks --quick

@@ -16,7 +16,6 @@ import re
 import sys
 from collections.abc import Callable
 from itertools import chain
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -24,8 +23,7 @@ from benchmarks.generation.results import table as answers_table
 from benchmarks.result import RESULTS, markdown, read_result
 from benchmarks.speed import page_tables
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "benchmarks").glob("*.md"))
+PAGES = sorted(RESULTS.parent.glob("*.md"))
 BLOCK = re.compile(r"(<!-- from results: (\w+)((?: \S+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 METHODS = {
     "w8a8": "W8A8: SmoothQuant searched per layer + GPTQ (default)",

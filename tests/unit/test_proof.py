@@ -31,7 +31,7 @@ from benchmarks.proof.claims import (
 from benchmarks.proof.gpu import SERVING, fitting_subjects, kv_cache_gib, most_tokens, server_gib
 from benchmarks.proof.live import LINEUPS, PLAIN, W4A8, tries
 from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, VARIABLE, Outcomes, read_outcomes
-from benchmarks.proof.proving import KERNELS, MINIATURE_KERNELS, STEPS
+from benchmarks.proof.proving import HEAD_KERNELS, KERNELS, MINIATURE_KERNELS, STEPS
 from benchmarks.proof.report import LARGE, LIVE_POLICIES, PROOF, RIVAL_POLICIES, read_found, write_proof
 from benchmarks.proof.steps import DONE, OUT_OF_TIME, Outcome, append_step, read_steps, run_bounded
 from benchmarks.speed.command_line import choose_settings, make_parser
@@ -264,7 +264,7 @@ def test_a_live_server_starts_with_a_policy_that_reaches_all_that_it_will_take(l
         assert policy.derived == {name: start.derived[name] for name in policy.derived}
 
 
-@pytest.mark.parametrize("schemes", [*KERNELS.values(), *MINIATURE_KERNELS.values()])
+@pytest.mark.parametrize("schemes", [*KERNELS.values(), *MINIATURE_KERNELS.values(), HEAD_KERNELS])
 def test_the_kernels_of_the_steps_are_ones_that_a_run_takes(schemes: str) -> None:
     args = make_parser("").parse_args(["run", "--schemes", schemes])
     assert choose_settings(args, on_gpu=True).schemes == tuple(schemes.split(","))

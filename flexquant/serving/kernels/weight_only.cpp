@@ -214,8 +214,9 @@ inline __m512i order_of_bytes() {
 
 struct Int4 {
   static constexpr int64_t PARTS = INT4_BLOCK / 16;
-  static constexpr float MIDDLE = 24;  // of value + 16, which pairs() makes: the value is the first bits of bfloat16's fraction
-  const uint8_t* packed;               // [inputs, INT4_BLOCK / 2]: a byte holds outputs b and b + INT4_BLOCK / 2
+  // pairs() gives value + 16, as which bfloat16 has the value in the first four bits of its fraction. What stands for 0 is 24.
+  static constexpr float MIDDLE = 24;
+  const uint8_t* packed;  // [inputs, INT4_BLOCK / 2]: a byte holds outputs b and b + INT4_BLOCK / 2
   const __m512i order;
 
   const char* at(int64_t k) const { return reinterpret_cast<const char*>(packed + k * INT4_BLOCK); }
