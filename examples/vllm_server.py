@@ -8,6 +8,7 @@ The examples, the benchmarks and the tests start servers so.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flexquant.errors import FlexQuantError
@@ -109,10 +110,16 @@ def default_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free on 127.0.0.1 at the moment."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Return a TCP port that is free on 127.0.0.1 at the moment.
+
+    It is below the ports that Linux gives to connections (from 32768 on), so that no connection takes it
+    before the server binds it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 class ProcessGroup:
