@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.integration.conftest import generate
 from tests.integration.logprobs import distance
 from tests.integration.test_serving_errors import configure, flexquant, refusal
 from tests.policies import rules
-from tests.rotations import make_rotated
+from tests.rotations import GROUP, make_rotated
 
 pytestmark = pytest.mark.engine
 
@@ -43,18 +44,22 @@ def test_every_way_to_its_weights_rotates_its_inputs(tmp_path: Path, compiled: b
     assert distance(in_int4, in_int8) < 1.5 * rounding
 
 
-def test_tensor_parallelism_is_refused_where_inputs_are_rotated(tmp_path: Path) -> None:
+def test_what_ranks_and_the_host_cannot_rotate_is_refused(tmp_path: Path) -> None:
     sources = {
         "w8a8": make_rotated(tmp_path / "w8a8", "w8a8"),
         "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16"),
     }
-    merge_checkpoints(sources, tmp_path / "merged")
-    problem = refusal(tmp_path / "merged", tensor_parallel_size=2, **flexquant(policy="phase"))
-    assert "'w8a8', whose linears' inputs are rotated in each pass, under tensor parallelism" in problem
-    assert "drop --cpu-offload-gb" in refusal(
-        tmp_path / "merged", cpu_offload_gb=1, **flexquant(policy="phase")
-    )
-    configure(tmp_path / "merged", tensor_parallel_size=2, **flexquant(policy="w4a16"))
+    merged = tmp_path / "merged"
+    merge_checkpoints(sources, merged)
+    assert "drop --cpu-offload-gb" in refusal(merged, cpu_offload_gb=1, **flexquant(policy="phase"))
+    configure(merged, tensor_parallel_size=2, **flexquant(policy="phase"))
+    config = json.loads((merged / "config.json").read_text())
+    stored = config["quantization_config"]["variants"]["w8a8"]["quantization_config"]
+    del stored["transform_config"]["config_groups"][GROUP]["head_dim"]
+    (merged / "config.json").write_text(json.dumps(config))
+    problem = refusal(merged, tensor_parallel_size=2, **flexquant(policy="phase"))
+    assert "'w8a8', which rotates outputs, or all inputs of a linear at once, under tensor" in problem
+    configure(merged, tensor_parallel_size=2, **flexquant(policy="w4a16"))
 
 
 def test_the_matrix_is_loaded_where_its_layer_is_in_no_plan(tmp_path: Path) -> None:
