@@ -16,7 +16,8 @@ from torch import nn
 
 from flexquant.checkpoint.schemes import ROTATION
 from flexquant.errors import FlexQuantError
-from flexquant.serving.vllm_api import HadamardTransform, rotation_module
+from flexquant.serving.vllm_api import HadamardTransform
+from flexquant.serving.vllm_api import module as rotation_module
 
 
 def rotate_on_every_rank() -> None:
