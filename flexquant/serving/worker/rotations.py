@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Have linears multiply their inputs by a matrix in each pass (QuIP, SpinQuant's fourth rotation), and load it.
+"""Load the matrices by which linears multiply their inputs in each pass (QuIP), and have vLLM multiply them.
 
 Linears with inputs of one size share a matrix, and a checkpoint has it under the first of them alone, whose
 layer need not be on this rank, or in any plan. vLLM leaves a matrix that it does not find as the memory was.
