@@ -318,9 +318,9 @@ def test_a_model_that_cannot_have_the_rotation_goes_without_it_unless_it_is_aske
     assert any(re.fullmatch(f"without QuIPModifier, which {why}", note) for note in resolved.notes)
     assert "QuIPModifier" not in resolved.recipe.modifiers and resolved.linears
     rotation = {key: v for key, v in by_default.modifiers["QuIPModifier"].items() if key != "where_possible"}
-    own = parse({"v": {"QuIPModifier": rotation, **with_argument(ignore=["re:.*(lm_head|embed_out)$"])}})
+    own = parse({"v": {"QuIPModifier": rotation, **W8A8}}).variants["v"]
     with pytest.raises(FlexQuantError, match=f"my.yaml, line 3: variants.v: QuIPModifier {why}; "):
-        resolve_variant(own.variants["v"], model, settings.model_type)
+        resolve_variant(own, model, settings.model_type)
 
 
 def test_what_is_rotated_is_not_smoothed_after() -> None:
