@@ -3,7 +3,8 @@
 """vLLM's CPU worker, for static checkpoints, with kernels that FlexQuant brings along.
 
 Where vLLM's own are missing or wrong, a static checkpoint can be served at all only with FlexQuant's (W4A16
-on CPUs without AVX512, rotated inputs). Where there are several, the second class takes those that FlexQuant would choose.
+on CPUs without AVX512, rotated inputs). Where there are several, the second class takes those that FlexQuant
+would choose.
 """
 
 from __future__ import annotations
