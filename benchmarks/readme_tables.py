@@ -26,7 +26,7 @@ from benchmarks.speed import page_tables
 PAGES = sorted(RESULTS.parent.glob("*.md"))
 BLOCK = re.compile(r"(<!-- from results: (\w+)((?: \S+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 METHODS = {
-    "w8a8": "W8A8: SmoothQuant searched per layer + GPTQ (default)",
+    "w8a8": "W8A8: SmoothQuant searched per layer + GPTQ (`unrotated`, symmetric)",
     "w8a8-alpha06": "W8A8: SmoothQuant 0.6 + GPTQ",
     "w8a8-alpha05": "W8A8: SmoothQuant 0.5 + GPTQ",
     "w4a16": "W4A16: GPTQ on normalised tokens, importance-weighted scales (default)",

@@ -40,9 +40,10 @@ from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import Policy, choose_policy
 from flexquant.quantization.progress import Stage, no_stage, quiet_libraries
 from flexquant.quantization.quantizing import quantize_variants
-from flexquant.quantization.recipe import Recipe
+from flexquant.quantization.recipe import UNROTATED, Recipe
 from flexquant.quantization.report import QuantizedVariant
 from flexquant.quantization.source_model import find_folder, read_source
+from flexquant.quantization.vocabulary import ROTATES
 
 STAGES_AFTER_QUANTISING = 3
 """Stages of :func:`build_checkpoint` after quantising: merging, verifying, measuring."""
@@ -92,6 +93,8 @@ def build_checkpoint(
     folder = Path(variants_folder) if variants_folder else output.with_name(f"{output.name}-variants")
     policy = policy or recipe.policy
     _check_policy(policy, recipe)
+    if nested:
+        _check_nestable(recipe)
     finished = output.exists() and not overwrite
     if finished:
         _check_finished(output, list(recipe.variants), policy, nested, max_shard_size)
@@ -194,6 +197,15 @@ def _check_policy(policy: str | None, recipe: Recipe) -> None:
             problem = f"the policy '{chosen.name}' uses the variant '{variant}'"
             made = f"but the recipe '{recipe.name}' makes {', '.join(recipe.variants)}"
             raise FlexQuantError(f"{problem}, {made}; choose another with --policy")
+
+
+def _check_nestable(recipe: Recipe) -> None:
+    """Raise FlexQuantError for a recipe whose variants merging would not nest, whatever the model."""
+    if rotated := [name for name, variant in recipe.variants.items() if ROTATES in variant.modifiers]:
+        raise FlexQuantError(
+            f"the recipe '{recipe.name}' rotates inputs of '{rotated[0]}', which cannot be nested; take the "
+            f"recipe '{UNROTATED}', remove {ROTATES} from yours, or build without --nested"
+        )
 
 
 def _check_mergeable(variants: Sequence[str], policy: str | None, folder: Path) -> None:

@@ -211,7 +211,8 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
         if rotates_in_passes(sources[name].quantization_config):
             eight = name if name in eights else eights[0]
             reason = f"each pass rotates the inputs of linears of '{name}'"
-            raise FlexQuantError(f"'{eight}' cannot be nested in '{source}': {reason}; {TWO_COPIES}")
+            advice = f"quantise by the recipe 'unrotated', or {TWO_COPIES}"
+            raise FlexQuantError(f"'{eight}' cannot be nested in '{source}': {reason}; {advice}")
     for name in eights:
         tensors, by_layer = sources[name].tensors, dict[str, dict[str, Pair]]()
         for module in sorted(schemes[name] | schemes[source]):

@@ -3,7 +3,8 @@
 """vLLM's CPU worker, for static checkpoints, with kernels that FlexQuant brings along.
 
 Where vLLM's own are missing or wrong, a static checkpoint can be served at all only with FlexQuant's (W4A16
-on CPUs without AVX512). Where there are several, the second class takes those that FlexQuant would choose.
+on CPUs without AVX512, rotated inputs). Where there are several, the second class takes those that FlexQuant
+would choose.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from flexquant.serving.kernels.choice import DECODE_SIZES, choose_kernels
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
+from flexquant.serving.worker.rotations import provide_rotations
 
 
 class CPUWorkerWithKernels(CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         provide_cpu_kernels()
+        provide_rotations()
         super().load_model(*args, **kwargs)
 
 

@@ -23,7 +23,7 @@ KEY = "measured"
 """The key of a recipe under which a variant's losses are, by kind of text."""
 HELP = (
     "calibrate on text like your users' (--calibration FILE), or add to the recipe what it lacks: for INT4 "
-    "zero points (W4A16_ASYM), groups of 32, scale_distillation; for W8A8 what 'rotated' has"
+    "zero points (W4A16_ASYM), groups of 32, scale_distillation; for W8A8 what 'default' has"
 )
 
 

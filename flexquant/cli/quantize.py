@@ -19,7 +19,7 @@ from flexquant.checkpoint.weight_bytes import format_bytes, format_report
 from flexquant.cli._arguments import add_shard_size, parse_names, parse_number, parse_seed, pick
 from flexquant.policy.schema import Head
 from flexquant.quantization.quantizing import STAGES_BEFORE_VARIANTS, quantize_variants
-from flexquant.quantization.recipe import DEFAULT_RECIPE, builtin_recipes, load_recipe
+from flexquant.quantization.recipe import DEFAULT_RECIPE, UNROTATED, Recipe, builtin_recipes, load_recipe
 from flexquant.quantization.report import QuantizedVariant
 
 
@@ -41,7 +41,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     add("--variants-folder", metavar="DIR", help="where the variants stay (default: DIR-variants)")
     add("--policy", metavar="NAME|FILE", help="policy to store as the default (default: the recipe's)")
     text = "store W8A8 as what INT4 lacks for it, as 'flexquant merge --nested' does, and measure what "
-    text += "it lost so"
+    text += f"it lost so (default recipe: {UNROTATED})"
     add("--nested", action="store_true", help=text)
     add("--overwrite", action="store_true", help="replace existing folders that other inputs made")
     _add_recipe(parser)
@@ -52,7 +52,7 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = f"how each variant is made: {', '.join(builtin_recipes())}, or a YAML file (default: "
     text += f"{DEFAULT_RECIPE})"
-    add("--recipe", default=DEFAULT_RECIPE, metavar="NAME|FILE", help=text)
+    add("--recipe", metavar="NAME|FILE", help=text)
     text = "text or .jsonl file, folder of them, dataset id, or 'self': text of which the model writes "
     text += "half (default: the recipe's; built-in recipes: self)"
     add("--calibration", metavar="FILE|DIR|DATASET|self", help=text)
@@ -66,6 +66,10 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     add("--max-loss", type=parse_number, default=100 * MAX_LOSS, metavar="PERCENT", help=text)
     text = "also show the progress bars, logs and warnings of llmcompressor"
     add("--verbose", action="store_true", help=text)
+
+
+def _read_recipe(args: argparse.Namespace, default: str) -> Recipe:
+    return load_recipe(default if args.recipe is None else args.recipe).with_head(args.head)
 
 
 def quantize(args: argparse.Namespace) -> JsonObject:
@@ -82,7 +86,7 @@ def quantize(args: argparse.Namespace) -> JsonObject:
       flexquant quantize path/to/model --output variants --calibration chats.jsonl --samples 256 --length 1024
       flexquant quantize path/to/model --output variants --recipe my-recipe.yaml --variants w4a16 --resume
     """
-    recipe = load_recipe(args.recipe).with_head(args.head)
+    recipe = _read_recipe(args, DEFAULT_RECIPE)
     wanted = recipe.variants if args.variants is None else set(args.variants)
     how = {**_how(args, STAGES_BEFORE_VARIANTS + len(wanted)), **pick(args, "variants", "resume")}
     with redirect_stdout(sys.stderr):  # llmcompressor prints
@@ -102,7 +106,9 @@ def build(args: argparse.Namespace) -> JsonObject:
     """
     from flexquant.build import STAGES_AFTER_QUANTISING, build_checkpoint
 
-    recipe = load_recipe(args.recipe).with_head(args.head)
+    if args.nested and args.recipe is None:
+        print(f"--nested takes the recipe '{UNROTATED}': rotated weights cannot be nested", file=sys.stderr)
+    recipe = _read_recipe(args, UNROTATED if args.nested else DEFAULT_RECIPE)
     stages = STAGES_BEFORE_VARIANTS + len(recipe.variants) + STAGES_AFTER_QUANTISING
     how = _how(args, stages) | pick(args, "variants_folder", "policy", "nested", "max_shard_size")
     with redirect_stdout(sys.stderr):  # llmcompressor prints

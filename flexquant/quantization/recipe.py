@@ -39,6 +39,8 @@ from flexquant.quantization.vocabulary import MODIFIERS, QUANTIZERS, ROTATES, RO
 
 SCHEMA: Literal["flexquant.recipe/v1"] = "flexquant.recipe/v1"
 DEFAULT_RECIPE = "default"
+UNROTATED = "unrotated"
+"""The default recipe without what cannot be nested."""
 PACKAGE = "flexquant.quantization.recipes"
 
 

@@ -67,10 +67,14 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
                     smoothed = names
             modifiers[name] = arguments
         if (rotation := modifiers.get(ROTATES)) is not None:
-            if (size := _block_size(rotation, model)) is None:
-                notes.append(f"without {ROTATES}, whose targets are all ignored in this model")
+            where_possible = rotation.pop("where_possible", False)
+            try:
+                rotation["transform_block_size"] = _block_size(rotation, model)
+            except _NotRotated as e:
+                if e.remedy and not where_possible:
+                    raise
+                notes.append(f"without {ROTATES}, which {e.why}")
                 del modifiers[ROTATES]
-            rotation["transform_block_size"] = size
         quantizer = modifiers[recipe.quantizer]
         if quantizer.pop("asymmetric_activations", False):
             quantizer = modifiers[recipe.quantizer] = with_asymmetric_activations(quantizer, model)
@@ -134,10 +138,18 @@ def _check_strengths(strengths: object, smoothed: Sequence[str]) -> None:
             )
 
 
-def _block_size(arguments: JsonObject, model: PreTrainedModel) -> int | None:
+class _NotRotated(FlexQuantError):
+    """Why a model does not have a rotation; with a ``remedy`` the recipe asked for what cannot be had."""
+
+    def __init__(self, why: str, remedy: str = "") -> None:
+        super().__init__(f"{ROTATES} {why}; {remedy}")
+        self.why, self.remedy = why, remedy
+
+
+def _block_size(arguments: JsonObject, model: PreTrainedModel) -> int:
     """Return the first of the given sizes whose blocks the inputs that are to be rotated consist of.
 
-    None if the model has such linears, and all are ignored.
+    Raises _NotRotated where inputs cannot be rotated, and, without a remedy, where all targets are ignored.
     """
     from compressed_tensors.utils import match_named_modules
 
@@ -147,29 +159,31 @@ def _block_size(arguments: JsonObject, model: PreTrainedModel) -> int | None:
     inputs = {name: getattr(module, "in_features", 0) for name, module in found.items()}
     if not found:
         if dict(match_named_modules(model, arguments["targets"])):
-            return None
-        raise FlexQuantError(f"{ROTATES} matches no linear of the model; correct 'targets'")
+            raise _NotRotated("ignores all its targets in this model")
+        raise _NotRotated("matches no linear of the model", "correct 'targets'")
     fused: dict[str, list[str]] = {}
     for name, _ in model.named_modules():
         fused.setdefault(fused_name(name), []).append(name)
     for name, module in found.items():
         if others := {*fused[fused_name(name)]} - {*found}:
-            raise FlexQuantError(
-                f"{ROTATES} would rotate the inputs of {name} and not of {min(others)}, and vLLM multiplies "
-                "them at once; give 'targets' that match both"
+            raise _NotRotated(
+                f"would rotate the inputs of {name} and not of {min(others)}, and vLLM multiplies them at "
+                "once",
+                "give 'targets' that match both",
             )
         is_rotated = not (EXPERTS.match(f"{name}.") or LATENT_UP.match(f"{name}.") or name == "lm_head")
         if not is_rotated or getattr(module, "bias", None) is not None:
-            raise FlexQuantError(
-                f"{ROTATES} would rotate the inputs of {name}, which vLLM does not for "
-                "experts, what expands a latent cache, an lm_head or a bias; add its name to 'ignore'"
+            raise _NotRotated(
+                f"would rotate the inputs of {name}, which vLLM does not for experts, what expands a latent "
+                "cache, an lm_head or a bias",
+                "add its name to 'ignore'",
             )
     fitting = (size for size in sizes if all(n and n % size == 0 for n in inputs.values()))
     if (size := next(fitting, None)) is None:
         name, number = next((name, n) for name, n in inputs.items() if not n or n % sizes[-1])
-        raise FlexQuantError(
-            f"{ROTATES} cannot rotate the {number} inputs of {name} in blocks of "
-            f"{' or '.join(map(str, sizes))}; give a transform_block_size that divides them"
+        raise _NotRotated(
+            f"cannot rotate the {number} inputs of {name} in blocks of {' or '.join(map(str, sizes))}",
+            "give a transform_block_size that divides them",
         )
     return size
 

@@ -3,8 +3,9 @@
 """Define what a recipe may hold: llmcompressor's modifiers, their arguments, and the allowed values.
 
 The names are llmcompressor's, except ``group_size`` and ``asymmetric_activations``, which its presets fix,
-and ``first_token_weight``, which selects :class:`flexquant.quantization.modifiers.TokenNormalizedGPTQ`. A
-recipe is checked by them, line by line, before anything heavy is imported.
+``where_possible``, which decides what becomes of a rotation that a model cannot have, and
+``first_token_weight``, which selects :class:`flexquant.quantization.modifiers.TokenNormalizedGPTQ`. A recipe
+is checked by them, line by line, before anything heavy is imported.
 
 What would change K, V and states is refused, so that the variants can share one KV cache. Scales may move
 from a norm into all linears that read it, gates of a state included, and from up_proj into down_proj. They
@@ -230,6 +231,8 @@ class QuIP(Modifier):
         Literal["hadamard", "random-hadamard"], says("give one of hadamard, random-hadamard")
     ] = "random-hadamard"
     ignore: Names = []
+    where_possible: Annotated[bool, Field(strict=True), says("give true or false")] = False
+    """Whether a model that cannot have the rotation is quantised without it, or else refused."""
 
 
 class Quantizer(Modifier):

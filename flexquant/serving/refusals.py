@@ -152,13 +152,14 @@ def _of_ranks(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
     if whole and parallel.tensor_parallel_size > 1:
         yield (
             f"'{whole[0]}', which rotates outputs, or all inputs of a linear at once, under tensor "
-            "parallelism, where a rank has a part of them (rotate inputs in blocks, as the recipe 'rotated' "
+            "parallelism, where a rank has a part of them (rotate inputs in blocks, as the recipe 'default' "
             "does, drop --tensor-parallel-size, or choose a policy without it)"
         )
     if rotated and vllm_config.offload_config.uva.cpu_offload_gb > 0:
         yield (
             f"'{rotated[0]}', whose linears' inputs are rotated in each pass, with weights on the host, to "
-            "which vLLM moves no rotations (drop --cpu-offload-gb, or choose a policy without it)"
+            "which vLLM moves no rotations (drop --cpu-offload-gb, choose a policy without it, or build by "
+            "the recipe 'unrotated')"
         )
     if parallel.enable_eplb:
         yield "moving experts among ranks (drop --enable-eplb): vLLM would move those of one variant"

@@ -139,7 +139,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.kernels.linear.mixed_precision.zentorch import ZentorchWNA16LinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.zentorch import ZentorchInt8ScaledMMLinearKernel
 
-    # Goes when vLLM rotates inputs under tensor parallelism.
+    # Goes when vLLM rotates inputs under tensor parallelism, and without an operator for it.
     from vllm.model_executor.layers.quantization.compressed_tensors.transform import module
 
     # Goes when vLLM times its kernels for a model's layers.

@@ -31,7 +31,7 @@ QUANTIZE = programs.ROOT / ".venv/quantize/bin/flexquant"
 SETTINGS = Settings(batch_sizes=(4,), samples=8, prompt_tokens=32, tokens=16)
 
 
-RECIPES = {"qwen2": "default", "qwen3": "rotated", "qwen3_moe": "experts-in-16-bit"}
+RECIPES = {"qwen2": "unrotated", "qwen3": "default", "qwen2_moe": "experts-in-16-bit"}
 """Architecture -> recipe; not every CPU has kernels for quantised experts."""
 
 

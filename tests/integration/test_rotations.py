@@ -8,8 +8,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from flexquant.merge import merge_checkpoints
+from flexquant.serving.vllm_api import HadamardTransform
+from flexquant.serving.worker.rotations import provide_rotations
 from tests.checkpoints import make_checkpoint, make_pair
 from tests.integration.conftest import generate
 from tests.integration.logprobs import distance
@@ -42,6 +45,19 @@ def test_every_way_to_its_weights_rotates_its_inputs(tmp_path: Path, compiled: b
     assert distance(in_int8, plain_in_int8) < rounding / 2
     assert distance(from_int4, in_int4) < rounding / 2
     assert distance(in_int4, in_int8) < 1.5 * rounding
+
+
+def test_vllms_operator_is_kept_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(*_: object) -> None:
+        """Stand for vLLM's method, and for the operator that it calls."""
+
+    monkeypatch.setattr(HadamardTransform, "forward", own)
+    monkeypatch.setattr(torch.ops._C, "hadacore_transform", own, raising=False)
+    provide_rotations.__wrapped__()
+    assert HadamardTransform.forward is own
+    monkeypatch.undo()
+    provide_rotations.__wrapped__()
+    assert HadamardTransform.forward is not own
 
 
 def test_what_ranks_and_the_host_cannot_rotate_is_refused(tmp_path: Path) -> None:

@@ -58,12 +58,16 @@ def test_build_quantises_merges_and_verifies(built: Path) -> None:
 def test_nested_it_is_smaller_and_its_loss_is_measured(
     model: Path, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(built / "merged-variants", tmp_path / "merged-variants")
+    others = shutil.ignore_patterns("w8a8")
+    shutil.copytree(built / "merged-variants", tmp_path / "merged-variants", ignore=others)
     nested = command("build", model, tmp_path / "merged", "--max-loss", "0.001", "--nested", "--json")
     nested[-2:-2] = ["--max-shard-size", "100KB"]
     assert cli.main(nested) == 0
     said = capsys.readouterr()
     result = json.loads(said.out.splitlines()[-1])
+    assert said.err.startswith("--nested takes the recipe 'unrotated': rotated weights cannot be nested\n")
+    assert [variant["kept"] for variant in result["variants"].values()] == [False, True]
+    assert not section(tmp_path / "merged-variants/w8a8").get("transform_config")
     assert "[8/8] measuring what is lost as it is served" in said.err and "w8a8 nested: KL" in said.out
     sizes = [
         sum(f.stat().st_size for f in folder.glob("*.safetensors"))
@@ -209,6 +213,15 @@ def refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         return capsys.readouterr().err
 
     return run
+
+
+@pytest.mark.parametrize("by", ["default", "awq", "a recipe of one's own"])
+def test_what_is_rotated_is_not_nested(by: str, built: Path, tmp_path: Path, refused: Refused) -> None:
+    if by not in ("default", "awq"):
+        by = str(built / "merged-variants/w8a8/recipe.yaml")
+    message = refused(tmp_path / "merged", "--nested", "--recipe", by)
+    assert f"the recipe '{by}' rotates inputs of 'w8a8', which cannot be nested; take" in message
+    assert "[1/" not in message and not [*tmp_path.iterdir()]
 
 
 def test_a_build_that_differs_needs_overwrite(

@@ -71,6 +71,17 @@ def test_experts_in_16_bit_are_stored_once(models, tmp_path):
     assert "model.layers.0.mlp.experts" in merged(tmp_path).shared_modules
 
 
+@pytest.mark.parametrize(("architecture", "rotated"), [("qwen2_moe", True), ("qwen3_moe", False)])
+def test_of_a_mixture_no_more_than_the_shared_expert_is_rotated(architecture: str, rotated: bool) -> None:
+    config = base_config(architecture)
+    model = separate_experts(empty_model(config))
+    for name in ("default", "experts-in-16-bit"):
+        found = resolve_variant(load_recipe(name).variants["w8a8"], model, config.model_type)
+        assert ("QuIPModifier" in found.recipe.modifiers) is rotated
+        left_out = "without QuIPModifier, which ignores all its targets in this model"
+        assert (left_out in found.notes) is not rotated
+
+
 def test_experts_are_neither_rotated_nor_given_zero_points() -> None:
     """vLLM has neither for experts, and reads no zero points for them from a config."""
     config = base_config("qwen3_moe")
@@ -79,8 +90,7 @@ def test_experts_are_neither_rotated_nor_given_zero_points() -> None:
     def resolved(by: Recipe) -> ResolvedVariant:
         return resolve_variant(by.variants["w8a8"], model, config.model_type)
 
-    found = resolved(load_recipe("rotated"))
-    assert found.notes == ["without QuIPModifier, whose targets are all ignored in this model"]
+    found = resolved(load_recipe("default"))
     experts, others = quantization_groups(found.recipe.modifiers["GPTQModifier"]).values()
     assert (experts.targets, experts.input_activations.symmetric) == (["re:.*\\.experts\\..*"], True)
     assert (others.targets, others.input_activations.symmetric) == (["Linear"], False)

@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from transformers import PretrainedConfig
 
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import FlexQuantError
@@ -23,6 +25,7 @@ from flexquant.quantization.recipe import (
 )
 from flexquant.quantization.resolve import choose_group_size, resolve_variant, with_strengths
 from flexquant.quantization.source_model import default_mappings, empty_model, resolve_mappings
+from tests.architectures.models import small_config
 from tests.checkpoints import base_config
 
 W8A8 = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}}
@@ -34,12 +37,16 @@ def parse(variants: Any, **more: Any) -> Recipe:
     return parse_recipe(yaml.safe_dump(document, sort_keys=False).encode(), "my.yaml", "my")
 
 
+NAMED = ("default", "unrotated", "fp8", "awq", "plain", "rtn")
+"""Recipes that pages and commands name."""
+
+
 def resolve(section: dict[str, Any], architecture: str = "llama", **config: Any) -> Any:
     settings = base_config(architecture, **config)
     return resolve_variant(parse({"v": section}).variants["v"], empty_model(settings), settings.model_type)
 
 
-@pytest.mark.parametrize("name", sorted({*builtin_recipes(), "default", "fp8", "awq", "plain", "rtn"}))
+@pytest.mark.parametrize("name", sorted({*builtin_recipes(), *NAMED}))
 def test_every_shipped_recipe_fits_a_model(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.description and "w4a16" in recipe.variants
@@ -106,8 +113,8 @@ def with_argument(**arguments: Any) -> dict[str, Any]:
     return {"GPTQModifier": {**W8A8["GPTQModifier"], **arguments}}
 
 
-def rotating(target: str, size: int) -> dict[str, Any]:
-    return {"QuIPModifier": {"targets": [target], "transform_block_size": size}, **W8A8}
+def rotating(target: str, size: int, **arguments: Any) -> dict[str, Any]:
+    return {"QuIPModifier": {"targets": [target], "transform_block_size": size, **arguments}, **W8A8}
 
 
 def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
@@ -129,9 +136,10 @@ def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
         (with_argument(group_size=[128, 0]), r"group_size is .128, 0.; give a number of input"),
         (with_argument(observer={"input": "x"}, input_observer="x"), r"given beside weight_observer or"),
         (
-            {"QuIPModifier": {**rotating("x", 64)["QuIPModifier"], "transform_type": "matrix"}, **W8A8},
+            rotating("x", 64, transform_type="matrix"),
             r"transform_type is \"matrix\"; give one of hadamard, random-hadamard",
         ),
+        (rotating("x", 64, where_possible="yes"), r"where_possible is \"yes\"; give true or false"),
         (with_argument(targets=["re:*q_proj"]), r"correct 're:\*q_proj', which is no regular expression"),
         (with_argument(ignore=["re:*lm_head"]), r"correct 're:\*lm_head', which is no regular expression"),
         (with_argument(observer="mse"), r"observer is \"mse\"; .*use weight_observer"),
@@ -273,6 +281,46 @@ def test_what_does_not_fit_the_model_is_refused(section: dict[str, Any], expecte
 def test_inputs_that_vllm_does_not_rotate_are_refused(target: str, architecture: str, found: str) -> None:
     with pytest.raises(FlexQuantError, match=f"would rotate the inputs of .*{found}"):
         resolve(rotating(target, 32), architecture)
+
+
+@pytest.mark.parametrize("name", ["default", "awq", "experts-in-16-bit"])
+def test_built_in_recipes_rotate_the_inputs_of_down_proj(name: str) -> None:
+    settings, w8a8 = base_config(intermediate_size=192), load_recipe(name).variants["w8a8"]
+    resolved = resolve_variant(w8a8, empty_model(settings), settings.model_type)
+    assert resolved.recipe.modifiers["QuIPModifier"] == {
+        "targets": [r"re:.*\.down_proj$"],
+        "ignore": [r"re:.*\.experts\..*"],
+        "transform_block_size": 64,
+        "transform_type": "hadamard",
+    }
+
+
+def test_unrotated_is_the_default_recipe_but_for_the_rotation() -> None:
+    default, unrotated = (load_recipe(name).variants for name in ("default", "unrotated"))
+    modifiers = [name for name in default["w8a8"].modifiers if name != "QuIPModifier"]
+    assert {name: default["w8a8"].modifiers[name] for name in modifiers} == unrotated["w8a8"].modifiers
+    assert default["w4a16"] == unrotated["w4a16"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (small_config("gpt_neox"), "matches no linear of the model"),
+        (base_config(mlp_bias=True), r"would rotate the inputs of .*\.0\.mlp\.down_proj, .* or a bias"),
+        (base_config(intermediate_size=200), "cannot rotate the 200 inputs .* in blocks of 128 or 64 or 32"),
+    ],
+)
+def test_a_model_that_cannot_have_the_rotation_goes_without_it_unless_it_is_asked_for(
+    settings: PretrainedConfig, why: str
+) -> None:
+    model, by_default = empty_model(settings), load_recipe("default").variants["w8a8"]
+    resolved = resolve_variant(by_default, model, settings.model_type)
+    assert any(re.fullmatch(f"without QuIPModifier, which {why}", note) for note in resolved.notes)
+    assert "QuIPModifier" not in resolved.recipe.modifiers and resolved.linears
+    rotation = {key: v for key, v in by_default.modifiers["QuIPModifier"].items() if key != "where_possible"}
+    own = parse({"v": {"QuIPModifier": rotation, **W8A8}}).variants["v"]
+    with pytest.raises(FlexQuantError, match=f"my.yaml, line 3: variants.v: QuIPModifier {why}; "):
+        resolve_variant(own, model, settings.model_type)
 
 
 def test_what_is_rotated_is_not_smoothed_after() -> None:

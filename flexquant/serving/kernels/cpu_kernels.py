@@ -8,7 +8,6 @@
 - W8A8 for CPUs without VNNI. There oneDNN adds products of 8-bit pairs in 16 bits (``vpmaddubsw``), which
   overflows without a warning: every linear has a few percent of error. In fp32, 8-bit integers and their
   products are exact, and sums are exact to 7 digits.
-- Rotations of a linear's inputs, for which vLLM has operators on GPUs alone.
 
 :func:`provide_cpu_kernels` puts them in the place of vLLM's, each with a condition for deleting it.
 """
@@ -20,7 +19,6 @@ import functools
 import os
 import platform
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -33,7 +31,6 @@ from flexquant.serving.kernels.cpu_w8a16 import CPUW8A16LinearKernel
 from flexquant.serving.vllm_api import (
     CPUInt8ScaledMMLinearKernel,
     CPUWNA16LinearKernel,
-    HadamardTransform,
     MPLinearLayerConfig,
     ZentorchWNA16LinearKernel,
     envs,
@@ -219,25 +216,6 @@ def _exact_int8_linear_shape(
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
 
 
-def rotation_on_cpu() -> Callable[..., torch.Tensor]:
-    """Return what takes the place of ``HadamardTransform.forward``."""
-    # Without such products in hardware 16 bits take ten times as long as 32.
-    in_16_bit = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-    def forward(rotation: HadamardTransform, x: torch.Tensor, part_id: int = 0) -> torch.Tensor:
-        """Return ``x`` [..., inputs] times the rotation's matrix, block by block, in its dtype."""
-        if part_id not in rotation.weight.partitions:
-            return x
-        stored = rotation.weight.partitions[part_id]
-        matrix = stored.t() if rotation.transforms[part_id].args.inverse else stored
-        matrix = matrix if in_16_bit else matrix.float()
-        blocks = x.unflatten(-1, (-1, len(matrix))).to(matrix.dtype)
-        scale = getattr(rotation, "scales", {}).get(part_id, 1.0)  # vLLM 0.26 keeps it beside the matrix
-        return (blocks @ matrix).flatten(-2).to(x.dtype) * scale
-
-    return forward
-
-
 @functools.cache
 def provide_cpu_kernels() -> None:
     """Provide W4A16 and W8A8 kernels, in this process, on a CPU for which vLLM's own are missing or wrong."""
@@ -247,9 +225,6 @@ def provide_cpu_kernels() -> None:
     # a CPU without AVX512. Delete this once the oldest supported vLLM has the operator for AVX2 too.
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         _replace("CPUWNA16LinearKernel", TorchCPUInt4LinearKernel, "mp")
-    # vLLM's HadamardTransform (0.26 and 0.32) calls an operator for GPUs, or a product that only linears have
-    # on a CPU. Delete this once the oldest supported vLLM rotates on CPUs.
-    HadamardTransform.forward = rotation_on_cpu()  # type: ignore[method-assign]
     # vLLM (0.26 and 0.32) has no kernel for INT8 weights alone on CPUs. Delete this once the oldest has one.
     register_linear_kernel(CPUW8A16LinearKernel, PlatformEnum.CPU, "mp")
     if platform.machine() not in ("x86_64", "AMD64"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Load the matrices by which linears multiply their inputs in each pass (QuIP, SpinQuant's fourth rotation).
+"""Load the matrices by which linears multiply their inputs in each pass (QuIP), and have vLLM multiply them.
 
 Linears with inputs of one size share a matrix, and a checkpoint has it under the first of them alone, whose
 layer need not be on this rank, or in any plan. vLLM leaves a matrix that it does not find as the memory was.
@@ -8,11 +8,13 @@ layer need not be on this rank, or in any plan. vLLM leaves a matrix that it doe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 
 import torch
 from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
 from torch import nn
+from vllm.platforms import current_platform
 
 from flexquant.checkpoint.schemes import ROTATION
 from flexquant.errors import FlexQuantError
@@ -20,12 +22,36 @@ from flexquant.serving.vllm_api import HadamardTransform
 from flexquant.serving.vllm_api import module as rotation_module
 
 
-def rotate_on_every_rank() -> None:
-    """Have vLLM build rotations under tensor parallelism, where each rank rotates its blocks of inputs.
+@functools.cache
+def provide_rotations() -> None:
+    """Have vLLM rotate, in this process, under tensor parallelism, and where its operator for GPUs is absent.
 
-    vLLM (0.26 to 0.33) refuses all of them. Delete this once it builds those in blocks.
+    Under tensor parallelism, where each rank rotates its blocks of inputs, vLLM (0.26 to 0.33) builds no
+    rotation. Without the operator, as on CPUs, it fails at the first pass. Delete what the oldest supported
+    vLLM does itself.
     """
     rotation_module.get_tensor_model_parallel_world_size = lambda: 1
+    if not hasattr(torch.ops._C, "hadacore_transform"):
+        HadamardTransform.forward = rotation_by_products()  # type: ignore[method-assign]
+
+
+def rotation_by_products() -> Callable[..., torch.Tensor]:
+    """Return what takes the place of ``HadamardTransform.forward``."""
+    # A CPU without such products in hardware takes ten times as long for 16 bits as for 32.
+    in_16_bit = not current_platform.is_cpu() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+    def forward(rotation: HadamardTransform, x: torch.Tensor, part_id: int = 0) -> torch.Tensor:
+        """Return ``x`` [..., inputs] times the rotation's matrix, block by block, in its dtype."""
+        if part_id not in rotation.weight.partitions:
+            return x
+        stored = rotation.weight.partitions[part_id]
+        matrix = stored.t() if rotation.transforms[part_id].args.inverse else stored
+        matrix = matrix if in_16_bit else matrix.float()
+        blocks = x.unflatten(-1, (-1, len(matrix))).to(matrix.dtype)
+        scale = getattr(rotation, "scales", {}).get(part_id, 1.0)  # vLLM 0.26 keeps it beside the matrix
+        return (blocks @ matrix).flatten(-2).to(x.dtype) * scale
+
+    return forward
 
 
 class RotationLoader:
