@@ -24,15 +24,8 @@ from flexquant.errors import FlexQuantError, explained, said_by
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-NOT_BUILT_BY = (
-    "attn_implementation",
-    "_attn_implementation",
-    "experts_implementation",
-    "_experts_implementation",
-    "auto_map",
-    "transformers_weights",
-    "quantization_config",
-)
+NOT_BUILT_BY = {"attn_implementation", "_attn_implementation", "experts_implementation"}
+NOT_BUILT_BY |= {"_experts_implementation", "auto_map", "transformers_weights", "quantization_config"}
 """Keys, at any depth, by which transformers would load or run something, and that of the quantisation."""
 FLOAT = "__float__"
 """Key of the object that transformers 5 writes for a number that JSON lacks."""
@@ -102,8 +95,7 @@ def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
     """Return a config with transformers' defaults, or None; raise FlexQuantError if it is refused."""
     from transformers import CONFIG_MAPPING
 
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+    if not isinstance(kind := config.get("model_type"), str) or kind not in CONFIG_MAPPING:
         return None
     try:
         known = build_config(config)

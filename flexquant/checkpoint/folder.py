@@ -41,17 +41,9 @@ CARD = "README.md"
 
 MISTRAL_TOKENIZER = ("tekken.json", "*.model.v*")
 CHAT_TEMPLATES = ("chat_template*", "additional_chat_templates/*")
-TOKENIZER = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    *MISTRAL_TOKENIZER,
-    *CHAT_TEMPLATES,
-)
+ADDED_TOKENS = ("added_tokens.json", "special_tokens_map.json")
+VOCABULARY = ("vocab.*", "merges.txt", "*.model", "*.tiktoken", *ADDED_TOKENS)
+TOKENIZER = ("tokenizer*", *VOCABULARY, *MISTRAL_TOKENIZER, *CHAT_TEMPLATES)
 PROCESSOR = ("*processor_config.json",)
 CODE = ("*.py",)
 NOTICES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
@@ -144,7 +136,9 @@ def confined_file(folder: Path, name: str) -> Path:
     except (ValueError, OSError, RuntimeError) as e:  # a zero byte, too long, links in a circle ...
         problem = f"{name[:NAME_SHOWN]!r} cannot be the name of a file in {folder}"
         raise FlexQuantError(f"{problem}; write the checkpoint again") from e
-    if Path(name).is_absolute() or ".." in Path(name).parts or not _may_link(root, target):
+    is_cached = root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
+    is_inside = target.is_relative_to(root) or is_cached
+    if Path(name).is_absolute() or ".." in Path(name).parts or not is_inside:
         raise FlexQuantError(f"'{name}' leads outside the checkpoint folder {folder}; copy it there")
     if not is_file:
         raise FlexQuantError(f"{folder} has no file '{name}'; download or write the checkpoint again")
@@ -263,11 +257,6 @@ def check_finite(content: object, key: str = "") -> None:
         return
     elif isinstance(content, float) and not math.isfinite(content):
         raise ValueError(f"{json.dumps(content)} is no number in JSON")
-
-
-def _may_link(root: Path, target: Path) -> bool:
-    blobs = root.parent.parent / "blobs"
-    return target.is_relative_to(root) or (root.parent.name == "snapshots" and target.is_relative_to(blobs))
 
 
 def find_files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:

@@ -53,9 +53,8 @@ CACHE_SCALE = re.compile(r"[qkv]_(scale|zero_point)")
 def check_loadable(section: JsonObject, tensors: Mapping[str, TensorRef], owner: str) -> None:
     """Raise FlexQuantError, naming the module, unless vLLM loads ``tensors`` by these settings.
 
-    ``section`` is a ``quantization_config``; of another format than compressed-tensors, patterns alone are
-    looked at.
-    ``owner`` names the checkpoint in messages. Only headers are read.
+    ``section`` is a ``quantization_config``; in another format, patterns alone are looked at. ``owner`` names
+    the checkpoint in messages. Only headers are read.
     """
     if section.get("quant_method", COMPRESSED_TENSORS) != COMPRESSED_TENSORS:
         fitting(expressions_of_dynamic(section), {name.rpartition(".")[0] for name in tensors}, owner)

@@ -288,8 +288,7 @@ def as_merged(config: JsonObject, model: str) -> JsonObject:
     section = config.get("quantization_config") or {}
     if section.get("quant_method") == QUANT_METHOD:
         return config
-    architecture = next(iter(config.get("architectures") or []), None)
-    if not isinstance(architecture, str):
+    if not isinstance(architecture := next(iter(config.get("architectures") or []), None), str):
         problem = f"{model} names no architecture in its config.json"
         raise FlexQuantError(f"{problem}; give a causal language model, or what 'flexquant merge' wrote")
     name, policy = PUBLISHED_INT4 if section else PUBLISHED_16_BIT

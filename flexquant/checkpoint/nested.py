@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Compute the INT8 weights of a nested variant from another variant's INT4 weights and stored differences.
 
-The inputs of each row that differences miss by most have their INT8 weights stored as they are. FORMAT.md has
-the arithmetic. Every operation is rounded to float32 on its own, so all machines get the same integers.
+FORMAT.md has the arithmetic. Every operation is rounded to float32 on its own, so that all machines get the
+same integers.
 """
 
 from __future__ import annotations
@@ -218,9 +218,9 @@ def unpack_nibbles(stored: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, num_bits: int, in_features: int) -> Tensor:
     """Unpack int32 words, lowest bits first, into signed integers, int8 [rows, in]."""
-    import torch
-
     if num_bits == 4:  # widen each byte to 16 bits, so that each of its two integers gets a byte
+        import torch
+
         pairs = packed.view(torch.uint8).to(torch.int16)
         pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F)
         return pairs.view(torch.int8).sub_(8)[:, :in_features]

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -94,7 +94,9 @@ def writing_checkpoint(
     Raises FlexQuantError as :func:`staged_folder` does, and for too small a disk.
     """
     shards = plan_shards(groups, max_shard_size)
-    check_free_space(output, _needed_bytes(shards, files.values()))
+    documents = DOCUMENT_BYTES + DOCUMENT_BYTES_PER_TENSOR * sum(len(shard.tensors) for shard in shards)
+    copied = sum(path.stat().st_size for path in files.values())
+    check_free_space(output, sum(shard.nbytes for shard in shards) + copied + documents)
     with staged_folder(output, overwrite=overwrite) as stage, writing_shards(stage, shards) as finish:
         copy_files(files, stage)
         yield stage, finish
@@ -142,13 +144,6 @@ def results_of(
         if progress is not None:
             progress(done, total)
     return results
-
-
-def _needed_bytes(shards: Sequence[Shard], files: Iterable[Path]) -> int:
-    """Return an upper bound on the disk space for shards, copied files and the documents beside them."""
-    tensors = sum(len(shard.tensors) for shard in shards)
-    documents = DOCUMENT_BYTES + DOCUMENT_BYTES_PER_TENSOR * tensors
-    return sum(shard.nbytes for shard in shards) + sum(path.stat().st_size for path in files) + documents
 
 
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:

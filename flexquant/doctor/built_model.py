@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.head_bytes import head_remark
 from flexquant.checkpoint.merged_config import SHARED
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes
+from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes, head_remark
 from flexquant.doctor import Finding
 from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.cpu_kernels import REPLACED

@@ -98,10 +98,8 @@ class Subject:
                 f"{self.vocab_size}; give the 16-bit model that the variants were made from"
             )
         if load_tokenizer(model).get_vocab() != self.tokenizer.get_vocab():
-            raise FlexQuantError(
-                f"the tokenizers of the reference {model} and of {self.folder} differ; give the 16-bit model "
-                "that the variants were made from"
-            )
+            problem = f"the tokenizers of the reference {model} and of {self.folder} differ"
+            raise FlexQuantError(f"{problem}; give the 16-bit model that the variants were made from")
 
 
 def read_rows(text: str | Path, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> list[list[int]]:

@@ -125,10 +125,8 @@ class Search:
             raise UsageError(f"the model has {number} layers, not {raised}; give --layers up to that")
         missing = [variant for variant in self.study.variants if variant not in self.times.variants]
         if missing:
-            raise FlexQuantError(
-                f"the policy has times of {', '.join(self.times.variants)}, not of {', '.join(missing)}; "
-                "give one that 'flexquant tune' wrote for these variants"
-            )
+            problem = f"the policy has times of {', '.join(self.times.variants)}, not of {', '.join(missing)}"
+            raise FlexQuantError(f"{problem}; give one that 'flexquant tune' wrote for these variants")
 
     def run(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> SearchResult:
         """Measure what ``file`` lacks, and choose a plan; raise FlexQuantError if the budget allows none."""

@@ -10,8 +10,8 @@ from math import inf
 from statistics import geometric_mean
 from textwrap import wrap
 
-from flexquant.checkpoint.head_bytes import head_remark
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.weight_bytes import head_remark
 from flexquant.documents.results import table_lines
 from flexquant.planning.device import GIB, HUMMING, W4A8, W4A8_INT8, Device
 from flexquant.planning.planned_model import INT4, ModelShape, PlannedModel

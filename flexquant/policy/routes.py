@@ -258,10 +258,8 @@ def _check_derived(policy: Policy, variants: Collection[str]) -> None:
     for name, derivation in policy.derived.items():
         derives = f"{policy.place(('derive', name))} derives '{name}'"
         if name in variants:
-            raise FlexQuantError(
-                f"{derives}, but the checkpoint has a variant of that name; use it as it is, or derive "
-                "under another name"
-            )
+            problem = f"{derives}, but the checkpoint has a variant of that name"
+            raise FlexQuantError(f"{problem}; use it as it is, or derive under another name")
         if derivation.source not in variants:
             raise FlexQuantError(
                 f"{derives} from '{derivation.source}', but the checkpoint has "
@@ -282,11 +280,9 @@ def _check_mixable(
         return
     groups = [" with ".join(group) for group in mixable if len(group) > 1]
     advice = f"mix {' or '.join(groups)} only, or use" if groups else "use"
-    raise FlexQuantError(
-        f"{policy.place(_use(policy, number))} begins a plan with layers of {' and '.join(plan.variants)} "
-        f"({plan.name}), but the residual streams of these variants differ; {advice} a policy without "
-        "'layers'"
-    )
+    found = f"{policy.place(_use(policy, number))} begins a plan with layers of {' and '.join(plan.variants)}"
+    problem = f"{found} ({plan.name}), but the residual streams of these variants differ"
+    raise FlexQuantError(f"{problem}; {advice} a policy without 'layers'")
 
 
 def _layers(policy: Policy, number: int, variants: Collection[str], num_layers: int) -> Layers:
@@ -324,8 +320,6 @@ def _numbers(text: str, place: str, num_layers: int) -> range:
             )
     first, last = (layer % num_layers for layer in ends)
     if first > last:
-        raise FlexQuantError(
-            f"{place} runs from layer {first} back to {last} of this model's {num_layers} layers; "
-            "put the earlier layer first"
-        )
+        problem = f"{place} runs from layer {first} back to {last} of this model's {num_layers} layers"
+        raise FlexQuantError(f"{problem}; put the earlier layer first")
     return range(first, last + 1)

@@ -123,10 +123,8 @@ def _check_strengths(strengths: object, smoothed: Sequence[str]) -> None:
         return
     for name in strengths:
         if name not in smoothed:
-            raise FlexQuantError(
-                f"smoothing_strength names '{name}', which no mapping smooths; remove it, or use the model "
-                "that the recipe was made for"
-            )
+            problem = f"smoothing_strength names '{name}', which no mapping smooths"
+            raise FlexQuantError(f"{problem}; remove it, or use the model that the recipe was made for")
     for name in smoothed:
         if name not in strengths:
             raise FlexQuantError(

@@ -142,10 +142,8 @@ def find_folder(model: str | Path, progress: Callable[[str], None]) -> Path:
     folder = find_model(model)
     read_16_bit_config(folder)
     if (folder / ADAPTER).exists():
-        raise FlexQuantError(
-            f"{folder} holds an adapter ({ADAPTER}); merge it into the weights with peft, and quantise the "
-            "result"
-        )
+        problem = f"{folder} holds an adapter ({ADAPTER})"
+        raise FlexQuantError(f"{problem}; merge it into the weights with peft, and quantise the result")
     return folder
 
 
@@ -260,17 +258,13 @@ def resolve_mappings(
         except ValueError as e:
             raise FlexQuantError(f"the mapping from '{smooth}' does not fit this model ({said_by(e)})") from e
         if not sets:
-            raise FlexQuantError(
-                f"the mapping from '{smooth}' to {', '.join(balance)} matches no module of this model; "
-                "correct the names, or leave 'mappings' out"
-            )
+            problem = f"the mapping from '{smooth}' to {', '.join(balance)} matches no module of this model"
+            raise FlexQuantError(f"{problem}; correct the names, or leave 'mappings' out")
         for *linears, (front, *more) in sets:
             found = [names[module] for modules in linears for module in modules]
             if more or names[front] in resolved:
-                raise FlexQuantError(
-                    f"two mappings or modules share the linears {', '.join(found)}; give each mapping one "
-                    "module in front of its linears"
-                )
+                problem = f"two mappings or modules share the linears {', '.join(found)}"
+                raise FlexQuantError(f"{problem}; give each mapping one module in front of its linears")
             _check_readers(names[front], found, model_type, names.values())
             resolved[names[front]] = found
     return resolved

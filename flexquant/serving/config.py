@@ -86,10 +86,8 @@ def additional_config(vllm_config: VllmConfig) -> JsonObject:
     """Return a copy of vLLM's ``additional_config``; raise :class:`FlexQuantError` if it is no mapping."""
     additional = vllm_config.additional_config
     if not isinstance(additional, dict):
-        raise FlexQuantError(
-            f"additional-config is of the type {type(additional).__name__}, and FlexQuant puts the policy "
-            "into it; give a mapping, or none"
-        )
+        problem = f"additional-config is of the type {type(additional).__name__}"
+        raise FlexQuantError(f"{problem}, and FlexQuant puts the policy into it; give a mapping, or none")
     return dict(additional)
 
 
@@ -138,10 +136,8 @@ def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
     policy = choose_policy(options.policy, merged.policy)
     variants = [*merged.variants, *policy.derived]
     if unknown := [name for name in options.kernels if name not in variants]:
-        raise FlexQuantError(
-            f"additional-config key '{OPTIONS_KEY}.kernels' is of '{unknown[0]}', no variant; allowed: "
-            f"{', '.join(variants)}"
-        )
+        problem = f"additional-config key '{OPTIONS_KEY}.kernels' is of '{unknown[0]}', no variant"
+        raise FlexQuantError(f"{problem}; allowed: {', '.join(variants)}")
     served = served_policy(vllm_config, merged, policy)
     vllm_config.additional_config = additional_config(vllm_config) | {RESOLVED_KEY: served.to_json()}
     return served.routes.up_to(max_decode_tokens(vllm_config))

@@ -44,10 +44,8 @@ def check_derivable(derives: str, derivation: Derivation, source: StoredVariant)
             problems = [f"{which} ('flexquant convert')"]
         needed = "symmetric INT4 weights in groups (scheme W4A16 in the recipe, not W4A16_ASYM)"
     if any(problems):
-        raise FlexQuantError(
-            f"{derives} from '{derivation.source}', {next(filter(None, problems))}; derive it from a W4A16 "
-            f"variant with {needed}"
-        )
+        problem = f"{derives} from '{derivation.source}', {next(filter(None, problems))}"
+        raise FlexQuantError(f"{problem}; derive it from a W4A16 variant with {needed}")
     if derivation.is_one_copy:
         return
     check_w4a8_device(derivation.activations)
@@ -115,10 +113,8 @@ def check_w4a8_device(activations: str) -> None:
                 "capability 8.9, 9.0 and 12.x; derive the variant with 'activations: int8'"
             )
     elif not (current_platform.is_cpu() and activations == "int8"):
-        raise FlexQuantError(
-            f"there is no kernel for INT4 weights with {activations} activations on {_device()}; choose a "
-            "policy without such a variant"
-        )
+        problem = f"there is no kernel for INT4 weights with {activations} activations on {_device()}"
+        raise FlexQuantError(f"{problem}; choose a policy without such a variant")
 
 
 def _device() -> str:

@@ -225,10 +225,8 @@ def verify_if_asked(vllm_config: VllmConfig) -> None:
         return
     folder = Path(vllm_config.model_config.model)
     if not folder.is_dir():
-        raise FlexQuantError(
-            f"additional-config 'flexquant.verify' needs a folder on this machine, and {folder} is none; "
-            "download the checkpoint first, and serve the folder"
-        )
+        problem = f"additional-config 'flexquant.verify' needs a folder on this machine, and {folder} is none"
+        raise FlexQuantError(f"{problem}; download the checkpoint first, and serve the folder")
     known = str(folder.resolve())
     if multiprocessing.parent_process() is not None and os.environ.get(VERIFIED) == known:
         return

@@ -196,7 +196,5 @@ def __getattr__(name: str) -> object:
     try:
         return getattr(__import__(module, fromlist=[name]), name)
     except (AttributeError, ImportError) as e:
-        raise ImportError(
-            f"cannot import '{name}' from '{module}' ({e}); FlexQuant serves with vLLM {SUPPORTED[0]} to "
-            f"{SUPPORTED[1]}"
-        ) from e
+        problem = f"cannot import '{name}' from '{module}' ({e})"
+        raise ImportError(f"{problem}; FlexQuant serves with vLLM {SUPPORTED[0]} to {SUPPORTED[1]}") from e

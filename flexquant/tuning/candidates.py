@@ -57,10 +57,8 @@ def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str
             )
         found[variant] = policy
     if len(found) < 2:
-        raise UsageError(
-            f"there is nothing to choose from but {', '.join(found)}; give two variants or more, e.g. "
-            "--variants w8a8,w4a16"
-        )
+        problem = f"there is nothing to choose from but {', '.join(found)}"
+        raise UsageError(f"{problem}; give two variants or more, e.g. --variants w8a8,w4a16")
     return dict(sorted(found.items(), key=lambda item: _precision(*item, merged), reverse=True))
 
 

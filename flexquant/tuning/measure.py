@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from flexquant.checkpoint.built_model import language_config
-from flexquant.checkpoint.head_bytes import stored_head_remark
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint, folder_label, weights_identity
 from flexquant.checkpoint.model_config import JsonObject, count_layers
+from flexquant.checkpoint.weight_bytes import stored_head_remark
 from flexquant.doctor.examining import count_bytes
 from flexquant.errors import UsageError
 from flexquant.evaluation.comparison import Effort

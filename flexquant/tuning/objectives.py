@@ -76,10 +76,8 @@ def parse_slo(text: str) -> dict[str, float]:
         name, _, value = part.strip().partition("=")
         match = DURATION.fullmatch(value.strip())
         if name not in BOUNDS.values() or name in found or match is None or float(match[1]) == 0:
-            raise UsageError(
-                f"'{part.strip()}' in --slo is not a bound; write ttft=300ms, tpot=30ms or both, "
-                "with a comma between them"
-            )
+            problem = f"'{part.strip()}' in --slo is not a bound"
+            raise UsageError(f"{problem}; write ttft=300ms, tpot=30ms or both, with a comma between them")
         found[name] = float(match[1]) / (1000 if match[2] == "ms" else 1)
     return {phase: found[name] for phase, name in BOUNDS.items() if name in found}
 

@@ -141,10 +141,8 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
 
         Goes when vLLM asks a model whether it takes other weights.
         """
-        raise FlexQuantError(
-            "FlexQuant's variants take their weights at the start alone; quantise and merge the new weights, "
-            "and start a server on them"
-        )
+        problem = "FlexQuant's variants take their weights at the start alone"
+        raise FlexQuantError(f"{problem}; quantise and merge the new weights, and start a server on them")
 
     def process_weights_after_loading(self) -> None:
         """Pass vLLM's model-level hook (0.27 on) to the variants that define it, and announce them."""

@@ -241,11 +241,9 @@ def check_cache_layers(
     for name, layer in registered.items():
         inside = layer.modules() if layer in replaced else ()
         if any(isinstance(module, LinearBase) and module not in replaced for module in inside):
-            raise FlexQuantError(
-                f"layer '{name}' ({type(layer).__name__}) of {architecture} keeps a state and the linears "
-                "that compute it in one, and cannot exist in several variants; serve one variant's own "
-                "checkpoint ('flexquant split')"
-            )
+            found = f"layer '{name}' ({type(layer).__name__}) of {architecture} keeps a state and the linears"
+            problem = f"{found} that compute it in one, and cannot exist in several variants"
+            raise FlexQuantError(f"{problem}; serve one variant's own checkpoint ('flexquant split')")
 
 
 class AbsentLayer(nn.Module):

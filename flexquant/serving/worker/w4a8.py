@@ -66,10 +66,8 @@ def use_8bit_activations(model: nn.Module, activations: str) -> None:
         able = [] if one_group else [kernel for kernel, problem in problems.items() if problem is None]
         if not able:
             problem = f"its {ONE_SCALE}" if one_group else problems[kernels[-1]]
-            raise FlexQuantError(
-                f"layer '{name}' cannot have {activations} activations: {problem}; take such a variant's "
-                "rules out of the policy"
-            )
+            problem = f"layer '{name}' cannot have {activations} activations: {problem}"
+            raise FlexQuantError(f"{problem}; take such a variant's rules out of the policy")
         exchange_kernel(layer, able[0], **changes)
 
 

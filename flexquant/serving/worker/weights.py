@@ -140,10 +140,8 @@ class VariantLoader:
                 for key, tensor in run:
                     self._check_key(key)
                     if not is_finite(tensor):
-                        raise FlexQuantError(
-                            f"tensor '{key}' holds NaN or infinite numbers; quantise the model again, and "
-                            "merge again"
-                        )
+                        problem = f"tensor '{key}' holds NaN or infinite numbers"
+                        raise FlexQuantError(f"{problem}; quantise the model again, and merge again")
                 yield prefix, [(self._split(key)[1], tensor) for key, tensor in run]
 
     def _split(self, key: str) -> tuple[str, str]:

@@ -92,10 +92,8 @@ class Int4Method(OneCopyMethod):
                 f"{inputs} inputs and {outputs} outputs is not known; {ADVICE}"
             )
         if getattr(layer.quant_method, "output_transform", None) is not None:
-            raise FlexQuantError(
-                f"{where}: 8-bit weights are not computed where outputs are rotated in each pass; take 8-bit "
-                "'weights' out of the policy"
-            )
+            problem = f"{where}: 8-bit weights are not computed where outputs are rotated in each pass"
+            raise FlexQuantError(f"{problem}; take 8-bit 'weights' out of the policy")
         self._rotation = getattr(layer.quant_method, "input_transform", None)
         self._product, self.kernel_name = product, f"{product.precision} {self._relation} {its_name}"
 
