@@ -169,10 +169,7 @@ def _measure_served(
 
 
 def _phases(policy: Policy, merged: MergedCheckpoint) -> tuple[str, str] | None:
-    """Return the variants of a prompt and of one sequence's answer; None unless they are two whole ones.
-
-    None for mixtures of experts too, which transformers does not load quantised.
-    """
+    """Return a prompt's and an answer's variant; None unless both are whole, and for experts."""
     variants = merged.merged.variants
     if not {*policy.variants} <= {*variants} or any(map(EXPERTS.match, merged.tensors)):
         return None

@@ -40,10 +40,7 @@ def said_by(error: BaseException) -> str:
 def explained(
     problem: str, advice: str, errors: tuple[type[Exception], ...] = (OSError, ValueError)
 ) -> Iterator[None]:
-    """Turn one of ``errors`` in the block into a FlexQuantError: ``<problem> (<its point>); <advice>``.
-
-    It is meant for calls of libraries that read files or the Hugging Face hub.
-    """
+    """Turn a library's error in the block into a FlexQuantError: ``<problem> (<its point>); <advice>``."""
     try:
         yield
     except errors as e:

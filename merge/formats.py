@@ -135,10 +135,7 @@ def _section(schemes: Mapping[str, ConfigGroup], ignored: Sequence[str]) -> Json
 
 
 def _without_relics(section: JsonObject, tensors: Tensors) -> Settled:
-    """Return settings and tensors as today's compressed-tensors writes them: cache scales have other names.
-
-    A dense ``sparsity_config``, which says nothing, is dropped.
-    """
+    """Return settings and tensors with today's names of cache scales, without a dense ``sparsity_config``."""
     if not is_sparse(section):
         section = {key: value for key, value in section.items() if key != "sparsity_config"}
     if not section.get("kv_cache_scheme"):

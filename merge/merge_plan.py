@@ -51,10 +51,7 @@ class MergePlan:
 
     @property
     def shared_modules(self) -> tuple[str, ...]:
-        """Modules that `holder` allows whose tensors are all shared, e.g. ``model.layers.0.mlp.experts``.
-
-        A tower of a vision model counts as a whole.
-        """
+        """Modules (:func:`holder`) and towers whose tensors are all shared, e.g. ``model.embed_tokens``."""
         shared = {key.removeprefix(SHARED_PREFIX) for key in self.groups.get("shared", {})}
         towers = _find_towers(self.sources)
         kind = self.sources[0].architecture

@@ -143,10 +143,7 @@ def _refused(config: JsonObject, place: str, error: Exception) -> FlexQuantError
 
 
 class ModelClass:
-    """A model of transformers, heads included, whose parameters have names and shapes alone.
-
-    transformers' own loader says what the class needs and a checkpoint lacks, also under older names.
-    """
+    """A model class of transformers, heads included, built with names and shapes of parameters alone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping

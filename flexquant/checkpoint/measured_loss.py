@@ -33,10 +33,7 @@ Finite = Annotated[
 
 
 class Loss(BaseModel):
-    """What a variant lost on one kind of text; errors are standard errors over the documents.
-
-    None stands for what is not finite, and for an error of a single document.
-    """
+    """What a variant lost on one kind of text; errors are over documents. None: not finite, or no error."""
 
     documents: int
     kl: Finite

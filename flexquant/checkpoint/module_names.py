@@ -123,10 +123,7 @@ def by_range(nbytes: Mapping[int | None, int]) -> dict[str, int]:
 
 
 def holder(tensor: str) -> str | None:
-    """Return the module of a tensor if one instance can serve all variants, else None.
-
-    In a decoder layer, only experts and the projection that expands the latent KV cache can.
-    """
+    """Return a tensor's module if one instance can serve all variants; in layers, EXPERTS and LATENT_UP."""
     if inside := EXPERTS.match(tensor) or LATENT_UP.match(tensor):
         return inside[0]
     return None if LAYER.search(tensor) else tensor.rpartition(".")[0]

@@ -70,10 +70,7 @@ class Int4Weight:
         return cls(packed, scale, zero_point, shape) if sound else None
 
     def read(self, rows: range) -> tuple[Tensor, Tensor]:
-        """Return rows of integers without their zero points, and scales.
-
-        float32 [rows, groups, inputs of a group] and [rows, groups, 1].
-        """
+        """Return rows' integers less zero points, and scales: float32 [rows, groups, inputs], [..., 1]."""
         if getattr(_last, "weight", None) != self:
             stored, outputs = self.zero_point, self.shape[0]
             zero = None if stored is None else load_zero_points(stored, 4, outputs)

@@ -121,10 +121,7 @@ def _read_integers(ref: TensorRef, count: int) -> tuple[int, ...]:
 
 
 class LinearSchemes:
-    """The schemes by which vLLM loads a checkpoint's linears, by module name.
-
-    vLLM looks for a layer's name, then for the names of all linears in it, then for its class.
-    """
+    """The schemes by which vLLM loads linears: by a layer's name, its linears' names, then its class."""
 
     def __init__(self, section: JsonObject, owner: str, tensors: Iterable[str]) -> None:
         """Read the ``section`` of a checkpoint with ``tensors``; raise FlexQuantError if it is refused."""

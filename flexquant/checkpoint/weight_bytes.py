@@ -285,10 +285,7 @@ def _by_layer(tensors: Tensors) -> Counter[int | None]:
 
 
 def head_remark(head: float, layers: float) -> str:
-    """Say what an lm_head in INT8 would gain in a decode step; empty if that is little, or ``head`` is 0.
-
-    ``head`` are the bytes of an lm_head in 16 bit, ``layers`` those that a step reads of decoder layers.
-    """
+    """Say what INT8 would gain of a step's bytes, ``head`` (in 16 bit) and ``layers``; empty if little."""
     share = head / max(1, head + layers)
     if share <= LEAST_SHARE:
         return ""

@@ -142,10 +142,7 @@ def examine_memory(
 def _bytes_of_a_step(
     variants: Mapping[str, nn.Module], memory: WeightMemory, routes: RouteTable
 ) -> tuple[int, int]:
-    """Return the bytes of the lm_head and of the decoder layers that decode one sequence.
-
-    The first are 0 unless this rank has the head in 16 bit, and for experts, of which a step reads some.
-    """
+    """Return the bytes that decode one sequence: of a 16-bit lm_head on this rank, or 0, and of layers."""
     decode, sizes = routes.lookup("decode", 1).layers, memory.nbytes_by_layer()
     of_layers = 0
     for number, name in enumerate(decode):

@@ -14,10 +14,7 @@ TOO_DEEP = f"it has more than {MAX_DEPTH} lists and mappings inside one another"
 
 
 def parse_json(text: str | bytes, pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return what JSON says; raise ValueError if it is none, or nested more than MAX_DEPTH deep.
-
-    ``pairs_hook`` makes objects of their keys and values; None: a dict.
-    """
+    """Return what JSON says, objects by ``pairs_hook``; raise ValueError for other text, or deep nesting."""
     try:
         data = json.loads(text, object_pairs_hook=pairs_hook)
     except RecursionError as e:

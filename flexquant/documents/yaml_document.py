@@ -189,10 +189,7 @@ def _scalar(value: object, written: str) -> object:
 
 
 def _whole(text: str) -> str:
-    """Return text with whole characters; raise ValueError for half a character.
-
-    JSON writes a character above 16 bits as two escapes; PyYAML leaves two surrogates, which are joined here.
-    """
+    """Join the two surrogates that PyYAML leaves of a JSON escape; raise ValueError for one alone."""
     if text.isascii():
         return text
     try:

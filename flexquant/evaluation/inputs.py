@@ -84,10 +84,7 @@ class Subject:
             )
 
     def check_reference(self, model: str | Path) -> None:
-        """Raise FlexQuantError unless ``model`` is a 16-bit model with this checkpoint's tokenizer.
-
-        KL divergence is meaningless between different vocabularies.
-        """
+        """Raise FlexQuantError unless ``model`` is in 16 bit, with this tokenizer: else KL means nothing."""
         problem = f"the reference {model} cannot be read"
         with explained(problem, "give the folder or Hugging Face id of the 16-bit model", (Exception,)):
             config = build_config(read_16_bit_config(find_model(model, (CONFIG_FILE, *SETTINGS_FILES))))

@@ -145,10 +145,7 @@ def writable_folder(folder: str | Path, option: str) -> Iterator[Path]:
 
 
 def write_results(document: Evaluation, folder: str | Path) -> None:
-    """Write ``quality.json`` and ``quality.md`` into ``folder``, each in one step.
-
-    Raises FlexQuantError if one cannot be written, and names a temporary file that keeps the results, if any.
-    """
+    """Write ``quality.json`` and ``quality.md``; raise FlexQuantError, which says where numbers are kept."""
     folder = Path(folder)
     numbers = json.dumps(document, indent=2) + "\n"
     table = f"# Quality of {document['checkpoint']}\n\n{format_quality_table(document)}\n"

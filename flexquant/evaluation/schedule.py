@@ -29,10 +29,7 @@ from flexquant.policy.schema import Derivation
 
 
 def find_candidates(subject: Subject, names: Sequence[str] | None) -> dict[str, Policy]:
-    """Return the policies with the given names, each once, by their names in results.
-
-    None: every variant, and serving's default. :func:`find_policies` refuses unknown names.
-    """
+    """Return the named policies, each once; None: every variant, and serving's default."""
     merged = subject.checkpoint.merged
     if names is None:
         names = [*merged.variants, default_name(merged.policy)]

@@ -65,10 +65,7 @@ class Budget:
         return f"{self.layers} layers raised"
 
     def allows(self, raised: int, slowdown: float) -> bool:
-        """Whether a plan is within the limits on layers and time, which are known without measuring.
-
-        ``raised`` is the number of its layers above the lowest precision, ``slowdown`` as ``max_slowdown``.
-        """
+        """Whether a plan with ``raised`` layers above the lowest, and this slowdown, is worth measuring."""
         if self.layers is not None:
             return raised == self.layers
         return self.max_slowdown is None or slowdown <= self.max_slowdown

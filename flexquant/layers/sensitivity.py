@@ -147,10 +147,7 @@ class Study:
     def measuring(
         self, file: Path, *, overwrite: bool, progress: Callable[[str], None]
     ) -> Iterator[tuple[StudyDocument, Measure]]:
-        """Yield the document of ``file``, and a function that measures a plan and saves it there.
-
-        The first plan that the document lacks starts the engine.
-        """
+        """Yield the document of ``file``, and what measures a plan, on an engine that it then starts."""
         prepare_environment()
         document = self._load(file, overwrite)
         score: Measure | None = None

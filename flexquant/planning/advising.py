@@ -98,10 +98,7 @@ def ways(device: Device) -> list[Way]:
 def try_ways(
     model: PlannedModel, device: Device, batches: Batches, devices: int, utilization: float
 ) -> list[Outcome]:
-    """Return what each of :func:`ways` comes to on ``devices``; raise FlexQuantError where none is predicted.
-
-    ``utilization`` is the share of the memory that vLLM may take.
-    """
+    """Return what each of :func:`ways` comes to, in ``utilization`` of the memory; raise as these do."""
     limits = Limits.of(device, devices)
 
     def routes_of(way: Way) -> RouteTable:
@@ -138,10 +135,7 @@ def try_ways(
 
 
 def kv_cache_tokens(model: ModelShape, device: Device, utilization: float, request_tokens: int) -> int:
-    """Return how many tokens the KV cache holds beside the weights, below 0 if these do not fit.
-
-    Requests of ``request_tokens`` tokens have their states in it too.
-    """
+    """Return the KV cache's tokens beside weights and requests' states; below 0 if weights do not fit."""
     left = device.memory_bytes * utilization - model.resident_bytes - device.reserve_bytes
     return int(left // (model.kv_bytes_per_token + model.state_bytes / request_tokens))
 

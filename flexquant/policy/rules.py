@@ -78,19 +78,13 @@ def builtin_policies() -> list[str]:
 
 
 def load_policy(name_or_path: str) -> Policy:
-    """Load a built-in policy by name, or a policy file by path (:func:`read_named` tells them apart).
-
-    Raises :class:`FlexQuantError` for an unknown name, an unreadable file, and a wrong document.
-    """
+    """Load a policy by built-in name or path; raise :class:`FlexQuantError` if it is unknown or wrong."""
     content, source = read_named(name_or_path, PACKAGE, "policy")
     return parse_policy_text(content, source, name_or_path)
 
 
 def parse_policy_text(content: bytes, source: str, name: str) -> Policy:
-    """Validate a policy given as YAML or JSON, under a ``name``; ``source`` and the line open messages.
-
-    Raises :class:`FlexQuantError` for bad syntax, and for a document that breaks the schema.
-    """
+    """Validate YAML or JSON under a ``name``; :class:`FlexQuantError` begins with ``source`` and line."""
     return _validate(from_yaml(content, source, "policy", ("schema", "rules")), name)
 
 

@@ -111,10 +111,7 @@ def _made_with(source: SourceModel, settings: Calibration) -> JsonObject:
 
 
 def _is_written(file: Path, expected: JsonObject, overwrite: bool) -> bool:
-    """Return whether ``file`` holds the text that :func:`_write` would write.
-
-    Raises FlexQuantError for a file with other inputs or a changed text, unless ``overwrite`` is set.
-    """
+    """Whether ``file`` holds what :func:`_write` would; raise FlexQuantError for a file to be kept."""
     refusal = (
         "was made with different {}; calibrate on it as it is with --calibration FILE, replace it with "
         "--overwrite, or choose another folder"

@@ -84,10 +84,7 @@ def _devices() -> str | None:
 
 
 def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel:
-    """Return the model in its dtype on a GPU, or in float32 on a CPU, which multiplies 16-bit floats slowly.
-
-    Raises FlexQuantError for parameters that transformers would fill at random.
-    """
+    """Return the model, in float32 on a CPU; raise FlexQuantError for parameters that no file has."""
     options = {"config": source.config, "trust_remote_code": False, "device_map": device_map}
     dtype = source.dtype if torch.cuda.is_available() else torch.float32
     with nothing_fetched():
@@ -161,10 +158,7 @@ def quantize_in_memory(
     seed: int,
     show: Progress | None,
 ) -> tuple[PreTrainedModel, VariantRecipe, Report]:
-    """Quantise a model as ``variant`` says, calibrated on ``rows`` of token ids (None: on none).
-
-    Returns it with the values that :func:`save_model` writes, its recipe, and what a search found.
-    """
+    """Quantise a model, calibrated on ``rows`` of token ids; return it, its recipe and search's results."""
     tensors = [torch.tensor(row) for row in rows or ()]
     model = load_model(source)
     modifiers = build_modifiers(variant, sum(map(len, tensors)))
@@ -213,10 +207,7 @@ def run_modifiers(
 
 
 def _round_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give the model the values that :func:`save_model` will write, in the dtype that it computes in.
-
-    AutoRound leaves the weights that it quantised in 16 bit, beside others in float32.
-    """
+    """Round the model's values as :func:`save_model` will, in the dtype that it computes in."""
     _convert_parameters(model, dtype)
     _convert_parameters(model, dtype if torch.cuda.is_available() else torch.float32, all_of_them=True)
 

@@ -199,10 +199,7 @@ class _Run:
         return reference
 
     def _find_finished(self, jobs: Sequence[_Job]) -> list[bool]:
-        """Return for each variant whether its folder holds what this run would write; every file is read.
-
-        Raises FlexQuantError, which says what differs in each folder, unless such folders may be replaced.
-        """
+        """Return which variants are finished; raise FlexQuantError for other folders, unless replaceable."""
         finished, problems = [], []
         for job in jobs:
             problem: str | None = "is missing"

@@ -98,10 +98,7 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
 
 
 def with_strengths(variant: ResolvedVariant, strengths: Mapping[str, float | None]) -> VariantRecipe:
-    """Return the recipe with the ``strengths`` of smoothing that were chosen (None: not smoothed).
-
-    It makes the variant again without a search.
-    """
+    """Return the recipe with the ``strengths`` of smoothing that a search chose (None: not smoothed)."""
     name, modifiers = "SmoothQuantModifier", variant.recipe.modifiers
     chosen = {front: strengths.get(front) for front in variant.smoothed}
     return replace(
@@ -133,10 +130,7 @@ def _check_strengths(strengths: object, smoothed: Sequence[str]) -> None:
 
 
 def _block_size(arguments: JsonObject, model: PreTrainedModel) -> int | None:
-    """Return the first of the given sizes whose blocks the inputs that are to be rotated consist of.
-
-    None if the model has such linears, and all are ignored.
-    """
+    """Return the first size whose blocks all inputs to be rotated consist of; None if they are ignored."""
     from compressed_tensors.utils import match_named_modules
 
     given = arguments["transform_block_size"]
@@ -264,10 +258,7 @@ def _group_size(arguments: JsonObject, linears: Mapping[str, tuple[int, Quantiza
 
 
 def choose_group_size(input_features: Mapping[str, int], sizes: Sequence[int]) -> int:
-    """Return the first of ``sizes`` that divides the input features of every linear.
-
-    Raises FlexQuantError, naming a linear, if none does.
-    """
+    """Return the first of ``sizes`` that divides every linear's inputs; raise FlexQuantError if none does."""
     for size in sizes:
         if all(k % size == 0 for k in input_features.values()):
             return size

@@ -134,10 +134,7 @@ def read_source(folder: Path) -> SourceModel:
 
 
 def find_folder(model: str | Path, progress: Callable[[str], None]) -> Path:
-    """Return a model's folder; a Hugging Face id is fetched.
-
-    Raises FlexQuantError if there is no such model, and for one that is quantised, or an adapter.
-    """
+    """Return a model's folder, fetched for an id; raise FlexQuantError unless it is whole, in 16 bit."""
     progress(f"looking for {model}")
     folder = find_model(model)
     read_16_bit_config(folder)
@@ -168,10 +165,7 @@ def _check_dtypes(tensors: Mapping[str, TensorRef]) -> None:
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Return a configuration's model without memory for its weights (torch's meta device).
-
-    Raises FlexQuantError if transformers cannot build it, or has another class than the configuration names.
-    """
+    """Return a model on the meta device; raise FlexQuantError if transformers has another class, or none."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -244,10 +238,7 @@ def readers_of_norms(names: Iterable[str]) -> tuple[list[str], list[str]]:
 def resolve_mappings(
     mappings: Sequence[ScaleMapping], model: PreTrainedModel, model_type: str
 ) -> dict[str, list[str]]:
-    """Return module in front -> linears that its scales move into, by name, in a ``model`` without weights.
-
-    Raises FlexQuantError for a mapping that matches nothing, or omits a linear that reads the norm.
-    """
+    """Return module in front -> linears that get its scales; raise FlexQuantError for a wrong mapping."""
     from compressed_tensors.utils import match_modules_set
 
     names = {module: name for name, module in model.named_modules()}

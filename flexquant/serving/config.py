@@ -144,10 +144,7 @@ def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
 
 
 def served_policy(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) -> ServedPolicy:
-    """In the front end: return the policy for workers, with decode passes of all sizes in its table.
-
-    Raises :class:`FlexQuantError` for a policy or a checkpoint that this server cannot serve.
-    """
+    """In the front end: return the policy for workers; raise :class:`FlexQuantError` for one not served."""
     num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
     for module in merged.shared_modules:
         if (layer_number(module) or 0) >= num_layers:

@@ -20,10 +20,7 @@ ONE_SCALE = "weights have one scale a channel, and INT8 activations need groups"
 
 
 def check_derivable(derives: str, derivation: Derivation, source: StoredVariant) -> None:
-    """Refuse a derived variant if its source lacks the weights that it needs, or this device a kernel.
-
-    ``derives`` opens the message: what in the policy derives the variant.
-    """
+    """Refuse a derived variant, which ``derives`` names, without its weights or a kernel for them."""
     if derivation.is_one_copy:
         check_one_copy_device(derives, derivation.weights)
         if source.is_in_16_bit:

@@ -183,10 +183,7 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
 
 
 def check_sections(model_config: ModelConfig, merged: MergedConfig) -> None:
-    """Refuse settings that compressed-tensors does not understand; take ``--quantization`` of all variants.
-
-    Raises :class:`FlexQuantError` for another ``--quantization`` than the format of every variant.
-    """
+    """Refuse settings not understood, and a ``--quantization`` that is not the format of every variant."""
     sections = {name: variant.quantization_config for name, variant in merged.variants.items()}
     for name, section in sections.items():
         LinearSchemes(section, f"variant '{name}'", ())
@@ -214,10 +211,7 @@ def describe_draft(model_config: ModelConfig, architecture: str, variant: Stored
 
 
 def verify_if_asked(vllm_config: VllmConfig) -> None:
-    """In the front end: with the option ``verify``, read the checkpoint and compare it with its hashes.
-
-    Raises :class:`FlexQuantError`, which names the shard, for a byte that differs, and for no local folder.
-    """
+    """In the front end: with the option ``verify``, compare a local checkpoint with its hashes, or raise."""
     from flexquant.checkpoint import merged_checkpoint
     from flexquant.serving.config import ServingOptions
 

@@ -131,10 +131,7 @@ def _best_of(samples: Samples, variants: Sequence[str], goal: Goal, requests: Re
 
 
 def _meet(samples: Samples, variants: Sequence[str], slo: Mapping[str, float]) -> Decision:
-    """Choose for every size the most precise variant that keeps the bound, or the fastest if none does.
-
-    Raises FlexQuantError for bounds that not even the smallest pass keeps.
-    """
+    """Choose by size the most precise variant within the bound, or the fastest; raise if none ever keeps it."""
     unmet = []
     for phase, bound in slo.items():
         size = samples.sizes(phase)[0]

@@ -153,10 +153,7 @@ class Samples:
 
     @classmethod
     def load(cls, file: Path, run: JsonObject) -> Samples:
-        """Return the samples that :meth:`save` wrote for the same ``run``; without a file, empty samples.
-
-        Raises UsageError, which says what differs, for another run's, which can be hours of work.
-        """
+        """Return what :meth:`save` wrote, or empty samples; raise UsageError for another ``run``'s."""
         run = json.loads(json.dumps(run))
 
         def read(text: str) -> tuple[JsonObject, Samples]:

@@ -234,10 +234,7 @@ def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None 
 
 @contextmanager
 def workers() -> Iterator[ThreadPoolExecutor]:
-    """Yield as many threads as PyTorch uses; in each, PyTorch computes on one.
-
-    Waiting tasks are cancelled.
-    """
+    """Yield as many threads as PyTorch uses, each on one core; cancel waiting tasks in the end."""
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     try:

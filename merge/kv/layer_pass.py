@@ -62,10 +62,7 @@ def run_pass(
     until_cached: bool = False,
     with_gradients: bool = False,
 ) -> LayerPass:
-    """Run a layer whose matrices answer as in the pass ``reference``, or at random.
-
-    ``rotation`` [hidden, hidden] rotates the hidden states. ``until_cached`` stops at the KV cache.
-    """
+    """Run a layer whose matrices answer as in ``reference``, or at random, in the basis of ``rotation``."""
     seen = LayerPass()
 
     def answer(name: str, module: nn.Module, forward: OwnForward, args: tuple[Any, ...]) -> Answer:

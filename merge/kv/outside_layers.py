@@ -90,10 +90,7 @@ def compare_bases(variant: VariantWeights, reference: VariantWeights, pool: Exec
 def _compare_tokens(
     variant: VariantWeights, reference: VariantWeights
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return norms over each token's embedding, a in the variant and b in the reference; float64 [tokens].
-
-    They are |a - b|, the largest |a - b| that rounding explains, |b| and |a|.
-    """
+    """Return each token's |a - b|, the most of it that rounding explains, |b| and |a|; float64 [tokens]."""
     squares: list[torch.Tensor] = []
     chunks = (of.matrix(of.embeddings_name).chunks for of in (variant, reference))
     for a, b in zip(*chunks, strict=True):

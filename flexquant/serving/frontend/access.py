@@ -95,10 +95,7 @@ async def ask_workers(engine: AsyncLLM, method: str, *args: object, timeout: flo
 
 
 async def answer_of(question: Awaitable[Answer], timeout: float | None) -> Answer:
-    """Return the answer to a question, which continues if the waiting task is cancelled.
-
-    Raises TimeoutError after ``timeout`` seconds (None: no limit); the question continues then, too.
-    """
+    """Return a question's answer, or raise TimeoutError after ``timeout`` s; the question continues."""
     asked = asyncio.ensure_future(question)
     await asyncio.wait({asked}, timeout=timeout)
     if not asked.done():

@@ -29,10 +29,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def admin_key() -> str:
-    """Return the administrator's key in the environment, without space around it; empty if there is none.
-
-    Raises :class:`FlexQuantError`, without the key, if it is not printable ASCII.
-    """
+    """Return the environment's key; raise :class:`FlexQuantError`, without it, if it is not ASCII."""
     key = os.environ.get(ADMIN_KEY, "").strip()
     if not (key.isprintable() and key.isascii()):
         raise FlexQuantError(

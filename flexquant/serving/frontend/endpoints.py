@@ -159,10 +159,7 @@ class Status(Reply):
 
 
 async def status(request: Request) -> JsonObject:
-    """Return the first rank's status, with the sums of all engines' counters, and policies that differ.
-
-    Raises HTTPException 404 if no merged checkpoint is served, and 504 if the workers take too long.
-    """
+    """Return the first rank's status, counters summed over engines; raise HTTPException 404 or 504."""
     try:
         return sum_up(await ask_workers(merged_engine(request), "flexquant_status", timeout=STATUS_TIMEOUT))
     except TimeoutError as e:

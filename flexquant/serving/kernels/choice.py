@@ -64,10 +64,7 @@ FEWEST_WEIGHTS = 1 << 18
 
 
 def sizes_by_variant(routes: RouteTable) -> dict[str, tuple[int, ...]]:
-    """Return for each variant of a policy the numbers of tokens with which its kernels are timed.
-
-    They are the sizes of its decode passes, if any, so that a tuned policy gets what `flexquant tune` timed.
-    """
+    """Return by variant the tokens with which its kernels are timed: the sizes of its decode passes."""
     in_decode: dict[str, set[int]] = {}
     in_others: dict[str, set[int]] = {}
     for phase in PHASES:
@@ -167,10 +164,7 @@ def _request(layer: Any, sizes: Sequence[int], kinds: list[str]) -> LayerTrial:
 
 
 def _is_worth_a_trial(layer: Any) -> bool:
-    """Whether a layer has many weights, of a scheme that a trial supports.
-
-    These are INT4 and INT8 in 16-bit activations, and INT8 per channel with activations quantised per token.
-    """
+    """Whether a layer has many weights, in INT4 or INT8 by channel, whose activations are not static."""
     kernel = kernel_of_layer(layer)
     if kernel is None or layer.input_size_per_partition * layer.output_size_per_partition < FEWEST_WEIGHTS:
         return False
@@ -228,10 +222,7 @@ def _for_cpu(kernel: LinearKernel) -> list[type[LinearKernel]]:
 
 
 def zentorch_problem() -> str | None:
-    """Return why vLLM does not use an installed zentorch; None if it does, or if none is installed.
-
-    vLLM itself prints a traceback for a zentorch built for another torch, and nothing for a missing module.
-    """
+    """Return why vLLM does not use an installed zentorch; None if it does, or if none is installed."""
     try:
         installed = version("zentorch")
     except PackageNotFoundError:

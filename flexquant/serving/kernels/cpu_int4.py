@@ -27,10 +27,7 @@ BLOCK = 64
 
 
 class TorchCPUInt4LinearKernel(MPLinearKernel):
-    """Group-wise INT4 weights with 16- or 32-bit activations, by ``_weight_int4pack_mm_for_cpu``.
-
-    The operator is in ATen (``aten/src/ATen/native/cpu/int4mm_kernel.cpp``) with AVX2 and AVX512 code.
-    """
+    """Group-wise INT4 weights, by ATen's ``_weight_int4pack_mm_for_cpu`` for AVX2 and AVX512."""
 
     @classmethod
     def get_min_capability(cls) -> int:

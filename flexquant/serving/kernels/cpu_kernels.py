@@ -61,10 +61,7 @@ _operators.define("exact_int8_linear(Tensor x, Tensor x_scale, Tensor weight, Te
 
 
 class TorchCPUW4A8LinearKernel(TorchCPUInt4LinearKernel):
-    """A stand-in for W4A8: it rounds activations to 8 bit per token, and multiplies them in 16 bit.
-
-    It gives the answers of W4A8, but is slower than W4A16.
-    """
+    """A stand-in that rounds activations as W4A8 does, and multiplies in 16 bit: slower than W4A16."""
 
     def _multiply(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         quantized, x_scale, _ = ops.onednn_scaled_int8_quant(x, None, None, True)  # .., [tokens, 1]

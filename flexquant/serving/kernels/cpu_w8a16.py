@@ -102,10 +102,7 @@ def w8a16_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> 
 
 
 def _in_slices(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the same by PyTorch's products, with a slice of the weights after another in ``x``'s dtype.
-
-    Where a CPU has no such products, they are in float32.
-    """
+    """Return the same by PyTorch's products, in ``x``'s dtype or float32, a slice at a time."""
     is_fast = x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     numbers = x if is_fast else x.float()
     blocks, inputs, width = weight.shape

@@ -36,10 +36,7 @@ PLAN = "model"
 
 
 def offer_to_adapters(model: Any, plan: nn.Module) -> None:
-    """Have vLLM find the layers of ``plan``, a model's first plan, under the names that adapters use.
-
-    Raises :class:`FlexQuantError` for a base model without LoRA, or with experts.
-    """
+    """Have vLLM find the layers of ``plan`` by adapters' names; refuse experts, and models without LoRA."""
     first = next(iter(model.variants.values()))
     if not getattr(first, "supports_lora", False):
         raise FlexQuantError(f"vLLM has no LoRA for {type(first).__name__} (drop --enable-lora)")

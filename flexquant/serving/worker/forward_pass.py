@@ -243,10 +243,7 @@ class PassObserver:
                 return super().update_block_table(*args, **options)
 
             def _describe_to_sharers(self) -> None:
-                """Have vLLM give the metadata to those that share a state too, by adding them to its list.
-
-                They are not in it before, as vLLM makes a cache for each layer in it.
-                """
+                """Have vLLM give the metadata to those that share a state too, but make no cache for them."""
                 sharing = [name for layer in self.layer_names for name in observer._sharers.get(layer, ())]
                 self.layer_names += [name for name in sharing if name not in self.layer_names]
 

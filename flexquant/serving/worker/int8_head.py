@@ -115,10 +115,7 @@ class Int8HeadMethod(QuantizeMethodBase):
         self.kernel.process_weights_after_loading(head)
 
     def exchange_weights(self, layer: nn.Module) -> torch.Tensor | None:
-        """Create the head's INT8 weights; return those in 16 bit, which it keeps if rows are looked up there.
-
-        None if ``layer`` is not the head, but an embedding that is tied to it.
-        """
+        """Create INT8 weights; return those in 16 bit, kept for look-ups, or None for a tied embedding."""
         head = self._head
         if layer is not head:
             return None

@@ -153,10 +153,7 @@ def sharers(context: Mapping[str, object]) -> dict[str, list[str]]:
 
 
 class HybridModel:
-    """What vLLM asks a model about its states, answered by the base architecture's class.
-
-    Whether it asks is in the architecture's description, which `registration` takes from that class too.
-    """
+    """What vLLM asks a model about its states, answered by the base architecture's class."""
 
     variants: nn.ModuleDict
 

@@ -54,10 +54,7 @@ On all pipeline-parallel ranks but the last, it is what the next rank takes as `
 
 
 class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, SupportsEagle3, SupportsLoRA):
-    """Several variants of one causal LM over one KV cache; every forward pass takes one plan.
-
-    All ranks choose the same route, since vLLM describes a pass in the same way to all of them.
-    """
+    """Several variants of a causal LM over one KV cache; every pass takes one plan, the same on all ranks."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()

@@ -132,10 +132,7 @@ class PlanCounters:
 
 
 def trace_file(vllm_config: VllmConfig) -> str | None:
-    """Return the file of this worker's trace; None if no trace is configured.
-
-    Others than the first worker's end in ``.dp1`` (data-parallel replica) or ``.rank1`` (rank within it).
-    """
+    """Return this worker's trace, if one is configured: other workers' end in ``.dp1`` or ``.rank1``."""
     file = ServingOptions.from_vllm(vllm_config).trace
     if file is None:
         return None
@@ -192,10 +189,7 @@ class Trace:
 
 
 class PassRecords:
-    """The trace of one worker, if one is configured, and the counters of its engine.
-
-    The first rank of the last pipeline stage tells these, as it computes logits, with which a pass ends.
-    """
+    """The trace and the counters of an engine, told by the first rank of the last stage, which has logits."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         parallel, file = vllm_config.parallel_config, trace_file(vllm_config)

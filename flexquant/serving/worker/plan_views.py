@@ -45,10 +45,7 @@ from flexquant.serving.vllm_api import (
 
 
 def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
-    """Copy a module without copying its weights, with some of its children replaced.
-
-    Methods that the module keeps among its attributes, such as the forward for this device, are the copy's.
-    """
+    """Copy a module but not its weights, with some children replaced; its bound methods become the copy's."""
     view = copy.copy(module)
     view._modules = {**module._modules, **children}
     for name, value in vars(module).items():

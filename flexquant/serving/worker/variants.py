@@ -211,10 +211,7 @@ def share_modules(
 
 
 def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    """Return the modules with these names in the checkpoint; raise FlexQuantError if one is missing.
-
-    Of an expert layer it is the module with its experts' weights. Some classes have no lm_head.
-    """
+    """Return modules by their checkpoint's names, experts as one; raise FlexQuantError if one is missing."""
     found = dict(model.named_modules(remove_duplicate=False))
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     modules = []

@@ -48,10 +48,7 @@ class VariantLoader:
         *,
         must_be_unsmoothed: bool = False,
     ) -> None:
-        """Prepare to load ``variants``, the built models by name, with the layers that ``routes`` take.
-
-        With ``must_be_unsmoothed``, norms of all layers are read, to compare those of different variants.
-        """
+        """Prepare to load ``variants``, the layers in ``routes``; ``must_be_unsmoothed`` compares norms."""
         self._variants = variants
         self._layers = routes.layers
         self._num_layers = len(routes.plans[0].layers)

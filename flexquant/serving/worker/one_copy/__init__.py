@@ -64,10 +64,7 @@ def one_copy_of(source: nn.Module, name: str, precision: str, is_in_16_bit: bool
 
 @contextmanager
 def nesting_in(source: nn.Module | None, quant_config: QuantizationConfig | None) -> Iterator[None]:
-    """Build the linears of a variant for which ``source`` has INT4 weights as nested in these.
-
-    None: no variant is nested. ``quant_config`` is the variant's.
-    """
+    """Build a variant's linears as nested in those that ``source`` has in INT4; None: nothing is nested."""
     if source is None:
         yield
         return

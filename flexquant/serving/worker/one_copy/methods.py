@@ -180,10 +180,7 @@ def _parameter_name(buffer: str) -> str:
 
 
 def product_of(kernel: MPLinearKernel, kind: type[Any], precision: str = "int8") -> Product | None:
-    """Return this device's product for the weights of ``kernel``'s layer, if a kernel of ``kind`` keeps them.
-
-    None if that kind's layout is not known. ``precision``: int8 or fp8.
-    """
+    """Return this device's product for weights that a kernel of ``kind`` keeps; None for unknown layouts."""
     if current_platform.is_cpu():
         from flexquant.serving.worker.one_copy.cpu import CPUInt8Product
         from flexquant.serving.worker.one_copy.cpu_layouts import layout_of
