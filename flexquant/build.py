@@ -130,8 +130,7 @@ def _measure_served(
 ) -> tuple[dict[str, LossByKind], dict[str, LossByKind]]:
     """Return by kind of text what nested variants lose, and what is lost on answers, against ``model``.
 
-    ``variants`` are folders. Answers are those under the policy of ``merged``, and those of its decode
-    variant alone: none where `_phases` finds none, and for models that carry states.
+    Answers are those under the policy of ``merged``, and of its decode variant alone, where both are whole.
     """
     nested, answers = dict[str, LossByKind](), dict[str, LossByKind]()
     policy = choose_policy(stored=merged.merged.policy)

@@ -72,10 +72,9 @@ class Source:
 
 
 def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Source:
-    """Read the headers and configs of a checkpoint that becomes the variant ``name``.
+    """Read headers and configs of the variant ``name``; ``dtype``, of CASTS, casts what is in 16 bit.
 
-    ``dtype``, a key of CASTS, casts what is in 16 bit. Raises FlexQuantError, naming the file, for an
-    unusable folder, an unknown format, and settings that compressed-tensors cannot hold.
+    Raises FlexQuantError, naming the file, for a folder, format or settings that are not understood.
     """
     check_variant_name(name)
     folder = find_model(folder)

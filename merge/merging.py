@@ -168,10 +168,9 @@ def _has_negative_scales(source: Source) -> bool:
 
 
 def policy_to_store(requested: str | None, variants: Collection[str]) -> JsonObject | None:
-    """Return the policy document that a merge of ``variants`` stores; None: serving uses the default.
+    """Return the policy that a merge of ``variants`` stores: ``requested``, else of one variant, or None.
 
-    ``requested`` is a built-in policy's name or a file; None asks for the default or the only variant. Raises
-    FlexQuantError for a policy that cannot be read, and if the default needs other variants.
+    Raises FlexQuantError if it cannot be read, or if the default needs other variants.
     """
     if requested is not None:
         return load_policy(requested).document

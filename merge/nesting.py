@@ -196,10 +196,9 @@ class NestedVariant:
 
 
 def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVariant]]:
-    """Return a plan that stores W8A8 variants as differences to the INT4 variant; what is nested, by name.
+    """Return a plan with the INT8 weights as served, stored as differences to INT4, and what is nested.
 
-    The plan's sources have the INT8 weights that will be served. Only headers are read. Raises FlexQuantError
-    if there is not one such pair, and if a linear cannot be nested.
+    Raises FlexQuantError unless there is one such pair, whose linears all can be nested.
     """
     sources, groups = {s.name: s for s in plan.sources}, {name: {**of} for name, of in plan.groups.items()}
     schemes = {name: _schemes(source, plan.num_layers) for name, source in sources.items()}

@@ -176,10 +176,9 @@ def first_difference(x: object, y: object) -> str:
 
 
 def processor_difference(a: Source, b: Source) -> str | None:
-    """Return what the processors of two checkpoints do differently, in words; None if nothing was found.
+    """Return what two processors do differently, in words; None: nothing, or settings of one alone.
 
-    A part that only one has settings for is no difference. No code that a config names is run. Raises
-    FlexQuantError for settings that transformers' class refuses.
+    Runs no code that a config names. Raises FlexQuantError for settings that a class refuses.
     """
     names = {name for source in (a, b) for name in find_files(source.folder, PROCESSOR)}
     if all(has_same_file(name, a, b) for name in names):
@@ -252,11 +251,7 @@ def _stated(settings: JsonObject) -> JsonObject:
 
 
 def _class(name: str, base: type) -> Any:
-    """Return the class below ``base`` that transformers has by this name.
-
-    In place of one that it lacks, or that needs torchvision, stands a class of this module with its plain
-    attributes.
-    """
+    """Return transformers' class below ``base`` with this name, or in its place a plain one of this module."""
     import transformers
 
     found: Any = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name, None)

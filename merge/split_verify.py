@@ -38,10 +38,9 @@ def split_checkpoint(
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     progress: Progress | None = None,
 ) -> JsonObject:
-    """Write the variant to ``output``: its original keys, bit-identical tensors, a config of equal effect.
+    """Write the variant to ``output``, bit-identical under original keys; return how many tensors and bytes.
 
-    Returns how many tensors and bytes were written. Raises FlexQuantError for an unknown variant, a tensor
-    without its recorded hash, an output that may not be replaced and a full disk.
+    Raises FlexQuantError for an unknown variant, a tensor not as recorded, and what cannot be written.
     """
     output = Path(output)
     checkpoint = MergedCheckpoint.open(folder)

@@ -169,10 +169,9 @@ class ModelClass:
         return any(re.search(pattern, self.name_of(tensor)) for pattern in patterns)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], place: str) -> None:
-        """Raise FlexQuantError, which names ``place``, unless ``shapes`` are those of the class.
+        """Raise FlexQuantError, which names ``place``, unless unquantised ``shapes`` are those of the class.
 
-        ``shapes`` are of a checkpoint's parameters without quantisation, by name. What the class ties to
-        another parameter, or does not need, may be absent.
+        What the class ties to another parameter, or does not need, may be absent.
         """
         import torch
         from transformers.core_model_loading import convert_and_load_state_dict_in_model

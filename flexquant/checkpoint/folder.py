@@ -199,8 +199,7 @@ def wrong_key(error: ValidationError) -> str:
 def read_tensors(folder: Path) -> dict[str, TensorRef]:
     """Return every tensor of the checkpoint, by name, from its index's shards or, without one, all files.
 
-    Raises FlexQuantError for a corrupt, missing or outside shard, an index that disagrees with its shards,
-    and a tensor that two files hold.
+    Raises FlexQuantError for a corrupt, missing or outside shard, and a tensor not in exactly one place.
     """
     weight_map = _read_index(folder) if (folder / INDEX_FILE).exists() else None
     shards = _shards_without_index(folder) if weight_map is None else sorted(set(weight_map.values()))

@@ -280,10 +280,9 @@ def why_not_served(config: JsonObject, model: str) -> str | None:
 
 
 def as_merged(config: JsonObject, model: str) -> JsonObject:
-    """Return the ``config.json`` of a merged checkpoint of one variant, whose tensors have no prefix.
+    """Return ``config``, of the published checkpoint ``model``, as that of a merged one without prefixes.
 
-    ``config`` is that of the published checkpoint ``model``; a merged one is returned as it is. Raises
-    FlexQuantError if it names no architecture.
+    A merged one is returned as it is. Raises FlexQuantError if it names no architecture.
     """
     section = config.get("quantization_config") or {}
     if section.get("quant_method") == QUANT_METHOD:

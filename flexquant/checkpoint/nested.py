@@ -143,10 +143,9 @@ def nested_parts(outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, .
 
 
 def nested_weights(own: Tensors, source: Tensors) -> dict[str, NestedWeight]:
-    """Return the nested linears of a variant, by the original key of the weight that each has when served.
+    """Return the linears of ``own`` that are nested in ``source``, by the original key of the served weight.
 
-    ``own`` and ``source`` are the stored tensors, by original key, of the variant and of the one that it is
-    nested in. Raises FlexQuantError, naming the tensor, for parts that are missing or do not fit.
+    Raises FlexQuantError, naming the tensor, for stored parts that are missing or do not fit.
     """
     found = {}
     for name, difference in own.items():
@@ -186,10 +185,9 @@ def blocks(shape: tuple[int, ...], rows: Sequence[range] | None = None) -> Itera
 
 
 def predict(values: Tensor, scale: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Return the nearest integers, ties to even, of ``values * (scale * row) * column``.
+    """Return the nearest integers, ties to even, to ``values * (scale * row) * column`` [rows, inputs].
 
-    ``values`` and ``scale`` are as of :meth:`Int4Weight.read`; ``row`` [rows, 1], ``column`` [inputs], result
-    [rows, inputs]: all float32.
+    ``values`` and ``scale`` are as of :meth:`Int4Weight.read`; ``row`` is [rows, 1], ``column`` [inputs].
     """
     return scaled(values, scale, row, column).round_()
 

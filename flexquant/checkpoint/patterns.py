@@ -30,10 +30,9 @@ PROGRAM = Path(__file__).with_name("pattern_process.py")
 
 
 def fitting(expressions: Mapping[str, str], names: Iterable[str], owner: str, place: str = "") -> Fits:
-    """Return those of ``names`` that each regular expression fits from their start.
+    """Return those of ``names`` that each regular expression fits from their start, by what is written.
 
-    The keys of ``expressions`` are what is written. Raises FlexQuantError, which begins with ``owner``, for
-    what is no regular expression, and for one that reaches the bound.
+    Raises FlexQuantError, which begins with ``owner``, for a wrong one, and for one that reaches the bound.
     """
     if not expressions:
         return {}

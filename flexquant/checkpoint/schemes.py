@@ -49,10 +49,9 @@ ORDER = {part: number for number, part in enumerate(FUSED)}
 
 
 def logical_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of the unquantised model, by name.
+    """Return the shape of every parameter of the unquantised model, by name; packed ones are ``weight``.
 
-    Packed and nested weights count as ``weight``. Raises FlexQuantError for a ``weight_packed`` of integers
-    without its ``weight_shape``, or with one that does not fit.
+    Raises FlexQuantError for packed integers without a ``weight_shape`` that fits.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, ref in tensors.items():
@@ -214,10 +213,9 @@ def stored_shape(weight: TensorRef, part: Callable[[str], TensorRef | None]) -> 
 
 
 def shape_problem(args: QuantizationArgs, weight: TensorRef, part: Callable[[str], TensorRef | None]) -> str:
-    """Return how a Linear's parameters do not fit its scheme; empty if they do.
+    """Return how the parameters of a Linear in INT2, 4 or 8 or FP8 do not fit its scheme; empty if they do.
 
-    ``args`` are of INT weights of 2, 4 or 8 bits, or FP8; ``weight`` is the stored matrix. ``part`` returns
-    another parameter by the last part of its name, e.g. ``weight_scale``.
+    ``part`` returns a parameter beside the stored matrix ``weight`` by its last name, e.g. ``weight_scale``.
     """
     rows, columns = shape = stored_shape(weight, part)
     if part("weight_g_idx") is not None:

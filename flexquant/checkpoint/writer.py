@@ -51,10 +51,9 @@ class Shard:
 
 
 def plan_shards(groups: Sequence[Tensors], max_shard_size: int) -> list[Shard]:
-    """Return the files for groups of tensors; no file holds tensors of two groups.
+    """Return the files for groups of tensors: ``model.safetensors``, or ``model-00001-of-0000n.safetensors``.
 
-    A file's tensors have at most ``max_shard_size`` bytes, unless one alone is larger. A single file is
-    ``model.safetensors``, several are ``model-00001-of-0000n.safetensors``.
+    No file has tensors of two groups, or more than ``max_shard_size`` bytes but for a single tensor.
     """
     parts: list[dict[str, TensorRef]] = []
     for group in groups:
@@ -88,9 +87,8 @@ def writing_checkpoint(
     overwrite: bool,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
 ) -> Iterator[tuple[Path, Finish]]:
-    """Begin to write tensors in other threads, and yield a temporary folder with ``files``, and Finish.
+    """Begin to write tensors in other threads; yield the folder that becomes ``output``, and Finish.
 
-    The folder takes the place of ``output`` at the end. ``groups`` become shards by :func:`plan_shards`.
     Raises FlexQuantError as :func:`staged_folder` does, and for too small a disk.
     """
     shards = plan_shards(groups, max_shard_size)

@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
     """Yield a finding for each kernel of a variant that is built without weights.
 
-    Linears with one name, shape (inputs and outputs of one rank) and kernel are one group. Under ``better``
-    it has the kernels that vLLM prefers, each with the reason why vLLM did not take it.
+    Under ``better``, a group of equal linears has kernels that vLLM prefers, and why it does not take them.
     """
     names = ("name", "inputs", "outputs", "kernel")
     shapes: dict[tuple[object, ...], JsonObject] = {}

@@ -132,10 +132,9 @@ class Worker:
 def start_workers(
     policies: Mapping[str, Policy], folder: Path, options: Callable[[str], JsonObject]
 ) -> Iterator[dict[str, Worker]]:
-    """Start an engine for each policy, yield the workers by name, and stop them on leaving.
+    """Start an engine for each policy, with ``options`` by name; yield the workers, and stop them on leaving.
 
-    ``options`` returns vLLM's engine arguments for a name. On a GPU, engines start one by one, as each checks
-    how much memory is left. Raises FlexQuantError if an engine does not start.
+    On a GPU they start one by one, as each checks the memory left. Raises FlexQuantError if one fails.
     """
     import_ahead()
     from vllm.platforms import current_platform

@@ -132,10 +132,9 @@ class Study:
         }
 
     def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> StudyDocument:
-        """Measure each layer alone, unless ``file`` has the plan already; return the document in ``file``.
+        """Measure the plans of each layer alone that ``file`` lacks; return the document in it.
 
-        ``progress`` gets a line for every plan. Raises FlexQuantError for a text that is too short, and for a
-        file of another study unless ``overwrite`` is set.
+        Raises FlexQuantError for a text that is too short and, unless ``overwrite``, another study's file.
         """
         *_, lowest = self.variants
         plans = [*self.alone(), *self.leaving(self.highest), *self.leaving(lowest)]

@@ -111,10 +111,9 @@ def find_policies(
     folder: str | Path | None = None,
     stored: JsonObject | None = None,
 ) -> dict[str, Policy]:
-    """Return the policies with the given names, each once, keyed by their names in results.
+    """Return the policies with the given names, keyed by these; raise FlexQuantError for unknown or repeated.
 
-    A name is one of ``variants`` (for all passes), a built-in policy, a policy file (the last part of its
-    path names it) or ``stored``, that of ``folder``. Raises FlexQuantError for an unknown or repeated name.
+    They are of ``variants`` (for all passes), built in, files (named by their last part) or ``stored``.
     """
     policies: dict[str, Policy] = {}
     for text in dict.fromkeys(names):

@@ -185,10 +185,9 @@ def run_modifiers(
     seed: int,
     progress: Progress | None = None,
 ) -> None:
-    """Apply the modifiers in place, each in a pass of its own over ``rows`` of token ids [tokens].
+    """Apply the modifiers in place, each in a pass over ``rows`` of token ids; ``progress`` counts layers.
 
-    ``progress`` is called with (layer that the data has reached, number of layers) in every pass. Raises
-    FlexQuantError, naming the layer, if activations are not finite.
+    Raises FlexQuantError, naming the layer, if activations are not finite.
     """
     torch.manual_seed(seed)
     # llmcompressor 0.14's AWQ pins memory, which torch refuses without a GPU.
@@ -221,10 +220,9 @@ def _convert_parameters(model: PreTrainedModel, dtype: torch.dtype, all_of_them:
 
 
 def save_model(model: PreTrainedModel, source: SourceModel, variant: ResolvedVariant, folder: Path) -> None:
-    """Write the compressed model in the source's dtype, with the files beside the source's weights.
+    """Write the compressed model in the source's dtype and under its architecture, with the files beside it.
 
-    The architecture's name is kept, and so are generation settings, even those that transformers would refuse
-    to save. Raises FlexQuantError unless the weights of all linears of the ``variant`` are compressed.
+    Raises FlexQuantError unless the weights of all linears of the ``variant`` are compressed.
     """
     _convert_parameters(model, source.dtype)
     settings = model.generation_config

@@ -143,11 +143,7 @@ def builtin_recipes() -> list[str]:
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:
-    """Load a built-in recipe by name, or a recipe file by path.
-
-    Raises FlexQuantError, with the line and what is allowed, for an unknown name, a file that cannot be read,
-    a document that breaks the schema, and a recipe that would change the KV cache.
-    """
+    """Load a recipe by built-in name or path; raise FlexQuantError if it is unknown, wrong or changes K or V."""
     content, source = read_named(str(name_or_path), PACKAGE, "recipe")
     return parse_recipe(content, source, str(name_or_path))
 

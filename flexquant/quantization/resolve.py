@@ -48,8 +48,7 @@ class ResolvedVariant:
 def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: str) -> ResolvedVariant:
     """Make the choices that depend on ``model``, which needs no weights, and check the recipe's names.
 
-    Raises FlexQuantError, naming the line of the recipe and the module, for schemes that do not exist, groups
-    that do not divide a linear, a quantised lm_head, and mappings that would change what the model computes.
+    Raises FlexQuantError, naming line and module, for schemes, groups and mappings that do not suit it.
     """
     try:
         modifiers, notes, smoothed = {}, [], []
@@ -296,10 +295,9 @@ def quantization_groups(arguments: JsonObject) -> dict[str, QuantizationScheme]:
 
 
 def with_asymmetric_activations(arguments: JsonObject, model: PreTrainedModel) -> JsonObject:
-    """Return the arguments of a quantising modifier, its 8-bit activations with a zero point for each token.
+    """Return a modifier's arguments, its INT8 activations by token with zero points, but for experts.
 
-    Those of experts keep their scheme, since vLLM's kernels for experts have no zero points. Raises
-    FlexQuantError without dynamic 8-bit integer activations by token, and where targets name experts.
+    Raises FlexQuantError for other activations, and where targets name experts.
     """
     from compressed_tensors.utils import match_named_modules
 

@@ -129,8 +129,7 @@ class ServedPolicy:
 def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
     """In the front end: put the policy that the options name into ``vllm_config``; return its table.
 
-    Workers get a table with decode passes of all sizes, since vLLM may set the sizes of CUDA graphs, and so
-    the largest, afterwards. Raises :class:`FlexQuantError` for a policy that cannot be read or served.
+    Workers' has decode passes of all sizes: vLLM sets the largest later. Raises :class:`FlexQuantError`.
     """
     options = ServingOptions.from_vllm(vllm_config)
     policy = choose_policy(options.policy, merged.policy)
@@ -175,8 +174,7 @@ def served_policy(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy)
 def clip_to_server(vllm_config: VllmConfig, merged: MergedConfig, served: ServedPolicy) -> ServedPolicy:
     """In a worker: return the policy with the decode passes alone that this server can run.
 
-    vLLM settles mode and sizes of CUDA graphs after the front end's check, so with graphs this raises
-    :class:`FlexQuantError` for what cannot be served with these.
+    Raises :class:`FlexQuantError` for what cannot be served with CUDA graphs, which vLLM settles late.
     """
     clipped = replace(served, routes=served.routes.up_to(max_decode_tokens(vllm_config)))
     if vllm_config.compilation_config.cudagraph_mode:

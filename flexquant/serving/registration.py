@@ -135,10 +135,9 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """In the front end, tell vLLM what states the base architecture's layers keep.
+        """In the front end, tell vLLM what states the base architecture's layers keep, which one class hides.
 
-        vLLM asks a description of the model's class, and one class serves all text models. ReplaySSM, which
-        keeps counters beside a state, is not offered.
+        ReplaySSM, which keeps counters beside a state, is not offered.
         """
         from flexquant.serving.config import merged_of
         from flexquant.serving.draft_heads import MERGED_DRAFTS

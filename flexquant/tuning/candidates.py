@@ -31,8 +31,7 @@ UTILISATION = 0.9
 def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str, Policy]:
     """Return variant -> policy that runs every pass in it, the most precise variant first.
 
-    A name is a variant of the checkpoint, or a policy of one variant, such as the built-in ``w4a8``. None:
-    the checkpoint's, and beside a single one INT8 computed from it. Raises FlexQuantError for others.
+    Names are variants or policies of one, as ``w4a8``. None: all, and beside one alone INT8 from it.
     """
     found: dict[str, Policy] = {}
     if not names:

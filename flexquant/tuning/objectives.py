@@ -131,7 +131,7 @@ def _best_of(samples: Samples, variants: Sequence[str], goal: Goal, requests: Re
 
 
 def _meet(samples: Samples, variants: Sequence[str], slo: Mapping[str, float]) -> Decision:
-    """Choose by size the most precise variant within the bound, or the fastest; raise if none ever keeps it."""
+    """Choose by size the most precise variant within the bound, or the fastest; raise if none keeps it."""
     unmet = []
     for phase, bound in slo.items():
         size = samples.sizes(phase)[0]
@@ -210,8 +210,7 @@ def _costs(
 ) -> dict[str, float]:
     """Return variant -> cost of choosing it for passes of one size, as the logarithm of a ratio of times.
 
-    Among the variants that tie with the fastest, by MARGIN and CLOSE, the most precise costs nothing and the
-    others cost MARGIN. With a bound, the more precise of those that keep it costs less.
+    Of those that tie with the fastest, the most precise costs 0. With a bound, those more precise cost less.
     """
     found = samples.to_fastest(variants, phase, size)
     as_fast = [v for v, c in found.items() if c.low <= 1 + MARGIN and c.ratio <= 1 + CLOSE]

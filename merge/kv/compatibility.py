@@ -245,10 +245,9 @@ def workers() -> Iterator[ThreadPoolExecutor]:
 
 
 def build_skeleton(source: Source) -> Skeleton:
-    """Return the skeleton of a source's model.
+    """Return the skeleton of a source's model; raise FlexQuantError if there is none.
 
-    If transformers cannot build or run it, the first model of ``ALIKE`` whose layers have the same matrices
-    takes its place, marked ``stands_in``. Raises FlexQuantError if there is none.
+    A model of ``ALIKE`` with the same matrices ``stands_in`` for one that transformers cannot build or run.
     """
     try:
         return Skeleton(source.config)

@@ -95,10 +95,9 @@ class WeightReader:
 
 
 class StoredLinear:
-    """One Linear: its scheme, scales and zero points are in memory, its weight stays on disk.
+    """A Linear's matrix for inputs that are not rotated, whose weight stays on disk.
 
-    Its matrix is for inputs before they are rotated. Raises FlexQuantError for an unsupported scheme or
-    rotation, and for NaN or infinite numbers in a scale.
+    Raises FlexQuantError for an unsupported scheme or rotation, and for scales that are not finite.
     """
 
     def __init__(self, reader: WeightReader, module: str) -> None:

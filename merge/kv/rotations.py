@@ -47,10 +47,9 @@ class InputRotations:
         """Names of the tensors that hold rotations."""
 
     def of(self, module: str, inputs: int) -> Tensor | None:
-        """Return what blocks of a linear's stored rows are multiplied by, float32 [block, block]; or None.
+        """Return what blocks of a linear's stored rows are multiplied by, float32 [block, block], or None.
 
-        None stands for inputs that are not rotated. Raises FlexQuantError for a rotation whose matrix is not
-        in the checkpoint, or does not fit, and for inputs that vLLM would leave as they are.
+        Raises FlexQuantError for a matrix that is missing or does not fit, and inputs that vLLM leaves.
         """
         found = None
         if f"{module}.".endswith(tuple(f"{name}." for name in EMBEDDINGS)):

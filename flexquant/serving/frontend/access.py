@@ -80,10 +80,9 @@ def merged_engine(request: Request) -> AsyncLLM:
 
 
 async def ask_workers(engine: AsyncLLM, method: str, *args: object, timeout: float | None) -> Answers:
-    """Call a method of FlexQuant's worker extension on every rank of every engine; return all answers.
+    """Call a method of FlexQuant's worker extension on every rank, between two steps; return all answers.
 
-    Each engine answers between two of its own steps. Raises TimeoutError after ``timeout`` seconds (None: no
-    limit). The engines then still answer, in the order in which they were asked.
+    Raises TimeoutError after ``timeout`` seconds (None: no limit); the engines still answer, in order.
     """
     # AsyncLLM.collective_rpc also asks all engines, but returns only the first one's answers. The engines get
     # no timeout: after one, vLLM's executor would take the late answer for the answer to its next question.

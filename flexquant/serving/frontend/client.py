@@ -39,10 +39,9 @@ def admin_key() -> str:
 
 
 def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> JsonObject:
-    """Change the policy of the server at ``url``; return its answer (:func:`change_policy` in the server).
+    """Change the policy of the server at ``url`` (with or without ``/v1``), or only ask (``dry_run``).
 
-    ``url`` is the URL of the server, or of its OpenAI API, ending in ``/v1``. ``dry_run`` only asks what
-    would change. Raises :class:`FlexQuantError` without a key or such a server, and if it refuses.
+    Returns its answer. Raises :class:`FlexQuantError` without a key or such a server, and if it refuses.
     """
     key = admin_key()
     if not key:

@@ -194,10 +194,9 @@ class ExactCPUInt8LinearKernel(CPUInt8ScaledMMLinearKernel):
 def exact_int8_linear(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Return x @ weight.T, times the scales, as fp32 [tokens, out].
+    """Return x @ weight.T, times the scales, as fp32 [tokens, out], for int8 or int32 ``x`` [tokens, in].
 
-    ``x`` [tokens, in], int8 or int32, with fp32 ``x_scale`` [tokens, 1] or of one number; ``weight`` int8
-    [out, in] with fp32 ``scale`` [1, out].
+    ``x_scale`` is fp32 [tokens, 1] or one number, ``weight`` int8 [out, in], ``scale`` fp32 [1, out].
     """
     x = x.float()
     out = x.new_empty(len(x), len(weight))

@@ -164,8 +164,7 @@ class PlanGraphs:
 def no_blocks_of_requests(runner: Runner) -> Iterator[None]:
     """Point dummy passes at the null block, so that a capture cannot overwrite a request's state.
 
-    The V1 runner describes them with the block tables of the requests under way, and a layer that keeps a
-    state writes into the first block of every sequence.
+    The V1 runner gives them the requests' block tables, and layers write states into sequences' first blocks.
     """
     if hasattr(runner, "cudagraph_manager"):  # the V2 runner has tables for them
         yield

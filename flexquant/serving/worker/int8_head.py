@@ -38,10 +38,9 @@ logger = init_logger("vllm.flexquant.head")
 
 
 def hold_heads_in_int8(models: Iterable[nn.Module]) -> None:
-    """Have the lm_heads of ``models``, whose weights are not loaded yet, held in INT8.
+    """Have the lm_heads of ``models``, not loaded yet, held in INT8, unless they are stored quantised.
 
-    A head that the checkpoint stores quantised stays as it is. Raises :class:`FlexQuantError` if no kernel
-    of this device takes the head.
+    Raises :class:`FlexQuantError` if no kernel of this device takes the head.
     """
     if not get_pp_group().is_last_rank:
         return

@@ -82,10 +82,9 @@ def own_name(layer_name: str) -> str:
 def keep_state(
     name: str, layer: nn.Module, variant: str, context: dict[str, nn.Module], models: Iterable[nn.Module]
 ) -> None:
-    """Have a variant's layer keep the state called ``name``, or share it if a variant before has the layer.
+    """Have a variant's layer keep the state called ``name``, or share that of a variant before.
 
-    ``models`` are the variants built so far, without the decoder layers that no plan takes from them: a
-    layer's own name does not always tell its decoder layer (vLLM's Falcon-H1 calls one ``model.4.mixer``).
+    Decoder layers are looked up in ``models``: names do not always tell them (Falcon-H1's ``model.4.mixer``).
     """
     built = {module for model in models for module in model.modules()}
     if layer in built and context[name] in built:

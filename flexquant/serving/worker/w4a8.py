@@ -41,10 +41,9 @@ def int4_scheme(layer: nn.Module) -> CompressedTensorsWNA16 | None:
 
 
 def use_8bit_activations(model: nn.Module, activations: str) -> None:
-    """Have the INT4 layers below ``model``, whose weights are not loaded, quantise their inputs per token.
+    """Have INT4 layers below ``model``, not loaded yet, quantise inputs to int8 or fp8 per token.
 
-    ``activations``: ``int8`` or ``fp8``. Layers of other schemes stay as they are. Raises
-    :class:`FlexQuantError` where this device has no kernel for it, or packed weights do not suit it.
+    Raises :class:`FlexQuantError` where this device has no kernel, or packed weights do not suit it.
     """
     kernels = find_kernels(activations)
     if activations == "fp8":

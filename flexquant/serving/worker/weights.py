@@ -74,10 +74,9 @@ class VariantLoader:
         return list(self._variants) if prefix == SHARED_PREFIX else self._readers.get(prefix, [])
 
     def load(self, weights: Iterable[NamedTensor]) -> set[str]:
-        """Load all weights; return the names of the parameters, with the variant's name first.
+        """Load all weights in the checkpoint's order; return parameters' names, the variant's name first.
 
-        Every loader gets its tensors in the checkpoint's order, at most :data:`RUN` a call. Raises
-        :class:`FlexQuantError` if a tensor is missing or not finite, and for smoothing where it must not be.
+        Raises :class:`FlexQuantError` if a tensor is missing or not finite, and for forbidden smoothing.
         """
         parameters: dict[str, torch.nn.Parameter] = {}
         for name, variant in self._variants.items():

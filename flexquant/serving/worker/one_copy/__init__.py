@@ -40,10 +40,9 @@ from flexquant.serving.worker.plan_views import shallow_copy, stack_of_layers, s
 
 
 def one_copy_of(source: nn.Module, name: str, precision: str, is_in_16_bit: bool = False) -> nn.Module:
-    """Return the variant ``name``, a view of ``source``, whose weights are not loaded yet.
+    """Return ``name``, a view of ``source``, before weights load; ``precision``: int8 or fp8.
 
-    ``precision``: int8 or fp8; ``is_in_16_bit``: the precision of the source, else INT4. Raises
-    :class:`FlexQuantError` if it has no such linear in a decoder layer, or INT4 weights in an unknown layout.
+    Raises :class:`FlexQuantError` without a linear to compute, or for INT4 weights in an unknown layout.
     """
     check_one_copy_device(f"the policy derives '{name}'", precision)
     variant = source
