@@ -251,7 +251,7 @@ def _stated(settings: JsonObject) -> JsonObject:
 
 
 def _class(name: str, base: type) -> Any:
-    """Return transformers' class below ``base`` with this name, or in its place a plain one of this module."""
+    """Return transformers' class below ``base`` with this name, or else a plain one of this module."""
     import transformers
 
     found: Any = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name, None)

@@ -67,7 +67,7 @@ def scheme_on(device: Device, linear: Linear, scheme: str) -> str:
 
 
 def linear_seconds(linear: Linear, tokens: int, device: Device, in_pass: bool = False) -> float:
-    """Return the time of one call, or of all experts, with activations [tokens, inputs]: the fastest kernel's.
+    """Return the time of one call, or of all experts, with activations [tokens, inputs] on the best kernel.
 
     Tokens choose experts evenly and independently. ``in_pass``: other calls come before and after this one.
     """

@@ -143,7 +143,7 @@ def builtin_recipes() -> list[str]:
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:
-    """Load a recipe by built-in name or path; raise FlexQuantError if it is unknown, wrong or changes K or V."""
+    """Load a recipe by built-in name or path; raise FlexQuantError if it is wrong or changes K or V."""
     content, source = read_named(str(name_or_path), PACKAGE, "recipe")
     return parse_recipe(content, source, str(name_or_path))
 
