@@ -156,17 +156,13 @@ class _Linear:
         if stays or self.leaf in ROUTERS:
             return "is quantised, and stays in 16 bit when merged; take a checkpoint that leaves it out"
         if self.leaf in CLASSES and not is_head:
-            return (
-                "is quantised, and vLLM looks rows up in it on GPUs alone, if its model does at all; take a "
-                "checkpoint that leaves it in 16 bit"
-            )
+            what = "is quantised, and vLLM looks rows up in it on GPUs alone, if its model does at all"
+            return f"{what}; take a checkpoint that leaves it in 16 bit"
         if scheme is None or scheme.weights is None:
             none = f"is stored as {self.weight.dtype}, but no config group quantises it"
             if is_head and any(LINEAR in group.targets for group in self.schemes.groups.values()):
-                return (
-                    f"{none}: the target '{LINEAR}' is not for vLLM's lm_head; add 're:.*{self.leaf}' to "
-                    "the group's 'targets', and take it out of 'ignore'"
-                )
+                what = f"{none}: the target '{LINEAR}' is not for vLLM's lm_head"
+                return f"{what}; add 're:.*{self.leaf}' to the group's 'targets', and take it out of 'ignore'"
             return f"{none}; quantise it again"
         if len(self.weight.shape) != 2 or not all(self.weight.shape):
             return f"has a weight of shape {list(self.weight.shape)}, expected a matrix; quantise it again"

@@ -289,10 +289,8 @@ def head_remark(head: float, layers: float) -> str:
     share = head / max(1, head + layers)
     if share <= LEAST_SHARE:
         return ""
-    return (
-        f"the lm_head in 16 bit is {share:.0%} of the weights that a decode step reads; with 'head: int8' in "
-        f"the policy a step reads {1 - share / 2:.2f} of these bytes"
-    )
+    what = f"the lm_head in 16 bit is {share:.0%} of the weights that a decode step reads"
+    return f"{what}; with 'head: int8' in the policy a step reads {1 - share / 2:.2f} of these bytes"
 
 
 def stored_head_remark(tensors: Mapping[str, TensorRef]) -> str:

@@ -111,10 +111,8 @@ class PlanLosses:
     def note(self) -> str:
         """What the numbers are."""
         which = "".join(f", {low} in place of {v}" for v, low in self._stands_for.items())
-        return (
-            f"KL: of decoding by the plan for prompts, nats a token, from {self.file.name}{which}; ~ is the "
-            "sum of layers that were measured alone."
-        )
+        what = f"KL: of decoding by the plan for prompts, nats a token, from {self.file.name}{which}"
+        return f"{what}; ~ is the sum of layers that were measured alone."
 
     def describe(self, plan: Layers) -> str:
         """Return the loss of a plan as text; ``-`` if the file says nothing of its variants."""

@@ -274,18 +274,14 @@ def _notes(found: Sequence[Outcome], model: PlannedModel, device: Device, batche
     if choice is not None and choice.head:
         yield f"with {choice.way.name}, {choice.head}; the times above have it in 16 bit"
     if HUMMING in device.kernels:
-        yield (
-            "W4A16 has the time of its fastest kernel, mostly Humming, which vLLM takes if asked to "
-            "(--linear-backend humming); one copy has that of Marlin or Humming"
-        )
+        what = "W4A16 has the time of its fastest kernel, mostly Humming, which vLLM takes if asked to"
+        yield f"{what} (--linear-backend humming); one copy has that of Marlin or Humming"
     if any(outcome.way.name == INT4_TWICE for outcome in found):
         which = "FP8 activations, by CUTLASS" if W4A8 in device.kernels else "INT8 activations, by Humming"
         yield f"W4A8 has {which}; {INT4_TWICE} holds a second copy of W4A16's INT4 weights for it"
     if one.loads and device.is_gpu:
-        yield (
-            "one copy has been measured on one GPU alone, an H200, nested and from 16 bit on none: their "
-            "times are the least certain"
-        )
+        what = "one copy has been measured on one GPU alone, an H200, nested and from 16 bit on none"
+        yield f"{what}: their times are the least certain"
     if one.loads and model.has_experts:
         yield "one copy leaves experts in INT4 for prompts too"
     if device.is_gpu and "w8a8" not in device.kernels:

@@ -53,10 +53,8 @@ def _of_model(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
 
     model = vllm_config.model_config
     if any(hasattr(ModuleDict, name) for name in merged.variants):
-        yield (
-            f"variants named like an attribute of torch.nn.ModuleDict, among {', '.join(merged.variants)} "
-            "(merge them under other names)"
-        )
+        what = f"variants named like an attribute of torch.nn.ModuleDict, among {', '.join(merged.variants)}"
+        yield f"{what} (merge them under other names)"
     if reads_more_than_text(model.hf_config.to_dict()) and not model.is_multimodal_model:
         yield (
             f"{merged.base_architecture}, which reads more than text (of such models it serves "
@@ -66,10 +64,8 @@ def _of_model(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
         yield f"the '{model.runner_type}' runner (use --runner generate)"
     # A worker that drafts with heads has LOAD_FORMAT, once the model is built.
     if (load_format := vllm_config.load_config.load_format) not in (*LOAD_FORMATS, LOAD_FORMAT):
-        yield (
-            f"load format '{load_format}', which does not read safetensors by their names (drop "
-            f"--load-format, or use {', '.join(LOAD_FORMATS)})"
-        )
+        what = f"load format '{load_format}', which does not read safetensors by their names"
+        yield f"{what} (drop --load-format, or use {', '.join(LOAD_FORMATS)})"
     if model.enable_prompt_embeds and not has_one_embedding(merged, routes):
         yield "prompt embeddings for variants with different embeddings (drop --enable-prompt-embeds)"
     offload = vllm_config.offload_config
@@ -94,10 +90,8 @@ def _of_nesting(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTabl
     model = vllm_config.model_config
     served, stated = (str(of.dtype).removeprefix("torch.") for of in (model, model.hf_config))
     if ours and served != stated:
-        yield (
-            f"'{ours[0]}', whose weights are computed from INT4 scales in {stated}, in {served} (drop "
-            f"--dtype, or merge with --dtype {served})"
-        )
+        what = f"'{ours[0]}', whose weights are computed from INT4 scales in {stated}, in {served}"
+        yield f"{what} (drop --dtype, or merge with --dtype {served})"
 
 
 def _of_vision(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
@@ -128,16 +122,12 @@ def _of_adapters(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTab
         return
     why = "SmoothQuant, AWQ and rotations do so"
     if as_first:
-        yield (
-            "LoRA for variants whose layers take scaled inputs beside others that take them as they are "
-            f"({', '.join(rescaled)} against {', '.join(as_first)}; {why}): an adapter does not fit both "
-            f"({FOR_ADAPTERS})"
-        )
+        what = "LoRA for variants whose layers take scaled inputs beside others that take them as they are"
+        what += f" ({', '.join(rescaled)} against {', '.join(as_first)}; {why}): an adapter does not fit both"
+        yield f"{what} ({FOR_ADAPTERS})"
     else:
-        yield (
-            f"LoRA for several variants whose layers take scaled inputs ({', '.join(rescaled)}; {why}): it "
-            f"does not know whether what fits one of them would fit each other ({FOR_ADAPTERS})"
-        )
+        what = f"LoRA for several variants whose layers take scaled inputs ({', '.join(rescaled)}; {why})"
+        yield f"{what}: it does not know whether what fits one of them would fit each other ({FOR_ADAPTERS})"
 
 
 def _of_ranks(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
@@ -161,10 +151,8 @@ def _of_ranks(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
     if parallel.enable_eplb:
         yield "moving experts among ranks (drop --enable-eplb): vLLM would move those of one variant"
     if vllm_config.model_config.is_moe and parallel.data_parallel_size > 1 and len(routes.plans) > 1:
-        yield (
-            "data parallelism for a mixture-of-experts model, whose replicas run expert layers together, "
-            "under a policy with several plans (use --tensor-parallel-size, or several servers)"
-        )
+        what = "data parallelism for a mixture-of-experts model, whose replicas run expert layers together"
+        yield f"{what}, under a policy with several plans (use --tensor-parallel-size, or several servers)"
 
 
 def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
@@ -172,10 +160,8 @@ def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
         return
     method = vllm_config.speculative_config.method
     if method not in SPECULATIVE_METHODS:
-        yield (
-            f"speculative method '{method}' (use {', '.join(SPECULATIVE_METHODS)} or none): others read "
-            "states that few target classes have, or are not known to work"
-        )
+        what = f"speculative method '{method}' (use {', '.join(SPECULATIVE_METHODS)} or none)"
+        yield f"{what}: others read states that few target classes have, or are not known to work"
     has_no_heads = drafts_with_own_heads(vllm_config) and merged.draft_heads is None
     if has_no_heads or drafts_with_other_merged(vllm_config):
         yield MERGED_DRAFTS
@@ -183,10 +169,8 @@ def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
         yield "heads that draft out of object storage (serve a folder)"
     has_one_of_each = has_one_head(merged, routes) and has_one_embedding(merged, routes)
     if method in DRAFTS_FROM_TARGET and not has_one_of_each:
-        yield (
-            f"speculative method '{method}' for variants with different embeddings or lm_heads, of which the "
-            "draft model shares one (use 'draft_model' or 'ngram')"
-        )
+        what = f"speculative method '{method}' for variants with different embeddings or lm_heads"
+        yield f"{what}, of which the draft model shares one (use 'draft_model' or 'ngram')"
 
 
 def _of_passes(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
@@ -206,15 +190,11 @@ def _of_passes(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
     if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:
         yield "compilation mode STOCK_TORCH_COMPILE, which would freeze one route (use VLLM_COMPILE or NONE)"
     if graphs == CUDAGraphMode.FULL and several_plans_a_size:
-        yield (
-            "cudagraph_mode FULL, which replays one graph a size for all phases, under a policy that tells "
-            "phases apart (use FULL_AND_PIECEWISE)"
-        )
+        what = "cudagraph_mode FULL, which replays one graph a size for all phases"
+        yield f"{what}, under a policy that tells phases apart (use FULL_AND_PIECEWISE)"
     if is_breakable_cudagraph_enabled() and graphs.has_piecewise_cudagraphs() and several_plans_a_size:
-        yield (
-            "breakable CUDA graphs, which replay one graph a size for all phases, under a policy that tells "
-            "phases apart (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)"
-        )
+        what = "breakable CUDA graphs, which replay one graph a size for all phases"
+        yield f"{what}, under a policy that tells phases apart (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)"
     if graphs.has_full_cudagraphs() and not has_one_head(merged, routes):
         yield f"cudagraph_mode {graphs.name} for variants with different lm_heads (use PIECEWISE)"
     model = vllm_config.model_config

@@ -75,10 +75,8 @@ def _refusal(error: urllib.error.HTTPError) -> str:
             "server but the one that is named; name that one if it is to have the key"
         )
     if error.code in (404, 405):
-        return (
-            f"the server takes no other policy; start it with VLLM_PLUGINS=flexquant and {ADMIN_KEY} in its "
-            "environment"
-        )
+        what = "the server takes no other policy"
+        return f"{what}; start it with VLLM_PLUGINS=flexquant and {ADMIN_KEY} in its environment"
     try:
         message = json.load(error)["error"]["message"]
     except (ValueError, KeyError, TypeError):

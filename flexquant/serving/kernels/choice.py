@@ -235,10 +235,8 @@ def zentorch_problem() -> str | None:
         reason = f"it does not load with torch {torch.__version__} ({said_by(e)})"
     else:
         reason = "it is for AMD CPUs with AVX512"
-    return (
-        f"zentorch {installed} is installed and not used: {reason}; FlexQuant's extra 'zen' names the "
-        "release that fits vLLM's torch"
-    )
+    what = f"zentorch {installed} is installed and not used: {reason}"
+    return f"{what}; FlexQuant's extra 'zen' names the release that fits vLLM's torch"
 
 
 def has_zentorch() -> bool:

@@ -135,10 +135,8 @@ def problems(model: FlexQuantForCausalLM, after: ServedPolicy) -> Iterator[str]:
                 "start a server with one that uses them all"
             )
         if after.routes.derived.get(name) != model.first_routes.derived.get(name):
-            yield (
-                f"derives {name} otherwise than the policy that the server was started with; derive it "
-                "in the same way, or start a server with this policy"
-            )
+            problem = f"derives {name} otherwise than the policy that the server was started with"
+            yield f"{problem}; derive it in the same way, or start a server with this policy"
     if after.routes.head != model.first_routes.head:
         yield (
             f"has 'head: {after.routes.head}', but the server was started with "
@@ -147,10 +145,8 @@ def problems(model: FlexQuantForCausalLM, after: ServedPolicy) -> Iterator[str]:
     plans = model.plans
     unknown = [plan.name for plan in after.routes.plans if plan.name not in plans]
     if unknown and any(is_compiled(plan.get_submodule(decoder_path(plan))) for plan in plans.values()):
-        yield (
-            f"has the plan {unknown[0]}, but the server has compiled {', '.join(plans)}, and compiles no "
-            "more; use these alone, or start a server with this policy"
-        )
+        problem = f"has the plan {unknown[0]}, but the server has compiled {', '.join(plans)}"
+        yield f"{problem}, and compiles no more; use these alone, or start a server with this policy"
     if model.graphs.fit(after.routes):
         return
     for asked, what in (
@@ -158,10 +154,8 @@ def problems(model: FlexQuantForCausalLM, after: ServedPolicy) -> Iterator[str]:
         (model.vllm_config.kv_transfer_config, "a KV connector"),
     ):
         if asked is not None:
-            yield (
-                f"needs other CUDA graphs, and with {what} they are captured at the start only; start a "
-                "server with this policy"
-            )
+            problem = f"needs other CUDA graphs, and with {what} they are captured at the start only"
+            yield f"{problem}; start a server with this policy"
 
 
 def take(model: FlexQuantForCausalLM, after: ServedPolicy, runner: Runner) -> None:
