@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject, with_section
 from flexquant.checkpoint.safetensors_io import MAX_HEADER_BYTES, TensorRef, read_header
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError, said_by
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:

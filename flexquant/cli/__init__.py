@@ -27,7 +27,7 @@ import flexquant
 from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import DISK_FULL
-from flexquant.cli import advise, checkpoint, policy, quality, quantize, tune
+from flexquant.cli import checkpoint, policy, quality, quantize, tune
 from flexquant.cli._arguments import add_json
 from flexquant.errors import FlexQuantError, UsageError
 
@@ -49,7 +49,7 @@ SUBCOMMANDS: dict[str, tuple[Configure, Run]] = {
     "search": (quality.configure_search, quality.search),
     "tune": (tune.configure_tune, tune.tune),
     "fit": (tune.configure_fit, tune.fit),
-    "advise": (advise.configure, advise.run),
+    "advise": (tune.configure_advise, tune.advise),
 }
 MODELS = ("folder", "model", "reference")
 """Arguments for which a model's id on the Hugging Face Hub can stand in the place of its folder."""

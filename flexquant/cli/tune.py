@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The commands that time variants on this machine and write a policy: tune, and fit for a given memory."""
+"""The commands that find out how to serve: tune times variants, fit too, for a memory; advise predicts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from flexquant.cli._arguments import (
     add_effort,
     add_variants,
     parse_count,
+    parse_counts,
     parse_number,
+    parse_share,
     parse_size,
     pick,
     progress_bar,
@@ -30,6 +32,10 @@ from flexquant.cli._arguments import (
 from flexquant.errors import UsageError
 from flexquant.evaluation.inputs import read_rows
 from flexquant.evaluation.workers import import_ahead
+from flexquant.planning.advising import advice_to_json, format_advice, try_ways
+from flexquant.planning.device import builtin_devices, load_device
+from flexquant.planning.planned_model import PlannedModel
+from flexquant.planning.roofline import Batches
 from flexquant.policy.rules import Policy
 from flexquant.tuning.measure import Measurement
 from flexquant.tuning.objectives import OBJECTIVES, Goal, decide, parse_slo
@@ -61,6 +67,24 @@ def configure_fit(parser: argparse.ArgumentParser) -> None:
     text = "sensitivity.json of 'flexquant sensitivity', by which layers are chosen (default: from the first)"
     parser.add_argument("--sensitivity", type=Path, metavar="FILE", help=text)
     _add_measuring(parser)
+
+
+def configure_advise(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    text = "folder or Hugging Face id of the model, of which only config.json is read"
+    add("config", metavar="MODEL", help=text)
+    text = f"built-in device ({', '.join(builtin_devices())}) or device file"
+    add("--device", required=True, metavar="NAME|FILE", help=text)
+    text = "requests that arrive at once, one number for each load (default: 1,8,32)"
+    add("--concurrency", type=parse_counts, default=(1, 8, 32), metavar="LIST", help=text)
+    counts = {
+        "--input-len": (1024, "tokens of a prompt"),
+        "--output-len": (256, "tokens of an answer"),
+        "--tensor-parallel-size": (1, "devices that share the model"),
+    }
+    add_counts(parser, counts)
+    text = "share of the memory that vLLM may take (default: %(default)s)"
+    add("--gpu-memory-utilization", type=parse_share, default=0.9, metavar="SHARE", help=text)
 
 
 def _add_goal(parser: argparse.ArgumentParser) -> None:
@@ -153,6 +177,29 @@ def fit(args: argparse.Namespace) -> JsonObject:
     measured = _measure(args, found.candidates, output)
     decision = decide(measured.samples, measured.names, goal, measured.requests, found.together)
     return _write(measured, found.report(tuned_policy(measured, decision, goal)), output)
+
+
+def advise(args: argparse.Namespace) -> JsonObject:
+    """Advise how to serve a model on a device, before it is quantised: by stock vLLM or FlexQuant, and how.
+
+    Of the model only config.json is read. Latencies, memory and the choice come from a cost model that counts
+    bytes, operations and overheads of the passes that requests take. One copy is a checkpoint in W4A16 that
+    computes prompts in INT8; INT4 twice is one that computes them in W4A8, in another layout of weights; two
+    copies are a merged checkpoint.
+
+    examples:
+      flexquant advise org/name --device h100 --input-len 8192 --concurrency 1,64
+      flexquant advise my-model --device rtx-4090 --tensor-parallel-size 2
+    """
+    device = load_device(args.device)
+    model = PlannedModel.read(args.config)
+    batches = Batches(args.input_len, args.output_len, args.concurrency)
+    size = args.tensor_parallel_size
+    outcomes = try_ways(model, device, batches, size, args.gpu_memory_utilization)
+    count = "" if size == 1 else f"{size} x "
+    print(f"{args.config} on {count}{device.description} ({device.name})\n")
+    print(format_advice(outcomes, model, device, batches))
+    return {"model": args.config, "device": device.name, **advice_to_json(outcomes)}
 
 
 def _read_goal(args: argparse.Namespace) -> tuple[Goal, TuningFiles]:

@@ -17,8 +17,8 @@ from flexquant.checkpoint.merged_config import SHARED
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes, head_remark
 from flexquant.doctor import Finding
-from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.cpu_kernels import REPLACED
+from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import (
     LinearKernel,
     expert_layers,

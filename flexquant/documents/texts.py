@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, NoReturn
 
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json
 from flexquant.errors import FlexQuantError, explained, said_by
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema
 
-from flexquant.documents.json_text import MAX_DEPTH
+from flexquant.documents import MAX_DEPTH
 from flexquant.errors import FlexQuantError, said_by
 
 MAX_VALUES = 100_000

@@ -21,7 +21,7 @@ from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.module_names import describe_ranges
 from flexquant.checkpoint.weight_bytes import format_bytes
 from flexquant.doctor.examining import LoadedBytes, count_bytes
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json
 from flexquant.documents.results import table_lines
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.layers.sensitivity import SCHEMA as SENSITIVITY

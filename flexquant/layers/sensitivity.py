@@ -21,7 +21,7 @@ from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.merged_checkpoint import folder_label, weights_identity
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, read_earlier, write_text
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json
 from flexquant.documents.results import digest_of
 from flexquant.evaluation.engine import (
     describe_command,

@@ -26,8 +26,7 @@ from flexquant.checkpoint.folder import NOTICES, find_files
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import read_earlier, write_text
 from flexquant.checkpoint.writer import Progress
-from flexquant.documents import texts
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json, texts
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.quantization import sampling

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import read_earlier, write_text
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.comparison import Comparison, Effort, compare
 from flexquant.evaluation.workers import MAX_STEPS

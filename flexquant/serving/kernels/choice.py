@@ -26,7 +26,6 @@ from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError, said_by
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.schema import PHASES
-from flexquant.serving.kernels.cpu_int4 import FlexQuantCPUInt4LinearKernel, TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.cpu_kernels import (
     REPLACED,
     AMXW4A8LinearKernel,
@@ -34,7 +33,11 @@ from flexquant.serving.kernels.cpu_kernels import (
     ZentorchW4A8LinearKernel,
     ZentorchW4A16LinearKernel,
 )
-from flexquant.serving.kernels.cpu_w8a16 import CPUW8A16LinearKernel
+from flexquant.serving.kernels.cpu_weight_only import (
+    CPUW8A16LinearKernel,
+    FlexQuantCPUInt4LinearKernel,
+    TorchCPUInt4LinearKernel,
+)
 from flexquant.serving.kernels.gpu_kernels import W4A8_KERNELS
 from flexquant.serving.kernels.layers import LinearKernel, exchange_kernel, kernel_of_layer
 from flexquant.serving.kernels.trial import LayerTrial, find_fastest

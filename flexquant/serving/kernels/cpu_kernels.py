@@ -27,9 +27,8 @@ import torch
 from vllm.platforms import PlatformEnum, current_platform
 
 from flexquant.errors import FlexQuantError
-from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.cpu_loops import thread_memory
-from flexquant.serving.kernels.cpu_w8a16 import CPUW8A16LinearKernel
+from flexquant.serving.kernels.cpu_weight_only import CPUW8A16LinearKernel, TorchCPUInt4LinearKernel
 from flexquant.serving.vllm_api import (
     CPUInt8ScaledMMLinearKernel,
     CPUWNA16LinearKernel,

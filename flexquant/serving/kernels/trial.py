@@ -34,7 +34,7 @@ from vllm.platforms import current_platform
 
 from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json
 from flexquant.documents.results import digest_of, versions_of
 from flexquant.serving.kernels import cpu_identity
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels

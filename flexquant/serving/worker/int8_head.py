@@ -5,7 +5,7 @@
 A decode step reads the whole head, however few sequences it has. The head is loaded as it is stored, and
 rounded to nearest once all weights are loaded. Scales found by squared error, also weighted by the hidden
 states, lost no less. Products are by vLLM's kernels for INT8 weights (Marlin and others), and on a CPU by
-:mod:`flexquant.serving.kernels.cpu_w8a16`.
+:mod:`flexquant.serving.kernels.cpu_weight_only`.
 
 On a CPU a tied embedding looks its rows up in the same INT8 matrix. On a GPU, whose kernels permute weights,
 it stays in 16 bit beside the head.
@@ -20,7 +20,7 @@ from torch import nn
 from vllm.logger import init_logger
 
 from flexquant.errors import FlexQuantError, said_by
-from flexquant.serving.kernels.cpu_w8a16 import CPUW8A16LinearKernel
+from flexquant.serving.kernels.cpu_weight_only import CPUW8A16LinearKernel
 from flexquant.serving.vllm_api import (
     CompressedTensorsWNA16,
     MPLinearKernel,
