@@ -123,9 +123,8 @@ def _check_strengths(strengths: object, smoothed: Sequence[str]) -> None:
             raise FlexQuantError(f"{problem}; remove it, or use the model that the recipe was made for")
     for name in smoothed:
         if name not in strengths:
-            raise FlexQuantError(
-                f"smoothing_strength lacks '{name}'; add it with a number from 0 to 1, or null"
-            )
+            problem = f"smoothing_strength lacks '{name}'"
+            raise FlexQuantError(f"{problem}; add it with a number from 0 to 1, or null")
 
 
 def _block_size(arguments: JsonObject, model: PreTrainedModel) -> int | None:
@@ -283,9 +282,8 @@ def quantization_groups(arguments: JsonObject) -> dict[str, QuantizationScheme]:
         targets = scheme if isinstance(scheme, dict) else {scheme: arguments.get("targets", ["Linear"])}
         for number, (name, of_preset) in enumerate(targets.items()):
             if name.upper() not in PRESET_SCHEMES:
-                raise FlexQuantError(
-                    f"'{name}' is no scheme of compressed-tensors; choose among {', '.join(PRESET_SCHEMES)}"
-                )
+                problem = f"'{name}' is no scheme of compressed-tensors"
+                raise FlexQuantError(f"{problem}; choose among {', '.join(PRESET_SCHEMES)}")
             groups[f"group_{number}"] = preset_name_to_scheme(name, list(of_preset))
     size = arguments.get("group_size")
     for group in groups.values():

@@ -254,9 +254,8 @@ def check_pipeline(vllm_config: VllmConfig, merged: MergedConfig) -> None:
     if ranks == 1:
         return
     if not model.registry.is_pp_supported_model([merged.base_architecture], model):
-        raise FlexQuantError(
-            f"vLLM has no pipeline parallelism for {merged.base_architecture} (use --tensor-parallel-size)"
-        )
+        problem = f"vLLM has no pipeline parallelism for {merged.base_architecture}"
+        raise FlexQuantError(f"{problem} (use --tensor-parallel-size)")
     layers = model.hf_text_config.num_hidden_layers
     empty = [rank for rank in range(ranks) if len(range(*get_pp_indices(layers, rank, ranks))) == 0]
     if empty:

@@ -190,9 +190,8 @@ _MODULE_OF = _module_of()
 def __getattr__(name: str) -> object:
     module = _MODULE_OF.get(name)
     if module is None:
-        raise AttributeError(
-            f"module '{__name__}' has no attribute '{name}'; import it there under its reason"
-        )
+        problem = f"module '{__name__}' has no attribute '{name}'"
+        raise AttributeError(f"{problem}; import it there under its reason")
     try:
         return getattr(__import__(module, fromlist=[name]), name)
     except (AttributeError, ImportError) as e:

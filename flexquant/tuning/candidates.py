@@ -47,13 +47,11 @@ def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str
         source = source_of(variant, policy.derived)
         if source not in merged.variants:
             derived = f", from which '{variant}' is derived," if variant in policy.derived else ""
-            raise UsageError(
-                f"'{source}'{derived} is not a variant of the checkpoint: {', '.join(merged.variants)}"
-            )
+            problem = f"'{source}'{derived} is not a variant of the checkpoint"
+            raise UsageError(f"{problem}: {', '.join(merged.variants)}")
         if variant in found and found[variant].derived != policy.derived:
-            raise UsageError(
-                f"{name} and another policy derive '{variant}' in different ways; rename the variant in one"
-            )
+            problem = f"{name} and another policy derive '{variant}' in different ways"
+            raise UsageError(f"{problem}; rename the variant in one")
         found[variant] = policy
     if len(found) < 2:
         problem = f"there is nothing to choose from but {', '.join(found)}"

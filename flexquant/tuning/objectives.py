@@ -171,9 +171,8 @@ def _most_throughput(samples: Samples, variants: Sequence[str], requests: Reques
     speeds = {s: _decode_throughput(samples, s, requests(s)) for s in subsets}
     best = max(speeds.values())
     if best == 0:
-        raise FlexQuantError(
-            "no variant leaves room in memory for one request; lower --request-tokens, or use more devices"
-        )
+        problem = "no variant leaves room in memory for one request"
+        raise FlexQuantError(f"{problem}; lower --request-tokens, or use more devices")
     return list(next(s for s, speed in speeds.items() if speed >= best / (1 + MARGIN)))
 
 

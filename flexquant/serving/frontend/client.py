@@ -32,9 +32,8 @@ def admin_key() -> str:
     """Return the environment's key; raise :class:`FlexQuantError`, without it, if it is not ASCII."""
     key = os.environ.get(ADMIN_KEY, "").strip()
     if not (key.isprintable() and key.isascii()):
-        raise FlexQuantError(
-            f"the key in {ADMIN_KEY} has characters that not every client can send; use printable ASCII alone"
-        )
+        problem = f"the key in {ADMIN_KEY} has characters that not every client can send"
+        raise FlexQuantError(f"{problem}; use printable ASCII alone")
     return key
 
 

@@ -69,9 +69,8 @@ def explained_kernels(variant: str, vllm_config: VllmConfig) -> Iterator[None]:
     except (NotImplementedError, ValueError, AssertionError) as e:
         if not vllm_config.model_config.is_moe:
             raise
-        raise FlexQuantError(
-            f"vLLM cannot build variant '{variant}' of this mixture of experts here ({said_by(e)}); {ADVICE}"
-        ) from e
+        problem = f"vLLM cannot build variant '{variant}' of this mixture of experts here ({said_by(e)})"
+        raise FlexQuantError(f"{problem}; {ADVICE}") from e
 
 
 def own_name(layer_name: str) -> str:

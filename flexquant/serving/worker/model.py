@@ -283,7 +283,6 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
 def set_aux_layers(plan: nn.Module, layers: tuple[int, ...]) -> None:
     """Have a plan return the hidden states before these layers; raise FlexQuantError if it cannot."""
     if not isinstance(plan, SupportsEagle3):
-        raise FlexQuantError(
-            f"vLLM's {type(plan).__name__} does not support EAGLE-3; use another speculative method"
-        )
+        problem = f"vLLM's {type(plan).__name__} does not support EAGLE-3"
+        raise FlexQuantError(f"{problem}; use another speculative method")
     plan.set_aux_hidden_state_layers(layers)

@@ -200,6 +200,5 @@ def capture_again(model: FlexQuantForCausalLM, runner: Runner, before: ServedPol
                 f"is served without CUDA graphs, since its own could not be captured again ({e}); start "
                 "the server anew to have them back"
             )
-    raise FlexQuantError(
-        f"the CUDA graphs of {name} could not be captured on every rank ({failure}); {before.name} {served}"
-    ) from failure
+    problem = f"the CUDA graphs of {name} could not be captured on every rank ({failure})"
+    raise FlexQuantError(f"{problem}; {before.name} {served}") from failure
