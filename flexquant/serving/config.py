@@ -147,10 +147,9 @@ def served_policy(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy)
     num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
     for module in merged.shared_modules:
         if (layer_number(module) or 0) >= num_layers:
-            raise FlexQuantError(
-                f"the merged checkpoint's quantization_config has '{module}' among shared_modules, and the "
-                f"model has {num_layers} decoder layers, counted from 0; merge it again"
-            )
+            found = f"the merged checkpoint's quantization_config has '{module}' among shared_modules"
+            there = f"the model has {num_layers} decoder layers, counted from 0"
+            raise FlexQuantError(f"{found}, and {there}; merge it again")
     routes = build_route_table(
         policy,
         variants=list(merged.variants),
@@ -259,11 +258,9 @@ def check_pipeline(vllm_config: VllmConfig, merged: MergedConfig) -> None:
     layers = model.hf_text_config.num_hidden_layers
     empty = [rank for rank in range(ranks) if len(range(*get_pp_indices(layers, rank, ranks))) == 0]
     if empty:
-        raise FlexQuantError(
-            f"pipeline parallelism over {ranks} ranks leaves rank {empty[0]} none of the model's {layers} "
-            f"decoder layers (use --pipeline-parallel-size 1 to {layers}, and no zeros in "
-            "VLLM_PP_LAYER_PARTITION)"
-        )
+        leaves = f"leaves rank {empty[0]} none of the model's {layers} decoder layers"
+        advice = f"use --pipeline-parallel-size 1 to {layers}, and no zeros in VLLM_PP_LAYER_PARTITION"
+        raise FlexQuantError(f"pipeline parallelism over {ranks} ranks {leaves} ({advice})")
 
 
 def tokens_per_sequence(vllm_config: VllmConfig) -> int:

@@ -92,11 +92,9 @@ def check_one_copy_device(what: str, weights: str) -> None:
 def check_signs(activations: str, owner: str) -> None:
     """Refuse scales below zero, which ``owner`` has, where the kernel does not multiply right with them."""
     if current_platform.is_cuda() and activations == "int8":
-        raise FlexQuantError(
-            f"{owner} has scales below zero, as AutoRound makes them, which vLLM's Marlin kernel takes for "
-            "large ones beside INT8 activations; quantise with GPTQ or by rounding, or take such a variant's "
-            "rules out of the policy"
-        )
+        why = "which vLLM's Marlin kernel takes for large ones beside INT8 activations"
+        advice = "quantise with GPTQ or by rounding, or take such a variant's rules out of the policy"
+        raise FlexQuantError(f"{owner} has scales below zero, as AutoRound makes them, {why}; {advice}")
 
 
 def check_w4a8_device(activations: str) -> None:

@@ -75,8 +75,6 @@ def check_unsmoothed(norms: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         (first, reference), *others = of_variants.items()
         for other, tensor in others:
             if not torch.equal(tensor, reference):
-                raise FlexQuantError(
-                    f"the variants '{first}' and '{other}' have different weights in {name}: one of them is "
-                    "smoothed (SmoothQuant, AWQ), so that LoRA adapters do not fit its layers; "
-                    f"{FOR_ADAPTERS}"
-                )
+                found = f"the variants '{first}' and '{other}' have different weights in {name}"
+                found += ": one of them is smoothed (SmoothQuant, AWQ)"
+                raise FlexQuantError(f"{found}, so that LoRA adapters do not fit its layers; {FOR_ADAPTERS}")

@@ -54,11 +54,10 @@ def check_precision(variant: str, model: nn.Module, activations: str | None) -> 
         return
     for layer in expert_layers(model):
         if isinstance(layer.routed_experts.quant_method, CompressedTensorsWNA16MoEMethod):
-            raise FlexQuantError(
-                f"the INT4 experts of variant '{variant}' would have 8-bit activations, the only ones that "
-                f"vLLM's kernels for CPUs have; derive a W4A8 variant from '{variant}' in the policy and "
-                f"route to that, or {ADVICE}"
-            )
+            problem = f"the INT4 experts of variant '{variant}' would have 8-bit activations"
+            why = "the only ones that vLLM's kernels for CPUs have"
+            advice = f"derive a W4A8 variant from '{variant}' in the policy and route to that, or {ADVICE}"
+            raise FlexQuantError(f"{problem}, {why}; {advice}")
 
 
 @contextmanager

@@ -240,8 +240,7 @@ class PassRecords:
 
     def metrics_data(self, weight_bytes: BytesByRange) -> RankMetrics | None:
         """Return all counters, and the policies, for ``/metrics``; None if another worker tells."""
-        counted = self.counted()
-        if counted is None:
+        if (counted := self.counted()) is None:
             return None
         return {
             "engine": self._engine,

@@ -38,10 +38,8 @@ def check_ranks_agree(routes: RouteTable, quantization_config: JsonObject) -> No
     for what in mine:
         others = [rank for rank, digests in enumerate(everyones) if digests[what] != everyones[0][what]]
         if others:
-            raise FlexQuantError(
-                f"rank {others[0]} has other {what} than rank 0; give every machine the same policy file, "
-                "merged checkpoint and options of vLLM"
-            )
+            advice = "give every machine the same policy file, merged checkpoint and options of vLLM"
+            raise FlexQuantError(f"rank {others[0]} has other {what} than rank 0; {advice}")
 
 
 def on_all_ranks(step: Callable[[], Result]) -> Result:

@@ -187,11 +187,9 @@ def share_modules(
             elif is_in(layer_name, layers[name]):
                 replacements[layer] = real_context[layer_name]
         elif layer not in expert_layers(variant):
-            raise FlexQuantError(
-                f"layer '{layer_name}' ({type(layer).__name__}) of {merged.base_architecture} is looked up "
-                "by name at run time and cannot exist in several variants yet; serve one variant's own "
-                "checkpoint"
-            )
+            what = f"layer '{layer_name}' ({type(layer).__name__}) of {merged.base_architecture}"
+            problem = "is looked up by name at run time and cannot exist in several variants yet"
+            raise FlexQuantError(f"{what} {problem}; serve one variant's own checkpoint")
     owners = {module: owner(module) for module in merged.shared_modules if is_in(module, here)}
     if source in variants:
         owners |= {m: source for m in modules_as_in_source(variant) if is_in(m, of_source & here)}
@@ -221,10 +219,9 @@ def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
         if (module := found.get(name, found.get(in_vllm))) is not None:
             modules.append(module.routed_experts if isinstance(module, MoERunner) else module)
         elif not HEAD.search(name):
-            raise FlexQuantError(
-                f"the checkpoint's variants share the module '{name}', which {type(model).__name__} of this "
-                "vLLM does not have; serve one variant's own checkpoint ('flexquant split')"
-            )
+            lacks = f"which {type(model).__name__} of this vLLM does not have"
+            advice = "serve one variant's own checkpoint ('flexquant split')"
+            raise FlexQuantError(f"the checkpoint's variants share the module '{name}', {lacks}; {advice}")
     return modules
 
 
@@ -238,8 +235,10 @@ def check_cache_layers(
     for name, layer in registered.items():
         inside = layer.modules() if layer in replaced else ()
         if any(isinstance(module, LinearBase) and module not in replaced for module in inside):
-            found = f"layer '{name}' ({type(layer).__name__}) of {architecture} keeps a state and the linears"
-            problem = f"{found} that compute it in one, and cannot exist in several variants"
+            problem = (
+                f"layer '{name}' ({type(layer).__name__}) of {architecture} keeps a state and the linears"
+            )
+            problem += " that compute it in one, and cannot exist in several variants"
             raise FlexQuantError(f"{problem}; serve one variant's own checkpoint ('flexquant split')")
 
 

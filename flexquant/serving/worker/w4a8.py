@@ -52,11 +52,9 @@ def use_8bit_activations(model: nn.Module, activations: str) -> None:
         if (scheme := int4_scheme(layer)) is None:
             continue
         if scheme.kernel is None:
-            raise FlexQuantError(
-                f"layer '{name}' cannot have {activations} activations: vLLM runs it without a kernel in its "
-                "batch-invariant mode; unset VLLM_BATCH_INVARIANT, or take such a variant's rules out of the "
-                "policy"
-            )
+            problem = "vLLM runs it without a kernel in its batch-invariant mode"
+            advice = "unset VLLM_BATCH_INVARIANT, or take such a variant's rules out of the policy"
+            raise FlexQuantError(f"layer '{name}' cannot have {activations} activations: {problem}; {advice}")
         changes: dict[str, Any] = {"act_type": DTYPES[activations], "out_type": scheme.kernel.config.act_type}
         config = dataclasses.replace(scheme.kernel.config, **changes)
         problems = {kernel: kernel.can_implement(config)[1] for kernel in kernels}

@@ -15,15 +15,17 @@ from itertools import groupby, islice
 from typing import Any
 
 import torch
+from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
 
 from flexquant.checkpoint.draft_heads import drafts
 from flexquant.checkpoint.merged_config import SHARED_PREFIX, MergedConfig
 from flexquant.checkpoint.module_names import HEAD, is_in, layer_number
 from flexquant.checkpoint.safetensors_io import is_finite
+from flexquant.checkpoint.schemes import ROTATION
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import RouteTable
+from flexquant.serving.vllm_api import HadamardTransform
 from flexquant.serving.worker.adapters import check_unsmoothed
-from flexquant.serving.worker.rotations import RotationLoader
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -146,6 +148,59 @@ class VariantLoader:
             return "", key
         prefix, dot, name = key.partition(".")
         return prefix + dot, name
+
+
+class RotationLoader:
+    """Fills the matrices by which linears multiply their inputs in each pass (QuIP, SpinQuant's fourth one).
+
+    Linears with inputs of one size share a matrix, and a checkpoint has it under the first of them alone,
+    whose layer need not be on this rank, or in any plan. vLLM leaves one that it does not find as memory was.
+    """
+
+    def __init__(self, variants: Mapping[str, torch.nn.Module]) -> None:
+        self._rotations: dict[str, list[tuple[str, HadamardTransform]]] = {}
+        for name, variant in variants.items():
+            modules = variant.named_modules()
+            self._rotations[name] = [(path, m) for path, m in modules if isinstance(m, HadamardTransform)]
+        self._filled: set[int] = set()
+        # vLLM (not 0.26) divides each matrix once, and knows it by its address, which another model in this
+        # process may have had before.
+        getattr(HadamardTransform, "scaled_data_ptrs", set()).clear()
+
+    def takes(self, variant: str, key: str) -> bool:
+        """Whether a tensor, by its name in the variant's own checkpoint, is one of its matrices."""
+        has_part = any(_has_part(path, key) for path, _ in self._rotations[variant])
+        return has_part and ROTATION.search(key) is not None
+
+    def load(self, variant: str, key: str, matrix: torch.Tensor) -> None:
+        """Fill all matrices of a rotation, by the name of its part of a linear, that have this size."""
+        for path, rotation in self._rotations[variant]:
+            if _has_part(path, key):
+                for own in rotation.weight.partitions.values():
+                    if own.shape == matrix.shape:
+                        self._fill(own, matrix)
+
+    def finish(self) -> None:
+        """Make Hadamard's matrices that no tensor was stored for; raise FlexQuantError for another kind."""
+        every = [(variant, *one) for variant, rotations in self._rotations.items() for one in rotations]
+        for variant, path, rotation in every:
+            for part, own in rotation.weight.partitions.items():
+                if own.data_ptr() in self._filled:
+                    continue
+                size = len(own)
+                if rotation.transforms[part].scheme.type != "hadamard" or size & (size - 1):
+                    lacks = f"lacks the matrix [{size}, {size}] of '{path}', by which inputs are multiplied"
+                    raise FlexQuantError(f"variant '{variant}' of the merged checkpoint {lacks}; merge again")
+                self._fill(own, deterministic_hadamard_matrix(size, torch.float32, own.device))
+
+    def _fill(self, own: torch.Tensor, matrix: torch.Tensor) -> None:
+        own.data.copy_(matrix)
+        self._filled.add(own.data_ptr())
+
+
+def _has_part(path: str, key: str) -> bool:
+    """Whether a module and a tensor are of one rotation, such as ``v_input``, of whatever linears."""
+    return path.rpartition(".")[2] == key.split(".")[-2]
 
 
 def mark(parameters: dict[str, torch.nn.Parameter]) -> None:

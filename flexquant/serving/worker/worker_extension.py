@@ -54,8 +54,7 @@ class FlexQuantWorker:
 
     def flexquant_metrics(self: ServingWorker) -> RankMetrics | None:
         """Return this rank's counters and weights for ``/metrics``; None if another rank counts."""
-        model = self.get_model()
-        return model.records.metrics_data(model.weight_bytes_by_layers)
+        return self.get_model().records.metrics_data(self.get_model().weight_bytes_by_layers)
 
     def flexquant_change_policy(
         self: ServingWorker, policy: ServedPolicyData, dry_run: bool, seen: list[str] | None = None
@@ -123,25 +122,20 @@ def problems(model: FlexQuantForCausalLM, after: ServedPolicy) -> Iterator[str]:
     """Yield why this rank cannot take a policy."""
     needed, loaded = after.routes.layers, model.first_routes.layers
     if missing := sorted(needed.keys() - loaded.keys()):
-        yield (
-            f"uses {' and '.join(missing)}, but the server has loaded {', '.join(loaded)}; take a policy "
-            "that uses these alone, or start a server with one that uses all of them"
-        )
+        problem = f"uses {' and '.join(missing)}, but the server has loaded {', '.join(loaded)}"
+        advice = "take a policy that uses these alone, or start a server with one that uses all of them"
+        yield f"{problem}; {advice}"
     for name, numbers in sorted(needed.items()):
         if absent := numbers - loaded[name]:
-            yield (
-                f"uses layers {describe_ranges(absent)} of {name}, but the server has loaded its layers "
-                f"{describe_ranges(loaded[name])} alone; take a policy that uses no others of it, or "
-                "start a server with one that uses them all"
-            )
+            there = f"the server has loaded its layers {describe_ranges(loaded[name])} alone"
+            advice = "take a policy that uses no others of it, or start a server with one that uses them all"
+            yield f"uses layers {describe_ranges(absent)} of {name}, but {there}; {advice}"
         if after.routes.derived.get(name) != model.first_routes.derived.get(name):
             problem = f"derives {name} otherwise than the policy that the server was started with"
             yield f"{problem}; derive it in the same way, or start a server with this policy"
     if after.routes.head != model.first_routes.head:
-        yield (
-            f"has 'head: {after.routes.head}', but the server was started with "
-            f"'head: {model.first_routes.head}'; start a server with this policy"
-        )
+        started = f"the server was started with 'head: {model.first_routes.head}'"
+        yield f"has 'head: {after.routes.head}', but {started}; start a server with this policy"
     plans = model.plans
     unknown = [plan.name for plan in after.routes.plans if plan.name not in plans]
     if unknown and any(is_compiled(plan.get_submodule(decoder_path(plan))) for plan in plans.values()):
@@ -196,9 +190,7 @@ def capture_again(model: FlexQuantForCausalLM, runner: Runner, before: ServedPol
             served = "is served as before"
         except FlexQuantError as e:
             model.graphs.do_without(runner)
-            served = (
-                f"is served without CUDA graphs, since its own could not be captured again ({e}); start "
-                "the server anew to have them back"
-            )
+            served = f"is served without CUDA graphs, since its own could not be captured again ({e})"
+            served += "; start the server anew to have them back"
     problem = f"the CUDA graphs of {name} could not be captured on every rank ({failure})"
     raise FlexQuantError(f"{problem}; {before.name} {served}") from failure
