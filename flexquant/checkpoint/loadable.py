@@ -88,10 +88,9 @@ def is_sparse(section: JsonObject) -> bool:
 def _check_section(section: JsonObject, schemes: LinearSchemes, owner: str) -> None:
     """Raise FlexQuantError for settings at which vLLM stops, whether a module has them or not."""
     if is_sparse(section) or (section.get("sparsity_config") or {}).get("targets"):
-        raise FlexQuantError(
-            f"{owner} has sparsity_config {section['sparsity_config']!r}, and vLLM loads no sparse weights; "
-            "take a checkpoint without it (a merge drops the format 'dense')"
-        )
+        found = f"{owner} has sparsity_config {section['sparsity_config']!r}"
+        advice = "take a checkpoint without it (a merge drops the format 'dense')"
+        raise FlexQuantError(f"{found}, and vLLM loads no sparse weights; {advice}")
     for name, group in schemes.groups.items():
         if problem := _group_problem(group, schemes.format_of(group)):
             raise FlexQuantError(f"config group '{name}' of {owner} {problem}; quantise the model again")
@@ -99,10 +98,9 @@ def _check_section(section: JsonObject, schemes: LinearSchemes, owner: str) -> N
     if cache is not None:
         read = {key: cache.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
         if read not in ({**FP8_CACHE, "strategy": strategy} for strategy in ("tensor", "attn_head")):
-            raise FlexQuantError(
-                f"{owner} has kv_cache_scheme {read} in its quantization_config, and vLLM loads {FP8_CACHE} "
-                "with the strategy 'tensor' or 'attn_head'; quantise the model again"
-            )
+            loads = f"vLLM loads {FP8_CACHE} with the strategy 'tensor' or 'attn_head'"
+            found = f"{owner} has kv_cache_scheme {read} in its quantization_config"
+            raise FlexQuantError(f"{found}, and {loads}; quantise the model again")
 
 
 def _group_problem(group: QuantizationScheme, form: str) -> str:

@@ -234,10 +234,9 @@ class PassRunner:
         cache = self._engine.vllm_config.cache_config
         needed = sequences * -(-(context + MIN_STEPS) // cache.block_size)
         if cache.num_gpu_blocks is not None and needed >= cache.num_gpu_blocks:  # one block is never used
-            raise FlexQuantError(
-                f"{sequences} sequences of {context} tokens need {needed} blocks of the KV cache, which has "
-                f"{cache.num_gpu_blocks - 1}; lower --max-batch, or set VLLM_CPU_KVCACHE_SPACE on a CPU"
-            )
+            problem = f"{sequences} sequences of {context} tokens need {needed} blocks of the KV cache"
+            advice = "lower --max-batch, or set VLLM_CPU_KVCACHE_SPACE on a CPU"
+            raise FlexQuantError(f"{problem}, which has {cache.num_gpu_blocks - 1}; {advice}")
 
     def _step(self) -> list[RequestOutput]:
         """Run the engine until a pass yields outputs, and return them."""

@@ -77,11 +77,10 @@ class Budget:
         kept = [plan for plan in plans if plan.kl <= self.max_kl]
         if not kept:
             nearest = min(plans, key=lambda plan: plan.kl)
-            raise FlexQuantError(
-                f"no plan loses at most {self.max_kl:g} nats a token; the nearest, "
-                f"{describe_layers(nearest.layers)}, loses {nearest.kl:.3g}: allow that with --max-kl, or "
-                "add a more precise variant"
-            )
+            loses = f"{describe_layers(nearest.layers)}, loses {nearest.kl:.3g}"
+            advice = "allow that with --max-kl, or add a more precise variant"
+            problem = f"no plan loses at most {self.max_kl:g} nats a token"
+            raise FlexQuantError(f"{problem}; the nearest, {loses}: {advice}")
         return min(kept, key=lambda plan: (plan.seconds, plan.kl))
 
 

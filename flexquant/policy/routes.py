@@ -261,10 +261,9 @@ def _check_derived(policy: Policy, variants: Collection[str]) -> None:
             problem = f"{derives}, but the checkpoint has a variant of that name"
             raise FlexQuantError(f"{problem}; use it as it is, or derive under another name")
         if derivation.source not in variants:
-            raise FlexQuantError(
-                f"{derives} from '{derivation.source}', but the checkpoint has "
-                f"{', '.join(sorted(variants))}; derive from one of those, or choose another policy"
-            )
+            there = f"the checkpoint has {', '.join(sorted(variants))}"
+            advice = "derive from one of those, or choose another policy"
+            raise FlexQuantError(f"{derives} from '{derivation.source}', but {there}; {advice}")
 
 
 def _use(policy: Policy, number: int) -> KeyPath:
@@ -292,11 +291,9 @@ def _layers(policy: Policy, number: int, variants: Collection[str], num_layers: 
     choices = {policy.place(_use(policy, number)): rule.variant}
     for place, variant in (choices | {places[text]: own for text, own in rule.layers.items()}).items():
         if variant not in variants:
-            raise FlexQuantError(
-                f"{place} names the variant '{variant}', but the checkpoint has "
-                f"{', '.join(sorted(variants))}; use one of those, choose another "
-                "policy, or merge a checkpoint with that variant"
-            )
+            there = f"the checkpoint has {', '.join(sorted(variants))}"
+            advice = "use one of those, choose another policy, or merge a checkpoint with that variant"
+            raise FlexQuantError(f"{place} names the variant '{variant}', but {there}; {advice}")
     named: dict[int, str] = {}
     for text, place in places.items():
         for layer in _numbers(text, place, num_layers):
@@ -314,10 +311,9 @@ def _numbers(text: str, place: str, num_layers: int) -> range:
     ends = parse_layers(text)
     for layer in ends:
         if not -num_layers <= layer < num_layers:
-            raise FlexQuantError(
-                f"{place} names layer {layer}, but the model has {num_layers} layers; use 0 to "
-                f"{num_layers - 1}, or -{num_layers} to -1 counted from the end"
-            )
+            problem = f"{place} names layer {layer}, but the model has {num_layers} layers"
+            advice = f"use 0 to {num_layers - 1}, or -{num_layers} to -1 counted from the end"
+            raise FlexQuantError(f"{problem}; {advice}")
     first, last = (layer % num_layers for layer in ends)
     if first > last:
         problem = f"{place} runs from layer {first} back to {last} of this model's {num_layers} layers"

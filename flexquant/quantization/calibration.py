@@ -179,11 +179,9 @@ class _Author:
         while tokens < to_write:
             if asked >= (most if tokens else min(most, BATCH)):
                 found = f"only {tokens:,} tokens" if tokens else "nothing but its end token"
-                raise FlexQuantError(
-                    f"{name} wrote {found} in {asked} documents, and {samples} samples of {length} tokens "
-                    f"need {to_write:,} beside real text; give text like your users' requests with "
-                    "--calibration FILE"
-                )
+                needs = f"{samples} samples of {length} tokens need {to_write:,} beside real text"
+                advice = "give text like your users' requests with --calibration FILE"
+                raise FlexQuantError(f"{name} wrote {found} in {asked} documents, and {needs}; {advice}")
             size = min(BATCH, math.ceil((to_write - tokens) / length) + 1)
             torch.manual_seed(Random(f"{self.settings.seed}, {asked}").getrandbits(63))
             for record in self._write_batch(range(asked, asked + size)):

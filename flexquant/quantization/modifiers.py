@@ -128,11 +128,10 @@ class TokenNormalizedGPTQ(GPTQModifier):
         if self.first_token_weight != 1:
             x = x.unsqueeze(0) if x.ndim == 2 else x
             if x.ndim != 3:
-                raise FlexQuantError(
-                    f"the inputs of {self._module_names.get(module, 'a linear')} have the shape "
-                    f"{list(x.shape)}, expected [rows, tokens, in], so the first token of a row cannot be "
-                    "found; remove first_token_weight from the recipe"
-                )
+                found = f"the inputs of {self._module_names.get(module, 'a linear')} have the shape"
+                why = "expected [rows, tokens, in], so the first token of a row cannot be found"
+                advice = "remove first_token_weight from the recipe"
+                raise FlexQuantError(f"{found} {list(x.shape)}, {why}; {advice}")
             x[:, 0] *= self.first_token_weight**0.5
         super().calibrate_module(module, (x,), _output)
 

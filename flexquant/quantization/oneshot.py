@@ -94,10 +94,8 @@ def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel
     model: PreTrainedModel
     model, found = loaded
     if missing := sorted(found["missing_keys"]):
-        raise FlexQuantError(
-            f"{source.folder} lacks {len(missing)} of the parameters of a {type(model).__name__}, the first "
-            f"'{missing[0]}'; fetch the model again"
-        )
+        lacks = f"{source.folder} lacks {len(missing)} of the parameters of a {type(model).__name__}"
+        raise FlexQuantError(f"{lacks}, the first '{missing[0]}'; fetch the model again")
     return model
 
 
@@ -245,10 +243,8 @@ def save_model(model: PreTrainedModel, source: SourceModel, variant: ResolvedVar
     weights = (ref for name, ref in read_tensors(folder).items() if name.endswith(WEIGHTS))
     compressed, asked = sum(ref.dtype not in FLOAT_DTYPES for ref in weights), len(variant.linears)
     if compressed != asked:
-        raise FlexQuantError(
-            f"llmcompressor compressed {compressed} of the {asked} linears that '{recipe.name}' quantises; "
-            "add the others to 'ignore'"
-        )
+        problem = f"llmcompressor compressed {compressed} of the {asked} linears that '{recipe.name}'"
+        raise FlexQuantError(f"{problem} quantises; add the others to 'ignore'")
 
 
 @contextmanager
@@ -259,10 +255,8 @@ def explained_memory(doing: str, remedy: str = "lower --samples or --length") ->
     except (RuntimeError, MemoryError) as e:
         if not _is_out_of_memory(e):
             raise
-        raise FlexQuantError(
-            f"the memory ran out while {doing}; {remedy}, choose a smaller model, or use a machine with "
-            "more memory"
-        ) from e
+        advice = f"{remedy}, choose a smaller model, or use a machine with more memory"
+        raise FlexQuantError(f"the memory ran out while {doing}; {advice}") from e
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
@@ -282,11 +276,10 @@ def watched_layers(model: PreTrainedModel, progress: Progress | None) -> Iterato
     def check(number: int, module: torch.nn.Module, args: object, output: object) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if isinstance(hidden, torch.Tensor) and not torch.isfinite(hidden).all():
-            raise FlexQuantError(
-                f"the activations of {names[number - 1]} have NaN or infinite values on the calibration "
-                "data, though all weights are finite; check the norms' weights, and that the model answers "
-                "sensibly"
-            )
+            found = f"the activations of {names[number - 1]} have NaN or infinite values"
+            where = "on the calibration data, though all weights are finite"
+            advice = "check the norms' weights, and that the model answers sensibly"
+            raise FlexQuantError(f"{found} {where}; {advice}")
         if progress is not None:
             progress(number, len(names))
 

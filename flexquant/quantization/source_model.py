@@ -119,11 +119,10 @@ def read_source(folder: Path) -> SourceModel:
     with explained(f"cannot read the generation settings of {folder}", f"correct {settings_file}"):
         GenerationConfig.from_pretrained(folder, config_file_name=settings_file)
     if reads_more_than_text(written):
-        raise FlexQuantError(
-            f"{folder} is a model that reads more than text ('{config.model_type}'), and recipes are for "
-            "text models; quantise its language model with llm-compressor itself, and merge the variants "
-            "(flexquant/quantization/README.md, 'Vision models')"
-        )
+        problem = f"{folder} is a model that reads more than text ('{config.model_type}')"
+        advice = "quantise its language model with llm-compressor itself, and merge the variants"
+        where = "(flexquant/quantization/README.md, 'Vision models')"
+        raise FlexQuantError(f"{problem}, and recipes are for text models; {advice} {where}")
     if (model := find_model_class(written, str(folder))) is not None:
         model.check({name: ref.shape for name, ref in tensors.items()}, str(folder))
     hashes = {name: hash_file(path) for name, path in files.items()}
@@ -148,20 +147,18 @@ def _check_names(folder: Path, tensors: Mapping[str, TensorRef]) -> None:
     """Raise FlexQuantError if transformers would load other files of the folder than ``tensors`` are in."""
     read = {ref.file.name for ref in tensors.values()}
     if (folder / SINGLE_FILE).exists() == (folder / INDEX_FILE).exists() and read != {SINGLE_FILE}:
-        raise FlexQuantError(
-            f"{folder} has its tensors in {', '.join(sorted(read))}, but transformers loads {SINGLE_FILE} "
-            f"or, without that, what {INDEX_FILE} lists; keep the files of one"
-        )
+        problem = f"{folder} has its tensors in {', '.join(sorted(read))}, but transformers loads"
+        loaded = f"{SINGLE_FILE} or, without that, what {INDEX_FILE} lists"
+        raise FlexQuantError(f"{problem} {loaded}; keep the files of one")
 
 
 def _check_dtypes(tensors: Mapping[str, TensorRef]) -> None:
     """Raise FlexQuantError for a weight that cannot be quantised."""
     for name, ref in sorted(tensors.items()):
         if name.endswith((".weight", ".bias")) and ref.dtype not in WEIGHT_DTYPES:
-            raise FlexQuantError(
-                f"tensor '{name}' in {ref.file} has dtype {DTYPES[ref.dtype][1] or ref.dtype}; quantising "
-                "starts from float16, bfloat16 or float32 weights: use the model's 16-bit release"
-            )
+            problem = f"tensor '{name}' in {ref.file} has dtype {DTYPES[ref.dtype][1] or ref.dtype}"
+            needed = "quantising starts from float16, bfloat16 or float32 weights"
+            raise FlexQuantError(f"{problem}; {needed}: use the model's 16-bit release")
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -174,10 +171,9 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
         model = build_model(AutoModelForCausalLM, config)
     found, named = type(model).__name__, next(iter(config.architectures or ()), "")
     if named and named.lower() != found.lower():
-        raise FlexQuantError(
-            f"config.json names the architecture {named}, and transformers computes the model_type "
-            f"'{config.model_type}' as a {found}; correct config.json, or give a model that transformers has"
-        )
+        computed = f"transformers computes the model_type '{config.model_type}' as a {found}"
+        advice = "correct config.json, or give a model that transformers has"
+        raise FlexQuantError(f"config.json names the architecture {named}, and {computed}; {advice}")
     return model
 
 
@@ -273,13 +269,10 @@ def _check_readers(front: str, linears: Sequence[str], model_type: str, names: C
             layer = front.removesuffix(suffix)
             expected = {layer + re.sub(r"^re:\.\*|\\|\$$", "", pattern) for pattern in patterns}
     if expected and set(linears) != expected:
-        raise FlexQuantError(
-            f"the mapping from {front} covers {', '.join(sorted(linears))}; it has to cover exactly "
-            f"{', '.join(sorted(expected))}, which read it, or the model computes something else"
-        )
+        needed = f"it has to cover exactly {', '.join(sorted(expected))}, which read it"
+        covers = f"the mapping from {front} covers {', '.join(sorted(linears))}"
+        raise FlexQuantError(f"{covers}; {needed}, or the model computes something else")
     if not expected and (first or model_type in MLP_NORM or model_type in ATTENTION_NORM_ONLY):
         known = [*readers, *([NORM_BEFORE_STATES[model_type]] if first else [])]
-        raise FlexQuantError(
-            f"the mapping from {front} is not known to leave the model as it is; in a {model_type} model "
-            f"scales may move from {', '.join(known)} only"
-        )
+        may = f"in a {model_type} model scales may move from {', '.join(known)} only"
+        raise FlexQuantError(f"the mapping from {front} is not known to leave the model as it is; {may}")

@@ -39,10 +39,9 @@ def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str
         names += [] if others else [FROM_16_BIT if first.is_in_16_bit else FROM_INT4]
     for name, policy in find_policies(names, merged.variants).items():
         if len(policy.rules) != 1 or policy.rules[0].layers:
-            raise UsageError(
-                f"'{name}' runs passes or layers in several variants; tuning measures one variant at a time: "
-                f"name some of {', '.join(merged.variants)}, or a policy of one variant such as w4a8"
-            )
+            problem = f"'{name}' runs passes or layers in several variants"
+            advice = f"name some of {', '.join(merged.variants)}, or a policy of one variant such as w4a8"
+            raise UsageError(f"{problem}; tuning measures one variant at a time: {advice}")
         (variant,) = policy.variants
         source = source_of(variant, policy.derived)
         if source not in merged.variants:

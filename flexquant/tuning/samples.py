@@ -66,10 +66,9 @@ class Grid:
             return self
         needed = self.context + 2 * MAX_STEPS
         if max_length <= needed:
-            raise UsageError(
-                f"the model's sequences have at most {max_length} tokens, but tuning needs more than "
-                f"{needed}; give a model with a larger max_position_embeddings"
-            )
+            problem = f"the model's sequences have at most {max_length} tokens, but tuning needs more"
+            advice = "give a model with a larger max_position_embeddings"
+            raise UsageError(f"{problem} than {needed}; {advice}")
         return self.up_to(max_tokens=min(self.prefill[-1], max_length - 1))
 
     def engine_options(self) -> JsonObject:
@@ -200,8 +199,7 @@ def check_decidable(samples: Samples, variants: Sequence[str]) -> None:
     for phase, sizes in doubtful.items():
         for size in sizes:
             samples.forget(phase, size)
-    raise FlexQuantError(
-        f"this machine is too noisy to decide: at {count} of {total} sizes the times of the variants "
-        f"overlap and scatter by more than {DOUBTFUL:.0%}; stop what else runs on it and start again, "
-        "which measures these sizes anew, or raise --max-rounds"
-    )
+    where = f"at {count} of {total} sizes the times of the variants overlap and scatter by more than"
+    advice = "stop what else runs on it and start again, which measures these sizes anew"
+    problem = f"this machine is too noisy to decide: {where} {DOUBTFUL:.0%}"
+    raise FlexQuantError(f"{problem}; {advice}, or raise --max-rounds")
