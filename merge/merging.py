@@ -140,18 +140,15 @@ def _provenance(
 def _merged_config(
     plan: MergePlan, inner: Mapping[str, NestedVariant], kv: KVReport, policy: JsonObject | None
 ) -> MergedConfig:
+    def stored(source: Source) -> StoredVariant:
+        name, negative = source.name, _has_negative_scales(source)
+        nested_in = inner[name].source if name in inner else None
+        own_head = name in plan.own_heads
+        return StoredVariant(f"{name}.", source.quantization_config, own_head, negative, nested_in)
+
     return MergedConfig(
         base_architecture=plan.sources[0].architecture,
-        variants={
-            s.name: StoredVariant(
-                f"{s.name}.",
-                s.quantization_config,
-                s.name in plan.own_heads,
-                _has_negative_scales(s),
-                inner[s.name].source if s.name in inner else None,
-            )
-            for s in plan.sources
-        },
+        variants={source.name: stored(source) for source in plan.sources},
         shared_modules=plan.shared_modules,
         mixable=tuple(map(tuple, kv.mixable)),
         rescaled=tuple(kv.rescaled),
@@ -168,10 +165,7 @@ def _has_negative_scales(source: Source) -> bool:
 
 
 def policy_to_store(requested: str | None, variants: Collection[str]) -> JsonObject | None:
-    """Return the policy that a merge of ``variants`` stores: ``requested``, else of one variant, or None.
-
-    Raises FlexQuantError if it cannot be read, or if the default needs other variants.
-    """
+    """Return the policy to store: ``requested``, that of one variant, or None for a default that fits."""
     if requested is not None:
         return load_policy(requested).document
     if len(variants) == 1:

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Say whether vLLM loads a checkpoint of compressed-tensors, without vLLM: from its settings and headers.
-
-What depends on a device, such as kernels for a scheme, is left out.
-"""
+"""Say from settings and headers whether vLLM loads a checkpoint of compressed-tensors, on any device."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Match names against the regular expressions of a checkpoint, which anybody may have written.
-
-A process of its own matches them, which the operating system ends at a bound.
-"""
+"""Match names against regular expressions that anybody may have written, in a process with a time limit."""
 
 from __future__ import annotations
 

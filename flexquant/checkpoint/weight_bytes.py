@@ -84,10 +84,7 @@ def report_checkpoint(
     changed: Mapping[str, float] = NOTHING,
     added_noise: Mapping[str, float] = NOTHING,
 ) -> CheckpointReport:
-    """Report on the tensors of a merged checkpoint, by merged key; only headers and shapes are read.
-
-    ``changed`` and ``added_noise`` are what the provenance records of nested variants.
-    """
+    """Report on tensors, by merged key, from headers; ``changed`` and ``added_noise`` are as recorded."""
     parts = _by_reader(merged, tensors)
     shared = parts.pop(SHARED)
     shared_bytes = total_bytes(shared)

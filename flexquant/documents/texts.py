@@ -116,10 +116,7 @@ def tokens_needed(tokenizer: PreTrainedTokenizerBase, *, samples: int, length: i
 def document_tokens(
     document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name: str, to_answer: bool = False
 ) -> list[int]:
-    """Return the token ids of one document, a conversation rendered by the chat template (``to_answer``).
-
-    Raises FlexQuantError, which calls the documents ``name``, for a conversation that it refuses.
-    """
+    """Return the token ids of a document, a conversation by the template; raise if that refuses it."""
     text = _as_text(document, tokenizer, name, to_answer)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

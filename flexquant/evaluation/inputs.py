@@ -97,10 +97,7 @@ class Subject:
 
 
 def read_rows(text: str | Path, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> list[list[int]]:
-    """Return ``settings.samples`` rows of ``settings.row_tokens`` token ids, drawn from a text or JSONL file.
-
-    Raises FlexQuantError for a file that cannot be read or has too few tokens.
-    """
+    """Return rows of token ids drawn from a text or JSONL file; raise FlexQuantError if it has too few."""
     if not Path(text).is_file():
         raise FlexQuantError(f"there is no file {text}; give a text or .jsonl file to measure on")
     size = {"samples": settings.samples, "length": settings.row_tokens, "seed": settings.seed}

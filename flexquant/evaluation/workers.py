@@ -193,10 +193,7 @@ class PassRunner:
         self._count = 0
 
     def prefill(self, tokens: int, seconds: float) -> float:
-        """Return the median time, in seconds, of a pass that prefills one prompt of ``tokens`` tokens.
-
-        The pass is repeated for ``seconds``, at least once and at most MAX_STEPS times.
-        """
+        """Return the median seconds of prefilling ``tokens``, for ``seconds``, at most MAX_STEPS times."""
         times: list[float] = []
         while not times or (sum(times) < seconds and len(times) < MAX_STEPS):
             prompt = self._prompt(tokens)

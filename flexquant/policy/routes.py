@@ -229,10 +229,7 @@ def build_route_table(
 def match_rules(
     policy: Policy, plans: Sequence[T], phase: Phase, max_tokens: int, tokens_per_sequence: int = 1
 ) -> list[tuple[int, int, T]]:
-    """Return ``(first, last, plan)``, ascending, for the token counts from 1 to ``max_tokens``.
-
-    ``plans`` are those of the policy's rules, in order; neighbouring ranges have different ones.
-    """
+    """Return ``(first, last, plan)``, ascending, neighbours unequal, for 1 to ``max_tokens`` tokens."""
     starts = {1}
     for rule in policy.rules:
         starts |= rule.when.tokens.starts() | rule.when.batch_size.starts(tokens_per_sequence)

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Refuse what a server does not support: features of vLLM, by topic.
-
-The front end asks before it starts a worker; `derivable` refuses derived variants.
-"""
+"""Refuse features of vLLM that a server does not support, by topic; `derivable` refuses derived variants."""
 
 from __future__ import annotations
 

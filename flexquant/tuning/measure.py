@@ -116,10 +116,7 @@ class Measurement:
         return list(self.variants)
 
     def measure(self, progress: Callable[[str], None], bar: Bar) -> None:
-        """Measure what the samples lack, and save them after every size.
-
-        Raises FlexQuantError if an engine fails, and if the machine is too noisy to decide.
-        """
+        """Measure and save what samples lack; raise FlexQuantError if an engine fails or times are noisy."""
         grid = self.grid
         with ExitStack() as stack:
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Decide from samples which variant runs passes of which size, for a goal: in ranges of sizes.
-
-A goal is latency, throughput, both in balance, or bounds on TTFT and TPOT.
-"""
+"""Decide from samples which variant runs passes of which size, for a goal such as latency or bounds."""
 
 from __future__ import annotations
 

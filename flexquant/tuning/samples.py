@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which sizes of passes are measured, and their times by variant, phase, size and round.
-
-Machines drift and stall, so only ratios within a round count (flexquant.evaluation.comparison).
-"""
+"""Which sizes of passes are measured, and their times by variant, phase, size and round."""
 
 from __future__ import annotations
 

@@ -245,10 +245,7 @@ def workers() -> Iterator[ThreadPoolExecutor]:
 
 
 def build_skeleton(source: Source) -> Skeleton:
-    """Return the skeleton of a source's model; raise FlexQuantError if there is none.
-
-    A model of ``ALIKE`` with the same matrices ``stands_in`` for one that transformers cannot build or run.
-    """
+    """Return the skeleton of a source's model, or of one in ``ALIKE``; raise FlexQuantError for neither."""
     try:
         return Skeleton(source.config)
     except Exception as e:  # the code of a model in transformers can raise anything

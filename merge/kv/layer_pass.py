@@ -181,10 +181,7 @@ def explain_difference(
 
 
 def changed(seen: LayerPass, reference: LayerPass, effect: Parameters | None = None) -> list[str]:
-    """Return where passes differ: in results, or in matrices' inputs by more than column factors.
-
-    ``effect`` is the effect of rounding on each result and input, by name.
-    """
+    """Return where passes differ by more than rounding's ``effect`` by name, and factors of columns."""
     effect = effect or {}
     effects = {name: effect.get(name, 0.0) for name in (*seen.results, *seen.inputs)}
     places = [x for x, y in seen.results.items() if excess(y, reference.results[x], effects[x]) > 1]

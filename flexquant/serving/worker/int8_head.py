@@ -38,10 +38,7 @@ logger = init_logger("vllm.flexquant.head")
 
 
 def hold_heads_in_int8(models: Iterable[nn.Module]) -> None:
-    """Have the lm_heads of ``models``, not loaded yet, held in INT8, unless they are stored quantised.
-
-    Raises :class:`FlexQuantError` if no kernel of this device takes the head.
-    """
+    """Have ``models``, not loaded yet, hold unquantised lm_heads in INT8; raise without a kernel."""
     if not get_pp_group().is_last_rank:
         return
     for model in models:

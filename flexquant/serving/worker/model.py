@@ -134,10 +134,7 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
 
     @property
     def _do_torchao_reload(self) -> bool:
-        """Refuse other weights, for which vLLM asks this first, before it has freed the ones that serve.
-
-        Goes when vLLM asks a model whether it takes other weights.
-        """
+        """Refuse other weights before vLLM, which asks this first, frees the ones that serve."""
         problem = "FlexQuant's variants take their weights at the start alone"
         raise FlexQuantError(f"{problem}; quantise and merge the new weights, and start a server on them")
 

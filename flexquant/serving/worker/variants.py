@@ -228,17 +228,12 @@ def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
 def check_cache_layers(
     registered: Mapping[str, nn.Module], replaced: Container[nn.Module], architecture: str
 ) -> None:
-    """Refuse layers that all variants share (``replaced``), but that hold linears of which each has its own.
-
-    vLLM's layers with a state are not among them: each variant has its own.
-    """
+    """Refuse layers that variants share (``replaced``), but that hold linears of which each has its own."""
     for name, layer in registered.items():
         inside = layer.modules() if layer in replaced else ()
         if any(isinstance(module, LinearBase) and module not in replaced for module in inside):
-            problem = (
-                f"layer '{name}' ({type(layer).__name__}) of {architecture} keeps a state and the linears"
-            )
-            problem += " that compute it in one, and cannot exist in several variants"
+            problem = f"layer '{name}' ({type(layer).__name__}) of {architecture} keeps a state and the"
+            problem += " linears that compute it in one, and cannot exist in several variants"
             raise FlexQuantError(f"{problem}; serve one variant's own checkpoint ('flexquant split')")
 
 

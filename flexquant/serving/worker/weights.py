@@ -223,10 +223,7 @@ def unwritten(parameters: dict[str, torch.nn.Parameter]) -> list[str]:
 
 
 def _marked(name: str, parameter: torch.nn.Parameter) -> Iterator[torch.Tensor]:
-    """Yield what is marked of a parameter, as rows [..., numbers].
-
-    A kernel can pad experts in the end, so the first row of each half is looked at: those of w1 and w3.
-    """
+    """Yield the marks in a parameter's first rows, w1's and w3's: a kernel can pad experts in the end."""
     data = parameter.detach()
     if data.is_meta or data.numel() == 0 or data.dtype is torch.bool or NOT_LOADED.search(name):
         return
