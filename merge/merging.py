@@ -98,14 +98,12 @@ def merge_checkpoints(
         config["architectures"] = [served_architecture(merged.base_architecture)]
         config["quantization_config"] = merged.to_json()
         write_json(stage / "config.json", config)
-        hashed = ["config.json", *files]
-        provenance = _provenance(plan.sources, digests, stage, hashed, dtype, config_from)
+        provenance = _provenance(plan.sources, digests, stage, ["config.json", *files], dtype, config_from)
         if missed:
             provenance |= {"changed_integers": changed, "added_noise": added_noise}
         write_json(stage / PROVENANCE_FILE, provenance)
         report = report_checkpoint(merged, plan.num_layers, plan.tensors, changed, added_noise)
-        card = make_card(report, plan.sources, provenance, files)
-        (stage / "README.md").write_text(card, encoding="utf-8")
+        (stage / "README.md").write_text(make_card(report, plan.sources, provenance, files), encoding="utf-8")
     return report
 
 

@@ -120,8 +120,7 @@ class PackedFormat:
 
 def read_settings(folder: Path, section: JsonObject) -> PackedFormat:
     """Return what settings say of all linears; raise FlexQuantError for what cannot be held."""
-    readers = {AWQ: _read_awq, GPTQ: _read_gptq}
-    return readers.get(section["quant_method"], _read_auto_round)(folder, section)
+    return {AWQ: _read_awq, GPTQ: _read_gptq}.get(section["quant_method"], _read_auto_round)(folder, section)
 
 
 def _read_dynamic(folder: Path, section: JsonObject, names: Sequence[str]) -> dict[str, PackedFormat]:

@@ -93,11 +93,9 @@ def tokenizer_difference(a: Source, b: Source) -> str | None:
         return f"{differing[0]} differs or is missing, and more cannot be said, as {e}"
     texts = [*HARD_TEXTS, *(f"a{token}b {token} c" for token in first.get_added_vocab())]
     with_template = bool(first.chat_template and second.chat_template)
-    behaviours = (_behaviour(one, texts, with_template) for one in (first, second))
     try:
-        pairs = zip(*behaviours, strict=True)
-        found = (f"{what}, {first_difference(x, y)}" for (what, x), (_, y) in pairs if x != y)
-        return next(found, None)
+        pairs = zip(*(_behaviour(one, texts, with_template) for one in (first, second)), strict=True)
+        return next((f"{what}, {first_difference(x, y)}" for (what, x), (_, y) in pairs if x != y), None)
     except BaseException as e:  # the tokenizers library ends a pattern that takes too long by a panic
         if type(e).__name__ != "PanicException":
             raise

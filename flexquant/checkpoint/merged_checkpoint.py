@@ -207,10 +207,9 @@ def check_recorded_tensors(checkpoint: MergedCheckpoint, progress: Progress | No
 
 def compare_recorded(checkpoint: MergedCheckpoint, tensors: Tensors, progress: Progress | None) -> int:
     """Return the number of ``tensors``, by merged key; raise FlexQuantError if a recorded hash is another."""
-    recorded = checkpoint.provenance.tensors
 
     def same(key: str, ref: TensorRef) -> bool:
-        return recorded.get(key) in (None, _hash(ref))
+        return checkpoint.provenance.tensors.get(key) in (None, _hash(ref))
 
     measure = f"their recorded SHA-256 in {PROVENANCE_FILE}"
     return compare_tensors(checkpoint, tensors, same, measure, progress)

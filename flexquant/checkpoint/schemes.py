@@ -238,8 +238,7 @@ def shape_problem(args: QuantizationArgs, weight: TensorRef, part: Callable[[str
     if zero_point is not None and zero_point.dtype == "I32":  # packed along the rows
         of_zero_point = [(math.ceil(rows * args.num_bits / WORD_BITS), of_scale[0][-1])]
     of_bias: list[tuple[int, ...]] = [(rows,)]
-    allowed = ("weight_scale", of_scale), ("weight_zero_point", of_zero_point), ("bias", of_bias)
-    for name, shapes in allowed:
+    for name, shapes in ("weight_scale", of_scale), ("weight_zero_point", of_zero_point), ("bias", of_bias):
         if (ref := part(name)) is not None and ref.shape not in shapes:
             listed = " or ".join(str(list(shape)) for shape in shapes)
             return f"has a {name} of shape {list(ref.shape)}, expected {listed}"

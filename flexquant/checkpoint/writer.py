@@ -153,8 +153,7 @@ def copy_files(files: Mapping[str, Path], folder: Path) -> None:
 
 def write_json(path: Path, content: object) -> None:
     check_finite(content)
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _lay_out(file: str, tensors: Tensors) -> Shard:

@@ -178,9 +178,8 @@ def verify(args: argparse.Namespace) -> JsonObject:
     """
     from flexquant.merge import verify_checkpoint
 
-    against = parse_folders(args.against)
     with progress_bar("verifying") as progress:
-        result = verify_checkpoint(args.folder, against, progress)
+        result = verify_checkpoint(args.folder, parse_folders(args.against), progress)
     for measure, count in result["tensors_compared_with"].items():
         how = ", nested weights as near as 4 bits and exceptions reach" if measure in result["nested"] else ""
         print(f"{args.folder}: {count} tensors equal to {measure}{how}")

@@ -100,8 +100,7 @@ def draw_rows(
     if len(tokens) < needed:
         found = f"{name} has {len(tokens):,} tokens, but {samples} samples of {length} tokens need {needed:,}"
         raise FlexQuantError(f"{found}; give more text, or lower the samples or their length")
-    starts = range(0, len(tokens) - body + 1, body)
-    chosen = random.Random(seed).sample(starts, samples)
+    chosen = random.Random(seed).sample(range(0, len(tokens) - body + 1, body), samples)
     return [start + tokens[i : i + body] for i in chosen]
 
 

@@ -149,10 +149,9 @@ def write_results(document: Evaluation, folder: str | Path) -> None:
     folder = Path(folder)
     numbers = json.dumps(document, indent=2) + "\n"
     table = f"# Quality of {document['checkpoint']}\n\n{format_quality_table(document)}\n"
-    files = {folder / "quality.json": numbers, folder / "quality.md": table}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, text in files.items():
+        for file, text in {folder / "quality.json": numbers, folder / "quality.md": table}.items():
             write_text(file, text)
     except (OSError, FlexQuantError) as e:
         reason = e.strerror if isinstance(e, OSError) else e

@@ -60,8 +60,7 @@ def fit_checkpoint(
     variants = find_variants(merged, (*(names or merged.variants), SOURCE, FROM_INT4))
     losses, high = None, eight_bit(variants, merged)
     if sensitivity is not None and high is not None:
-        files = weights_identity(folder)
-        losses = PlanLosses(sensitivity, high, (FROM_INT4, SOURCE), num_layers, files)
+        losses = PlanLosses(sensitivity, high, (FROM_INT4, SOURCE), num_layers, weights_identity(folder))
     loaded = count_bytes(folder, policy_that_loads(variants), devices)
     if memory is None:
         assert kv_tokens is not None

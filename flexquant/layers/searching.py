@@ -196,10 +196,9 @@ def greedy_chain(
 def beside(chain: Sequence[Layers], plan: Layers, steps: int) -> Iterator[Layers]:
     """Yield ``plan`` with its last step replaced by each of the ``steps`` steps that follow in the chain."""
     place = chain.index(plan)
-    base = chain[max(0, place - 1)]
     for before, after in pairwise(chain[place : place + steps + 1]):
         ((layer, variant),) = ((n, v) for n, v in enumerate(after) if v != before[n])
-        yield with_layer(base, layer, variant)
+        yield with_layer(chain[max(0, place - 1)], layer, variant)
 
 
 def limit_loss(

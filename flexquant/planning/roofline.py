@@ -181,8 +181,7 @@ def serve(
         full, rest = divmod(number * prompt, limits.tokens)
         sizes = [limits.tokens] * full + [rest] * (rest > 0)
         batches_of = (Batch(n, ceil(n / prompt), pairs=n * (prompt + 1) / 2) for n in sizes)
-        passes = [seconds("prefill", batch) for batch in batches_of]
-        ends = list(accumulate(passes, initial=now))
+        ends = list(accumulate([seconds("prefill", batch) for batch in batches_of], initial=now))
         first_tokens += [ends[ceil(n * prompt / limits.tokens)] for n in range(1, number + 1)]
         # The time of a pass is linear in the tokens that it reads, so the mean pass reads their mean.
         decode = Batch(number, number, cached=number * (prompt + (steps - 1) / 2))

@@ -81,11 +81,8 @@ class RouteTable:
     def from_json(cls, data: RouteTableData) -> RouteTable:
         """Return the table that :meth:`to_json` returned as data."""
         plans = {name: Plan.from_layers(tuple(layers)) for name, layers in data["plans"].items()}
-        rows = data["intervals"].items()
-        intervals = {
-            phase: [Interval(first, last, plans[plan]) for first, last, plan in found]
-            for phase, found in rows
-        }
+        found = data["intervals"]
+        intervals = {name: [Interval(a, b, plans[plan]) for a, b, plan in found[name]] for name in found}
         derived = {name: Derivation.model_validate(how) for name, how in data["derived"].items()}
         return cls(intervals, derived, data["nested"], data["tokens_per_sequence"], data["head"])
 
@@ -156,8 +153,7 @@ class RouteTable:
 
     def stored_bytes(self, checkpoint: MergedCheckpoint, plans: Iterable[Plan]) -> BytesByRange:
         """Return the stored bytes of what some of the table's plans need in memory."""
-        layers = self.layers_of(plans).items()
-        held = {name: numbers for name, numbers in layers if self.has_weights(name)}
+        held = {name: numbers for name, numbers in self.layers_of(plans).items() if self.has_weights(name)}
         sources = {name: derivation.source for name, derivation in self.derived.items()}
         return bytes_in_use(checkpoint.merged, checkpoint.tensors, held, sources)
 

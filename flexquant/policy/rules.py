@@ -2,16 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Read a policy, a YAML document of schema ``flexquant.policy/v1``, and choose among several.
 
-    derive:                                  # variants that are computed from a stored one
-      w4a8: {from: w4a16, activations: int8}
-    rules:                                   # first match wins; the last rule has no `when`
-      - when: {phase: decode, batch_size: {max: 32}}
-        use: {default: w4a16, layers: {"0-3": w8a8, "-1": w8a8}}
-      - use: w4a8
-
-A policy's way to a table: :mod:`flexquant.policy.schema` checks each key of the document, this module what
-rules mean together, and :func:`flexquant.policy.routes.build_route_table` what depends on the model, its
-variants and layers. Messages name the file and line of a key. Nothing in this room imports torch or vLLM.
+:mod:`flexquant.policy.schema` checks each key of the document, this module what rules mean together, and
+:mod:`flexquant.policy.routes` what depends on the model. Nothing in this room imports torch or vLLM.
 """
 
 from __future__ import annotations

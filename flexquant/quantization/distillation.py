@@ -71,8 +71,7 @@ def distill_scales(
         for _ in range(epochs):
             divergences = []
             for batch in torch.randperm(len(rows), generator=random).split(BATCH):
-                ids = torch.stack([rows[i] for i in batch]).to(device)
-                divergence = _divergence(model, teacher, ids)
+                divergence = _divergence(model, teacher, torch.stack([rows[i] for i in batch]).to(device))
                 divergence.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -110,8 +109,7 @@ def _integers(module: Any) -> torch.Tensor:
 def _forward(
     x: torch.Tensor, *, integers: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, bias: Any
 ) -> torch.Tensor:
-    weight = (integers * (scale * factor)[..., None]).flatten(1)
-    return functional.linear(x, weight.to(x.dtype), bias)
+    return functional.linear(x, (integers * (scale * factor)[..., None]).flatten(1).to(x.dtype), bias)
 
 
 def _divergence(model: PreTrainedModel, teacher: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,6 @@ each group it tries every alpha of a grid, and no smoothing, and keeps the one w
 s) Q(W s)^T, is nearest to x W^T on a sample of calibration tokens. Q is the variant's scheme with rounding to
 nearest. Inputs are observed at the linears: down_proj's is not up_proj's output, but that times the activated
 gate.
-
-`TokenNormalizedGPTQ` weights all calibration tokens alike.
 """
 
 from __future__ import annotations

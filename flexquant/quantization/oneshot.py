@@ -285,6 +285,5 @@ def watched_layers(model: PreTrainedModel, progress: Progress | None) -> Iterato
 
     with ExitStack() as stack:
         for number, name in enumerate(names, 1):
-            handle = model.get_submodule(name).register_forward_hook(partial(check, number))
-            stack.callback(handle.remove)
+            stack.callback(model.get_submodule(name).register_forward_hook(partial(check, number)).remove)
         yield

@@ -2,11 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Read a recipe, a YAML document of schema ``flexquant.recipe/v1`` that says how each variant is made.
 
-    variants:
-      w8a8:
-        SmoothQuantModifier: {smoothing_strength: [0.3, 0.5, 0.7]}      # searched per layer
-        GPTQModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}
-
 A variant lists llmcompressor's modifiers with their arguments; the last modifier quantises. Lists stand for
 choices that are searched or depend on the model; the ``recipe.yaml`` in each variant's folder is the same
 document with every choice made. Nothing here imports torch or llmcompressor.

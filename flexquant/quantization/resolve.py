@@ -107,8 +107,7 @@ def _mappings(
 ) -> list[ScaleMapping]:
     if isinstance(given, list):
         return [pair for mapping in given if (pair := split_mapping(mapping))]
-    names = [name for name, _ in model.named_modules()]
-    return default_mappings(model_type, given or "norms-and-up", names)
+    return default_mappings(model_type, given or "norms-and-up", [name for name, _ in model.named_modules()])
 
 
 def _check_strengths(strengths: object, smoothed: Sequence[str]) -> None:

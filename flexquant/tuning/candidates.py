@@ -114,10 +114,9 @@ class Memory:
 def _precision(name: str, policy: Policy, merged: MergedConfig) -> tuple[int, int]:
     """Return the bits of weights and of activations."""
     source = merged.variants[source_of(name, policy.derived)]
-    groups = source.quantization_config.get("config_groups", {}).values()
 
     def least_bits(kind: str) -> int:
-        numbers = (group.get(kind) for group in groups)
+        numbers = (group.get(kind) for group in source.quantization_config.get("config_groups", {}).values())
         return min((BITS_16 if n is None else int(n["num_bits"]) for n in numbers), default=BITS_16)
 
     return least_bits("weights"), 8 if name in policy.derived else least_bits("input_activations")

@@ -118,8 +118,7 @@ def tuned_policy_document(
 
 def policy_text(tuned: TuningResult) -> str:
     """Return the policy as YAML, below comments with the notes and a table of the times."""
-    times = format_times(tuned.times, tuned.decision.variant)
-    return to_yaml(tuned.document, [*tuned.notes, "", *times])
+    return to_yaml(tuned.document, [*tuned.notes, "", *format_times(tuned.times, tuned.decision.variant)])
 
 
 def describe_decision(decision: Decision) -> str:

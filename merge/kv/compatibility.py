@@ -176,8 +176,7 @@ class KVReport:
                 nearest_bound=str(agreement.worst),
                 share_of_bound=round(agreement.worst.ratio, 4),
             )
-            before = self.worst.get(projection, entry)
-            if entry["share_of_bound"] >= before["share_of_bound"]:
+            if entry["share_of_bound"] >= self.worst.get(projection, entry)["share_of_bound"]:
                 self.worst[projection] = entry
         difference = found.cache_difference or found.residual_difference
         if difference and not pair.residual_message:

@@ -92,8 +92,7 @@ def _compare_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each token's |a - b|, the most of it that rounding explains, |b| and |a|; float64 [tokens]."""
     squares: list[torch.Tensor] = []
-    chunks = (of.matrix(of.embeddings_name).chunks for of in (variant, reference))
-    for a, b in zip(*chunks, strict=True):
+    for a, b in zip(*(of.matrix(of.embeddings_name).chunks for of in (variant, reference)), strict=True):
         x, y = a.matrix(), b.matrix()
         noise = a.variances() + b.variances()
         squares.append(

@@ -219,9 +219,8 @@ async def change_policy(
     cannot take, each with the reason; nothing changes then, except on engines that the reason speaks of. It
     raises 504 if the engines do not finish in time.
     """
-    body = await read_body(request)
     async with _one_at_a_time:
-        policy = await asyncio.to_thread(read_policy, body, name)
+        policy = await asyncio.to_thread(read_policy, await read_body(request), name)
         began = time.perf_counter()
         engine = merged_engine(request)
         served = await asyncio.to_thread(resolve, engine.vllm_config, policy)

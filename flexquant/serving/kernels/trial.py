@@ -196,8 +196,7 @@ def measure(layer: LayerTrial) -> Times:
     device = "cpu" if current_platform.is_cpu() else "cuda"
     nbytes = layer["inputs"] * layer["outputs"] * bits_of(layer) // 8
     copies = min(MAX_COPIES, max(2, math.ceil(COLD_BYTES[device] / nbytes)))
-    dtype = getattr(torch, layer["dtype"])
-    x = torch.randn(max(layer["sizes"]), layer["inputs"], dtype=dtype, device=device)
+    x = torch.randn(max(layer["sizes"]), layer["inputs"], dtype=getattr(torch, layer["dtype"]), device=device)
     built: dict[str, list[nn.Module]] = {}
     for name in layer["kernels"]:
         try:

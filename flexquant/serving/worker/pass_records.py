@@ -196,8 +196,7 @@ class PassRecords:
         mib = ServingOptions.from_vllm(vllm_config).trace_mib
         self._trace = Trace(file, mib) if file is not None else None
         self._tells = parallel.rank == parallel.world_size - parallel.tensor_parallel_size
-        device = torch.device(vllm_config.device_config.device_type)
-        self.clock = PassClock(device)
+        self.clock = PassClock(torch.device(vllm_config.device_config.device_type))
         """Is told when a pass begins, and that it has ended before :meth:`time`."""
         self._engine = str(parallel.data_parallel_index)
         self._counters: dict[tuple[str, str], PlanCounters] = {}

@@ -184,8 +184,7 @@ class NestedMethod(Int4Method):
         nested |= {PLACES: places, **{name: nested[name].flatten() for name in (CHANNEL_SCALE, ROW)}}
         buffers = self._product.prepare(self.source, nested, self._symmetric)
         for name in (DIFFERENCE, PLACES, EXCEPTIONS):
-            parameter = nn.Parameter(buffers[name], requires_grad=False)
-            layer.register_parameter(_parameter_name(name), parameter)
+            layer.register_parameter(_parameter_name(name), nn.Parameter(buffers[name], requires_grad=False))
         layer._buffers = {**layer._buffers, **buffers}
 
 
@@ -238,8 +237,7 @@ class RoundingMethod(OneCopyMethod):
         scratch(weight.device, weight.numel(), self._type)
 
     def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        weight = layer._parameters["weight"]
-        out: Tensor = torch.ops.flexquant.linear_from_16_bit(x, weight, bias, self._type)
+        out: Tensor = torch.ops.flexquant.linear_from_16_bit(x, layer._parameters["weight"], bias, self._type)
         return out
 
 
