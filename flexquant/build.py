@@ -220,13 +220,12 @@ def _check_finished(
     files = {k: shard.file for shard in plan_shards(groups, max_shard_size) for k, *_ in shard.tensors}
     found, made = ", ".join(merged.variants), ", ".join(variants)
     has = "has" if merged.nested else "lacks"
+    are_cut = all(checkpoint.tensors[key].file.name == file for key, file in files.items())
     differences = {
         f"holds the variants {found}, but this build makes {made}": found != made,
         "stores another default policy than this build's": policy_to_store(policy, variants) != merged.policy,
         f"{has} a nested variant, unlike what this build makes": bool(merged.nested) != nested,
-        "has shards of another size than this build's": any(
-            checkpoint.tensors[k].file.name != file for k, file in files.items()
-        ),
+        "has shards of another size than this build's": not are_cut,
     }
     if wrong := [what for what, differs in differences.items() if differs]:
         raise FlexQuantError(f"{output} {wrong[0]}; {ADVICE}")

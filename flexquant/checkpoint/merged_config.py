@@ -272,11 +272,10 @@ def why_not_served(config: JsonObject, model: str) -> str | None:
     section = config.get("quantization_config")
     if not section or section.get("quant_method") == QUANT_METHOD or has_int4(config, model):
         return None
-    return (
-        f"{model} is quantised by {section.get('quant_method')}, and FlexQuant serves checkpoints in 16 bit "
-        "and with INT4 weights (compressed-tensors, AWQ, GPTQ) as they are: vLLM serves this one by itself. "
-        "For several precisions of the model, merge two of them with 'flexquant merge'"
-    )
+    served = "checkpoints in 16 bit and with INT4 weights (compressed-tensors, AWQ, GPTQ) as they are"
+    why = f"{model} is quantised by {section.get('quant_method')}, and FlexQuant serves {served}"
+    advice = "For several precisions of the model, merge two of them with 'flexquant merge'"
+    return f"{why}: vLLM serves this one by itself. {advice}"
 
 
 def as_merged(config: JsonObject, model: str) -> JsonObject:

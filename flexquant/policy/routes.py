@@ -291,10 +291,8 @@ def _layers(policy: Policy, number: int, variants: Collection[str], num_layers: 
     for text, place in places.items():
         for layer in _numbers(text, place, num_layers):
             if layer in named:
-                raise FlexQuantError(
-                    f'{place} overlaps "{named[layer]}": both name layer {layer} of this '
-                    f"model's {num_layers} layers; name every layer once"
-                )
+                both = f"both name layer {layer} of this model's {num_layers} layers"
+                raise FlexQuantError(f'{place} overlaps "{named[layer]}": {both}; name every layer once')
             named[layer] = text
     return tuple(rule.layers[named[i]] if i in named else rule.variant for i in range(num_layers))
 

@@ -78,10 +78,9 @@ def distill_scales(
                 schedule.step()
                 divergences.append(float(divergence.detach()))
                 if not math.isfinite(divergences[-1]):
-                    raise FlexQuantError(
-                        "the KL divergence to the 16-bit model is not finite on the calibration data; check "
-                        "that the model answers sensibly, or remove scale_distillation from the recipe"
-                    )
+                    problem = "the KL divergence to the 16-bit model is not finite on the calibration data"
+                    advice = "check that the model answers sensibly, or remove scale_distillation"
+                    raise FlexQuantError(f"{problem}; {advice} from the recipe")
                 if progress is not None:
                     progress(schedule.last_epoch, steps)
             found.append(sum(divergences) / len(divergences))

@@ -111,10 +111,9 @@ class ServedPolicy:
         """In a worker: return the policy that the front end has resolved."""
         resolved = additional_config(vllm_config).get(RESOLVED_KEY)
         if resolved is None:
-            raise FlexQuantError(
-                "the configuration holds no policy, which FlexQuant's front end puts there; build it with "
-                "vLLM's EngineArgs.create_engine_config(), in a process in which the plugin is loaded"
-            )
+            problem = "the configuration holds no policy, which FlexQuant's front end puts there"
+            how = "vLLM's EngineArgs.create_engine_config(), in a process in which the plugin is loaded"
+            raise FlexQuantError(f"{problem}; build it with {how}")
         return cls.from_json(resolved)
 
     def to_json(self) -> ServedPolicyData:
@@ -198,12 +197,12 @@ def check_caches(vllm_config: VllmConfig, merged: MergedConfig, policy: str, *ta
         policy, used = "a KV connector", sorted(merged.variants)
     if merged.may_share_cache(used) or ServingOptions.from_vllm(vllm_config).allow_incompatible_kv:
         return
-    consent = json.dumps({OPTIONS_KEY: {"allow_incompatible_kv": True}})
-    raise FlexQuantError(
-        f"{policy} lets {' and '.join(used)} read one KV cache, and the merge did not find that they can; "
-        "take a policy of one variant, and no KV connector, or, to serve it all the same, add "
-        f"--additional-config '{consent}'. Recorded is: {merged.kv_compatibility.get('message')}"
+    consent = f"--additional-config '{json.dumps({OPTIONS_KEY: {'allow_incompatible_kv': True}})}'"
+    problem = (
+        f"{policy} lets {' and '.join(used)} read one KV cache, and the merge did not find that they can"
     )
+    advice = f"take a policy of one variant, and no KV connector, or, to serve it all the same, add {consent}"
+    raise FlexQuantError(f"{problem}; {advice}. Recorded is: {merged.kv_compatibility.get('message')}")
 
 
 def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:

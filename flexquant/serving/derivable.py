@@ -103,10 +103,9 @@ def check_w4a8_device(activations: str) -> None:
         has_kernel = current_platform.is_device_capability_family(120)
         has_kernel |= any(map(current_platform.is_device_capability, (89, 90)))
         if activations == "fp8" and not has_kernel:
-            raise FlexQuantError(
-                f"vLLM has no kernel for INT4 weights with fp8 activations on {_device()}, only for compute "
-                "capability 8.9, 9.0 and 12.x; derive the variant with 'activations: int8'"
-            )
+            problem = f"vLLM has no kernel for INT4 weights with fp8 activations on {_device()}"
+            there_is = "only for compute capability 8.9, 9.0 and 12.x"
+            raise FlexQuantError(f"{problem}, {there_is}; derive the variant with 'activations: int8'")
     elif not (current_platform.is_cpu() and activations == "int8"):
         problem = f"there is no kernel for INT4 weights with {activations} activations on {_device()}"
         raise FlexQuantError(f"{problem}; choose a policy without such a variant")

@@ -37,6 +37,7 @@ FOR_ADAPTERS = (
     "16-bit model before it is quantised"
 )
 """What to do for variants that adapters do not fit."""
+WITHOUT_IT = "choose a policy without it"
 
 
 def refusals(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
@@ -53,10 +54,9 @@ def _of_model(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
         what = f"variants named like an attribute of torch.nn.ModuleDict, among {', '.join(merged.variants)}"
         yield f"{what} (merge them under other names)"
     if reads_more_than_text(model.hf_config.to_dict()) and not model.is_multimodal_model:
-        yield (
-            f"{merged.base_architecture}, which reads more than text (of such models it serves "
-            f"{', '.join(VISION_ARCHITECTURES)}; serve one variant's own checkpoint)"
-        )
+        served = f"of such models it serves {', '.join(VISION_ARCHITECTURES)}"
+        what = f"{merged.base_architecture}, which reads more than text"
+        yield f"{what} ({served}; serve one variant's own checkpoint)"
     if model.runner_type != "generate":
         yield f"the '{model.runner_type}' runner (use --runner generate)"
     # A worker that drafts with heads has LOAD_FORMAT, once the model is built.
@@ -80,10 +80,10 @@ def _of_nesting(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTabl
     has_capability = current_platform.has_device_capability
     is_ampere_to_hopper = current_platform.is_cuda() and has_capability(80) and not has_capability(100)
     if ours and not (current_platform.is_cpu() or is_ampere_to_hopper):
-        yield (
-            f"'{ours[0]}', which is nested in '{routes.nested[ours[0]]}' and multiplies in INT8, on a device "
-            "that is neither a CPU nor an NVIDIA GPU from Ampere to Hopper (choose a policy without it)"
+        what = (
+            f"'{ours[0]}', which is nested in '{routes.nested[ours[0]]}' and multiplies in INT8, on a device"
         )
+        yield f"{what} that is neither a CPU nor an NVIDIA GPU from Ampere to Hopper ({WITHOUT_IT})"
     model = vllm_config.model_config
     served, stated = (str(of.dtype).removeprefix("torch.") for of in (model, model.hf_config))
     if ours and served != stated:
@@ -98,10 +98,8 @@ def _of_vision(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
     if not model.is_multimodal_model:
         return
     if not has_one_embedding(merged, routes):
-        yield (
-            "a vision model whose variants have different embeddings, which vLLM asks for before the plan of "
-            "a pass is known (leave the embedding out of quantising in every variant)"
-        )
+        what = "a vision model whose variants have different embeddings, which vLLM asks for before the plan"
+        yield f"{what} of a pass is known (leave the embedding out of quantising in every variant)"
     if vllm_config.speculative_config is not None:
         yield "speculative decoding for vision models (drop --speculative-config)"
     if vllm_config.lora_config is not None:
@@ -135,16 +133,13 @@ def _of_ranks(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
         yield "prefill context parallelism, whose ranks see unlike passes (use --tensor-parallel-size)"
     sources = sorted({routes.source(variant) for variant in routes.layers})
     rotated = [name for name in sources if rotates_in_passes(merged.variants[name].quantization_config)]
+    rotates = "whose linears' inputs are rotated in each pass"
     if rotated and parallel.tensor_parallel_size > 1:
-        yield (
-            f"'{rotated[0]}', whose linears' inputs are rotated in each pass, under tensor parallelism, for "
-            "which vLLM has no rotations (drop --tensor-parallel-size, or choose a policy without it)"
-        )
+        what = f"'{rotated[0]}', {rotates}, under tensor parallelism, for which vLLM has no rotations"
+        yield f"{what} (drop --tensor-parallel-size, or {WITHOUT_IT})"
     if rotated and vllm_config.offload_config.uva.cpu_offload_gb > 0:
-        yield (
-            f"'{rotated[0]}', whose linears' inputs are rotated in each pass, with weights on the host, to "
-            "which vLLM moves no rotations (drop --cpu-offload-gb, or choose a policy without it)"
-        )
+        what = f"'{rotated[0]}', {rotates}, with weights on the host, to which vLLM moves no rotations"
+        yield f"{what} (drop --cpu-offload-gb, or {WITHOUT_IT})"
     if parallel.enable_eplb:
         yield "moving experts among ranks (drop --enable-eplb): vLLM would move those of one variant"
     if vllm_config.model_config.is_moe and parallel.data_parallel_size > 1 and len(routes.plans) > 1:
@@ -176,11 +171,9 @@ def _of_passes(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
     from flexquant.serving.vllm_api import envs, is_breakable_cudagraph_enabled
 
     if envs.VLLM_BATCH_INVARIANT and len(routes.plans) > 1:
-        yield (
-            "VLLM_BATCH_INVARIANT=1 under a policy with several plans, among which the other requests of a "
-            f"pass decide (choose a policy that uses one variant throughout, of {', '.join(routes.layers)}, "
-            "or one that tells layers alone apart)"
-        )
+        what = "VLLM_BATCH_INVARIANT=1 under a policy with several plans, among which the other requests of a"
+        one = f"choose a policy that uses one variant throughout, of {', '.join(routes.layers)}"
+        yield f"{what} pass decide ({one}, or one that tells layers alone apart)"
     compilation = vllm_config.compilation_config
     graphs = compilation.cudagraph_mode or CUDAGraphMode.NONE
     several_plans_a_size = not routes.ignores_phase()
@@ -197,10 +190,11 @@ def _of_passes(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
     model = vllm_config.model_config
     dtype = getattr(model, "head_dtype", model.dtype)  # vLLM 0.26 has it for poolers alone
     if routes.head == "int8" and dtype != model.dtype:
-        yield (
-            f"an lm_head in INT8 that computes in {str(dtype).removeprefix('torch.')}, for which vLLM takes "
-            "16-bit weights alone (drop 'head_dtype' from --hf-overrides, or have 'head: stored')"
+        what = (
+            f"an lm_head in INT8 that computes in {str(dtype).removeprefix('torch.')}, for which vLLM takes"
         )
+        advice = "drop 'head_dtype' from --hf-overrides, or have 'head: stored'"
+        yield f"{what} 16-bit weights alone ({advice})"
 
 
 def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:

@@ -94,10 +94,8 @@ class FlexQuantConfig(QuantizationConfig):
         return any((group.get("weights") or {}).get("strategy") == "block" for group in groups)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        raise FlexQuantError(
-            f"vLLM builds layer '{prefix}' by another class than FlexQuant's, which alone knows the "
-            "variants; leave 'architectures' out of --hf-overrides"
-        )
+        problem = f"vLLM builds layer '{prefix}' by another class than FlexQuant's, which alone knows the"
+        raise FlexQuantError(f"{problem} variants; leave 'architectures' out of --hf-overrides")
 
 
 class SingleVariantParser(HFConfigParser):
@@ -155,10 +153,9 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         try:
             base, _ = model_config.registry.inspect_model_cls([merged.base_architecture], model_config)
         except ValueError as e:
-            raise FlexQuantError(
-                f"this vLLM cannot build {merged.base_architecture}, which {model_config.model} names as its "
-                "model (base_architecture, or architectures); update vLLM, or get the checkpoint again"
-            ) from e
+            named = f"which {model_config.model} names as its model (base_architecture, or architectures)"
+            problem = f"this vLLM cannot build {merged.base_architecture}, {named}"
+            raise FlexQuantError(f"{problem}; update vLLM, or get the checkpoint again") from e
         known = {key: getattr(base, key) for key in STATES if hasattr(base, key)}
         model_config._model_info = dataclasses.replace(model_config._model_info, **known)
 
@@ -189,10 +186,8 @@ def check_sections(model_config: ModelConfig, merged: MergedConfig) -> None:
     methods = {section.get("quant_method", "16 bit") for section in sections.values()}
     asked = model_config.quantization or QUANT_METHOD
     if asked != QUANT_METHOD and methods != {asked.removesuffix("_marlin")}:
-        raise FlexQuantError(
-            f"--quantization {asked} is not the format of {model_config.model}, whose variants are in "
-            f"{' and '.join(sorted(methods))}; drop --quantization"
-        )
+        stored = f"{model_config.model}, whose variants are in {' and '.join(sorted(methods))}"
+        raise FlexQuantError(f"--quantization {asked} is not the format of {stored}; drop --quantization")
     model_config.quantization = QUANT_METHOD
 
 

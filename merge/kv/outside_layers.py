@@ -77,14 +77,10 @@ def compare_bases(variant: VariantWeights, reference: VariantWeights, pool: Exec
     # |A - B Q|^2 = |A|^2 + |B|^2 - 2 <B^T A, Q>; for the best Q, <B^T A, Q> is the nuclear norm of B^T A.
     rotated = max(0.0, squares + other - 2 * float(singular.sum(dtype=torch.float64)))
     error, bound = ((square / max(squares, TINY)) ** 0.5 for square in (rotated, bounds))
+    difference = f"the token embeddings differ, {token}, and all of them by {error:.3g}"
     if error > bound:
-        return ResidualBasis(
-            f"the token embeddings differ, {token}, and all of them by {error:.3g} even after the best "
-            f"rotation, allowed {bound:.3g}"
-        )
-    return ResidualBasis(
-        f"the token embeddings differ, {token}, and all of them by {error:.3g} after a rotation", left @ right
-    )
+        return ResidualBasis(f"{difference} even after the best rotation, allowed {bound:.3g}")
+    return ResidualBasis(f"{difference} after a rotation", left @ right)
 
 
 def _compare_tokens(

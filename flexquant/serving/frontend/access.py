@@ -72,10 +72,8 @@ def merged_engine(request: Request) -> AsyncLLM:
     """Return vLLM's client of the engine; raise HTTPException 404 without FlexQuant's model or workers."""
     engine: AsyncLLM = request.app.state.flexquant_engine
     if not serves_merged(engine):
-        extension = engine.vllm_config.parallel_config.worker_extension_cls
-        raise HTTPException(
-            404, f"no merged checkpoint is served, or its workers' extension is '{extension}'"
-        )
+        problem = "no merged checkpoint is served, or its workers' extension is"
+        raise HTTPException(404, f"{problem} '{engine.vllm_config.parallel_config.worker_extension_cls}'")
     return engine
 
 

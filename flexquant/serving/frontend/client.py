@@ -69,10 +69,8 @@ def _refusal(error: urllib.error.HTTPError) -> str:
     if error.code == 401:
         return f"the server has another administrator's key; set {ADMIN_KEY} to that of the server"
     if error.code in (301, 302, 303, 307, 308):
-        return (
-            f"the server sends on to {error.headers['Location']!r} ({error.code}), and the key goes to no "
-            "server but the one that is named; name that one if it is to have the key"
-        )
+        what = f"the server sends on to {error.headers['Location']!r} ({error.code}), and the key goes to no"
+        return f"{what} server but the one that is named; name that one if it is to have the key"
     if error.code in (404, 405):
         what = "the server takes no other policy"
         return f"{what}; start it with VLLM_PLUGINS=flexquant and {ADMIN_KEY} in its environment"

@@ -280,11 +280,8 @@ async def _ask_change(
     ranks = await ask_workers(engine, method, served.to_json(), dry_run, seen, timeout=timeout)
     refused = [rank["refused"] for rank in ranks if "refused" in rank]
     if refused and not dry_run and len(refused) < len(ranks):
-        raise HTTPException(
-            409,
-            f"{refused[0]}; other engines have taken {served.name}: GET /flexquant tells their policies; "
-            "apply one policy to all again",
-        )
+        advice = "GET /flexquant tells their policies; apply one policy to all again"
+        raise HTTPException(409, f"{refused[0]}; other engines have taken {served.name}: {advice}")
     if refused:
         raise HTTPException(409, refused[0])
     return ranks

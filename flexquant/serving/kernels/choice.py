@@ -143,10 +143,9 @@ def _only(
     all_kinds = {kind.__name__: kind for kinds in kinds_of.values() for kind in kinds}
     those = [kind for name, kind in all_kinds.items() if name.lower().startswith(wanted.lower())]
     if not those:
-        raise FlexQuantError(
-            f"additional-config key 'flexquant.kernels' is '{wanted}' for '{variant}', whose layers run on "
-            f"{', '.join(sorted(all_kinds)) or 'one kernel alone'}; give the beginning of one of these"
-        )
+        key = f"additional-config key 'flexquant.kernels' is '{wanted}' for '{variant}'"
+        runs = f"whose layers run on {', '.join(sorted(all_kinds)) or 'one kernel alone'}"
+        raise FlexQuantError(f"{key}, {runs}; give the beginning of one of these")
     return {layer: [kind for kind in kinds if kind in those] or kinds for layer, kinds in kinds_of.items()}
 
 

@@ -120,10 +120,8 @@ class ZentorchW4A8LinearKernel(HeldToOnePrecision, ZentorchWNA16LinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         super().process_weights_after_loading(layer)
         if not getattr(layer, "_zentorch_da8w4", False):
-            raise FlexQuantError(
-                "vLLM did not make W4A8 of a layer for zentorch; set "
-                f"VLLM_DISABLED_KERNELS={type(self).__name__} to have another kernel"
-            )
+            advice = f"set VLLM_DISABLED_KERNELS={type(self).__name__} to have another kernel"
+            raise FlexQuantError(f"vLLM did not make W4A8 of a layer for zentorch; {advice}")
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

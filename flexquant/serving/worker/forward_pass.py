@@ -163,10 +163,11 @@ class PassObserver:
     def check_phases(self) -> None:
         """Raise :class:`FlexQuantError` if prefill and decode cannot be told apart."""
         if self._unobserved is not None:
-            raise FlexQuantError(
-                f"layer {self._unobserved} does not say which attention backend it uses, so that prefill and "
-                "decode cannot be told apart; serve a policy whose rules name no phase and no batch size"
+            problem = (
+                f"layer {self._unobserved} does not say which attention backend it uses, so that prefill"
             )
+            advice = "serve a policy whose rules name no phase and no batch size"
+            raise FlexQuantError(f"{problem} and decode cannot be told apart; {advice}")
 
     def read(self, context: ForwardContext, tokens: int) -> Pass | None:
         """Return the pass, of ``tokens`` padded tokens, for which the model is called.

@@ -84,10 +84,9 @@ class Int8HeadMethod(QuantizeMethodBase):
                     weight_loader=head.weight_loader,
                 )
         except ValueError as e:
-            raise FlexQuantError(
-                f"no kernel holds the lm_head of {head.input_size} inputs and {head.output_size} outputs in "
-                f"INT8 here ({said_by(e)}); have 'head: stored'"
-            ) from e
+            size = f"{head.input_size} inputs and {head.output_size} outputs"
+            problem = f"no kernel holds the lm_head of {size} in INT8 here ({said_by(e)})"
+            raise FlexQuantError(f"{problem}; have 'head: stored'") from e
         del module.weight_shape  # which vLLM does not read
         self.__dict__.setdefault("kernel", scheme.kernel)
 

@@ -67,10 +67,9 @@ def check_structure(model: nn.Module, architecture: str) -> None:
     """Raise :class:`FlexQuantError` if a model has no stack of decoder layers where FlexQuant finds it."""
     inner = dict(model.named_modules()).get(decoder_path(model))
     if not any(isinstance(getattr(inner, name, None), nn.ModuleList) for name in STACKS):
-        raise FlexQuantError(
-            f"{architecture} is not built with 'model.layers' or 'transformer.h' in this vLLM; FlexQuant "
-            "serves decoder-only architectures of that form, such as Llama, Qwen3, Mistral and Gemma 3"
-        )
+        problem = f"{architecture} is not built with 'model.layers' or 'transformer.h' in this vLLM"
+        served = "decoder-only architectures of that form, such as Llama, Qwen3, Mistral and Gemma 3"
+        raise FlexQuantError(f"{problem}; FlexQuant serves {served}")
 
 
 def stack_path(model: nn.Module) -> str:

@@ -100,12 +100,10 @@ class VariantLoader:
         self._rotations.finish()
         if missing := unwritten(parameters):
             name, _, parameter = missing[0].partition(".")
-            raise FlexQuantError(
-                f"variant '{name}' of the merged checkpoint lacks tensors for {len(missing)} parameters, the "
-                f"first for '{parameter}' or a part of it; check it with 'flexquant verify', or merge again. "
-                "If it is whole, this vLLM's model has weights that the checkpoint was published without, "
-                "and is not served"
-            )
+            lacks = f"tensors for {len(missing)} parameters, the first for '{parameter}' or a part of it"
+            advice = "check it with 'flexquant verify', or merge again. If it is whole, this vLLM's model has"
+            advice += " weights that the checkpoint was published without, and is not served"
+            raise FlexQuantError(f"variant '{name}' of the merged checkpoint lacks {lacks}; {advice}")
         return {f"{name}.{parameter}" for name in loaded for parameter in loaded[name]}
 
     def _takers(self, prefix: str, key: str) -> list[str]:
@@ -113,10 +111,9 @@ class VariantLoader:
         if self._drafts(key) or self._rotated(prefix, key):
             return []
         if (layer_number(key) or 0) >= self._num_layers:
-            raise FlexQuantError(
-                f"the checkpoint holds '{key}', and its config.json says {self._num_layers} decoder layers, "
-                "counted from 0; correct num_hidden_layers there, or in the sources, and merge again"
-            )
+            counted = f"its config.json says {self._num_layers} decoder layers, counted from 0"
+            advice = "correct num_hidden_layers there, or in the sources, and merge again"
+            raise FlexQuantError(f"the checkpoint holds '{key}', and {counted}; {advice}")
         is_head = HEAD.search(key) is not None  # of a variant without one, a copy of its embedding
         readers = [name for name in self._readers_of(prefix) if self._own_head[name] or not is_head]
         takers = [name for name in readers if is_in(key, self._layers[name])]

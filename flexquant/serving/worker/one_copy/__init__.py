@@ -59,10 +59,9 @@ def one_copy_of(source: nn.Module, name: str, precision: str, is_in_16_bit: bool
         vars(view)["quant_method"] = method
         variant = with_module(variant, f"{stack_path(source)}.{path}", view)
     if variant is source:
-        raise FlexQuantError(
-            f"variant '{name}' has no {'' if is_in_16_bit else 'INT4 '}linear to compute 8-bit weights from; "
-            f"choose a policy without it, such as {'bf16' if is_in_16_bit else 'w4a16'}"
-        )
+        kind, other = ("linear", "bf16") if is_in_16_bit else ("INT4 linear", "w4a16")
+        problem = f"variant '{name}' has no {kind} to compute 8-bit weights from"
+        raise FlexQuantError(f"{problem}; choose a policy without it, such as {other}")
     return variant
 
 

@@ -102,10 +102,9 @@ class Int4Method(OneCopyMethod):
         its_name = type(kernel).__name__
         if (product := product_of(kernel, type(kernel), precision)) is None:
             inputs, outputs = kernel.config.partition_weight_shape
-            raise FlexQuantError(
-                f"{where}: 8-bit weights cannot be computed from those of {its_name}, whose layout of "
-                f"{inputs} inputs and {outputs} outputs is not known; {ADVICE}"
-            )
+            layout = f"whose layout of {inputs} inputs and {outputs} outputs is not known"
+            problem = f"{where}: 8-bit weights cannot be computed from those of {its_name}, {layout}"
+            raise FlexQuantError(f"{problem}; {ADVICE}")
         if getattr(layer.quant_method, "output_transform", None) is not None:
             problem = f"{where}: 8-bit weights are not computed where outputs are rotated in each pass"
             raise FlexQuantError(f"{problem}; take 8-bit 'weights' out of the policy")
@@ -161,10 +160,10 @@ class NestedMethod(Int4Method):
             weight_loader(parameter, loaded, *shard)
             vars(parameter)["is_loaded"] = True
             if before is not None and not torch.equal(before, parameter):
-                raise FlexQuantError(
-                    f"{getattr(layer, 'prefix', 'a linear')} is made of linears whose weight_column differs, "
-                    "and vLLM multiplies them at once; merge the checkpoint again"
+                fused = (
+                    f"{getattr(layer, 'prefix', 'a linear')} is made of linears whose weight_column differs"
                 )
+                raise FlexQuantError(f"{fused}, and vLLM multiplies them at once; merge the checkpoint again")
 
         for name, shape, dtype, dimensions in parts:
             parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
