@@ -198,11 +198,9 @@ def check_caches(vllm_config: VllmConfig, merged: MergedConfig, policy: str, *ta
     if merged.may_share_cache(used) or ServingOptions.from_vllm(vllm_config).allow_incompatible_kv:
         return
     consent = f"--additional-config '{json.dumps({OPTIONS_KEY: {'allow_incompatible_kv': True}})}'"
-    problem = (
-        f"{policy} lets {' and '.join(used)} read one KV cache, and the merge did not find that they can"
-    )
+    problem = f"{policy} lets {' and '.join(used)} read one KV cache, and the merge did not find that they"
     advice = f"take a policy of one variant, and no KV connector, or, to serve it all the same, add {consent}"
-    raise FlexQuantError(f"{problem}; {advice}. Recorded is: {merged.kv_compatibility.get('message')}")
+    raise FlexQuantError(f"{problem} can; {advice}. Recorded is: {merged.kv_compatibility.get('message')}")
 
 
 def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:

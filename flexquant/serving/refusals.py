@@ -80,10 +80,8 @@ def _of_nesting(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTabl
     has_capability = current_platform.has_device_capability
     is_ampere_to_hopper = current_platform.is_cuda() and has_capability(80) and not has_capability(100)
     if ours and not (current_platform.is_cpu() or is_ampere_to_hopper):
-        what = (
-            f"'{ours[0]}', which is nested in '{routes.nested[ours[0]]}' and multiplies in INT8, on a device"
-        )
-        yield f"{what} that is neither a CPU nor an NVIDIA GPU from Ampere to Hopper ({WITHOUT_IT})"
+        what = f"'{ours[0]}', which is nested in '{routes.nested[ours[0]]}' and multiplies in INT8, on a"
+        yield f"{what} device that is neither a CPU nor an NVIDIA GPU from Ampere to Hopper ({WITHOUT_IT})"
     model = vllm_config.model_config
     served, stated = (str(of.dtype).removeprefix("torch.") for of in (model, model.hf_config))
     if ours and served != stated:
@@ -190,11 +188,9 @@ def _of_passes(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
     model = vllm_config.model_config
     dtype = getattr(model, "head_dtype", model.dtype)  # vLLM 0.26 has it for poolers alone
     if routes.head == "int8" and dtype != model.dtype:
-        what = (
-            f"an lm_head in INT8 that computes in {str(dtype).removeprefix('torch.')}, for which vLLM takes"
-        )
+        what = f"an lm_head in INT8 that computes in {str(dtype).removeprefix('torch.')}, for which vLLM"
         advice = "drop 'head_dtype' from --hf-overrides, or have 'head: stored'"
-        yield f"{what} 16-bit weights alone ({advice})"
+        yield f"{what} takes 16-bit weights alone ({advice})"
 
 
 def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:

@@ -163,11 +163,9 @@ class PassObserver:
     def check_phases(self) -> None:
         """Raise :class:`FlexQuantError` if prefill and decode cannot be told apart."""
         if self._unobserved is not None:
-            problem = (
-                f"layer {self._unobserved} does not say which attention backend it uses, so that prefill"
-            )
+            problem = f"layer {self._unobserved} does not say which attention backend it uses, so that"
             advice = "serve a policy whose rules name no phase and no batch size"
-            raise FlexQuantError(f"{problem} and decode cannot be told apart; {advice}")
+            raise FlexQuantError(f"{problem} prefill and decode cannot be told apart; {advice}")
 
     def read(self, context: ForwardContext, tokens: int) -> Pass | None:
         """Return the pass, of ``tokens`` padded tokens, for which the model is called.

@@ -160,10 +160,9 @@ class NestedMethod(Int4Method):
             weight_loader(parameter, loaded, *shard)
             vars(parameter)["is_loaded"] = True
             if before is not None and not torch.equal(before, parameter):
-                fused = (
-                    f"{getattr(layer, 'prefix', 'a linear')} is made of linears whose weight_column differs"
-                )
-                raise FlexQuantError(f"{fused}, and vLLM multiplies them at once; merge the checkpoint again")
+                problem = f"{getattr(layer, 'prefix', 'a linear')} is made of linears whose weight_column"
+                problem += " differs, and vLLM multiplies them at once"
+                raise FlexQuantError(f"{problem}; merge the checkpoint again")
 
         for name, shape, dtype, dimensions in parts:
             parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
