@@ -13,15 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.yaml_document import (
-    Document,
-    KeyPath,
-    builtin_names,
-    from_data,
-    from_yaml,
-    read_named,
-    read_section,
-)
+from flexquant.documents import yaml_document
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.schema import SCHEMA, Bounds, Derivation, Head, PolicySection, Rule
@@ -51,7 +43,7 @@ class Policy:
     """Times of the variants' passes on the machine on which the policy was tuned."""
     document: JsonObject
     """The policy as plain JSON-able data, which :func:`parse_policy` reads back."""
-    place: Callable[[KeyPath], str] = field(compare=False)
+    place: Callable[[yaml_document.KeyPath], str] = field(compare=False)
     """Returns the file, line and key of a path in the document, for messages."""
 
     @property
@@ -66,23 +58,23 @@ def source_of(variant: str, derived: Mapping[str, Derivation]) -> str:
 
 def builtin_policies() -> list[str]:
     """Return the sorted names of the policies that come with FlexQuant."""
-    return builtin_names(PACKAGE)
+    return yaml_document.builtin_names(PACKAGE)
 
 
 def load_policy(name_or_path: str) -> Policy:
     """Load a policy by built-in name or path; raise :class:`FlexQuantError` if it is unknown or wrong."""
-    content, source = read_named(name_or_path, PACKAGE, "policy")
+    content, source = yaml_document.read_named(name_or_path, PACKAGE, "policy")
     return parse_policy_text(content, source, name_or_path)
 
 
 def parse_policy_text(content: bytes, source: str, name: str) -> Policy:
     """Validate YAML or JSON under a ``name``; :class:`FlexQuantError` begins with ``source`` and line."""
-    return _validate(from_yaml(content, source, "policy", ("schema", "rules")), name)
+    return _validate(yaml_document.from_yaml(content, source, "policy", ("schema", "rules")), name)
 
 
 def parse_policy(document: JsonObject, source: str) -> Policy:
     """Validate a policy given as data, called ``source``; raise :class:`FlexQuantError` if it is wrong."""
-    return _validate(from_data(document, source, "policy"), source)
+    return _validate(yaml_document.from_data(document, source, "policy"), source)
 
 
 def choose_policy(given: str | None = None, stored: JsonObject | None = None) -> Policy:
@@ -147,8 +139,8 @@ def with_derivations(document: JsonObject, policies: Iterable[Policy]) -> JsonOb
     return {**others, **({"derive": derived} if derived else {}), **rules}
 
 
-def _validate(document: Document, name: str) -> Policy:
-    found = read_section(PolicySection, document)
+def _validate(document: yaml_document.Document, name: str) -> Policy:
+    found = yaml_document.read_section(PolicySection, document)
     *early, last = enumerate(found.rules)
     for i, rule in early:
         if "when" not in rule.model_fields_set:

@@ -15,13 +15,7 @@ from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.module_names import HEAD, OF_TOKENS
 from flexquant.checkpoint.schemes import rotates_in_passes
 from flexquant.policy.routes import RouteTable
-from flexquant.serving.draft_heads import (
-    LOAD_FORMAT,
-    MERGED_DRAFTS,
-    METHOD,
-    drafts_with_other_merged,
-    drafts_with_own_heads,
-)
+from flexquant.serving import draft_heads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,7 +54,7 @@ def _of_model(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
     if model.runner_type != "generate":
         yield f"the '{model.runner_type}' runner (use --runner generate)"
     # A worker that drafts with heads has LOAD_FORMAT, once the model is built.
-    if (load_format := vllm_config.load_config.load_format) not in (*LOAD_FORMATS, LOAD_FORMAT):
+    if (load_format := vllm_config.load_config.load_format) not in (*LOAD_FORMATS, draft_heads.LOAD_FORMAT):
         what = f"load format '{load_format}', which does not read safetensors by their names"
         yield f"{what} (drop --load-format, or use {', '.join(LOAD_FORMATS)})"
     if model.enable_prompt_embeds and not has_one_embedding(merged, routes):
@@ -152,10 +146,10 @@ def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
     if method not in SPECULATIVE_METHODS:
         what = f"speculative method '{method}' (use {', '.join(SPECULATIVE_METHODS)} or none)"
         yield f"{what}: others read states that few target classes have, or are not known to work"
-    has_no_heads = drafts_with_own_heads(vllm_config) and merged.draft_heads is None
-    if has_no_heads or drafts_with_other_merged(vllm_config):
-        yield MERGED_DRAFTS
-    if method == METHOD and getattr(vllm_config.model_config, "model_weights", None):
+    has_no_heads = draft_heads.drafts_with_own_heads(vllm_config) and merged.draft_heads is None
+    if has_no_heads or draft_heads.drafts_with_other_merged(vllm_config):
+        yield draft_heads.MERGED_DRAFTS
+    if method == draft_heads.METHOD and getattr(vllm_config.model_config, "model_weights", None):
         yield "heads that draft out of object storage (serve a folder)"
     has_one_of_each = has_one_head(merged, routes) and has_one_embedding(merged, routes)
     if method in DRAFTS_FROM_TARGET and not has_one_of_each:

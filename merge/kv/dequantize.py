@@ -192,7 +192,7 @@ def _ulp(values: Tensor, mantissa_bits: int, min_exponent: int) -> Tensor:
 
 
 class InputRotations:
-    """Undoes rotations of linears' inputs in each pass (QuIP's V, SpinQuant's and QuaRot's R4) of one source.
+    """Undoes rotations of inputs (QuIP's V, SpinQuant's and QuaRot's R4) that run with one source's model.
 
     Such inputs are multiplied by an orthogonal V before all else, block by block, and W V is stored in place
     of the linear's matrix W. As in vLLM, a stored V is divided by the square root of its size.

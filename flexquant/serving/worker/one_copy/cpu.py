@@ -29,16 +29,7 @@ from flexquant.serving.vllm_api import (
     unpack_quantized_values_into_int32,
 )
 from flexquant.serving.vllm_api import _custom_ops as ops
-from flexquant.serving.worker.one_copy.product import (
-    CHANNEL_SCALE,
-    NESTED,
-    ROW,
-    WEIGHT_SUMS,
-    Buffers,
-    Product,
-    output_of_int4,
-    register_operator,
-)
+from flexquant.serving.worker.one_copy import product
 
 ZERO = 8.0
 """Value of a symmetric INT4 weight that stands for 0."""
@@ -109,7 +100,7 @@ def packed_alike(values: Tensor, layout: Layout) -> Tensor:
     return torch.cat(blocks)
 
 
-class CPUInt8Product(Product):
+class CPUInt8Product(product.Product):
     """The product of a CPU, in INT8."""
 
     def __init__(self, kernel: MPLinearKernel, layout: Layout) -> None:
@@ -124,10 +115,10 @@ class CPUInt8Product(Product):
         slice_bytes = max(AMX_WEIGHTS if self._for_amx else WEIGHTS, self._inputs * MULTIPLE)
         return min(super().written_bytes, slice_bytes)
 
-    def multiply(self, source: nn.Module, buffers: Buffers, x: Tensor, bias: Tensor | None) -> Tensor:
-        nested = [buffers[name] for name in NESTED if name in buffers]
-        weights = x, *self._weights(source), buffers[ROW], nested, buffers[CHANNEL_SCALE]
-        sums, kept = buffers.get(WEIGHT_SUMS), (bias, self._layout.block, self._layout.in_halves)
+    def multiply(self, source: nn.Module, buffers: product.Buffers, x: Tensor, bias: Tensor | None) -> Tensor:
+        nested = [buffers[name] for name in product.NESTED if name in buffers]
+        weights = x, *self._weights(source), buffers[product.ROW], nested, buffers[product.CHANNEL_SCALE]
+        sums, kept = buffers.get(product.WEIGHT_SUMS), (bias, self._layout.block, self._layout.in_halves)
         out: Tensor = (
             torch.ops.flexquant_one_copy.linear_by_amx(*weights, *kept, AMX_WEIGHTS)
             if self._for_amx and x.dtype in AMX_TYPES and sums is None  # it has no zero points
@@ -141,14 +132,12 @@ class CPUInt8Product(Product):
     def _packed(self, difference: Tensor) -> Tensor:
         return packed_alike(difference.t(), self._layout)
 
-    def _weight_sums(self, source: nn.Module, buffers: Buffers) -> Tensor:
+    def _weight_sums(self, source: nn.Module, buffers: product.Buffers) -> Tensor:
         packed, scale, zero = self._weights(source)
         scale, zero = scale.float().contiguous(), None if zero is None else zero.contiguous()
-        row, nested, kept = buffers[ROW], [buffers[name] for name in NESTED], (self._inputs, self._layout)
-        weights = (
-            _int8_weights(packed, scale, zero, row, nested, *kept, part)
-            for part in slices(1, self._inputs, self._outputs)
-        )
+        given = scale, zero, buffers[product.ROW], [buffers[name] for name in product.NESTED]
+        parts = slices(1, self._inputs, self._outputs)
+        weights = (_int8_weights(packed, *given, self._inputs, self._layout, part) for part in parts)
         return torch.cat([of_slice.sum(0, dtype=torch.int32) for of_slice in weights])
 
     def _weights(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -220,7 +209,7 @@ def one_copy_linear(
     return out
 
 
-register_operator(one_copy_linear, "CPU", output_of_int4)
+product.register_operator(one_copy_linear, "CPU", product.output_of_int4)
 
 
 def _scaled_product(
@@ -259,7 +248,7 @@ def has_amx_product() -> bool:
         is_as_expected = torch.equal(torch.ops._C.convert_weight_packed(weight), expected)
     if not (is_as_expected and has_loops() and hasattr(torch.ops.flexquant_one_copy, "linear_by_amx")):
         return False  # the operator is missing if the compiler does not know AMX
-    torch.library.register_fake("flexquant_one_copy::linear_by_amx", output_of_int4)
+    torch.library.register_fake("flexquant_one_copy::linear_by_amx", product.output_of_int4)
     return True
 
 
