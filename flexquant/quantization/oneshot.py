@@ -171,7 +171,9 @@ def quantize_in_memory(
         with explained_memory(f"training the scales of '{recipe.name}'", "remove scale_distillation"):
             by_epoch = distill_scales(model, load_model(source), tensors, distillation.epochs, seed, show)
         findings["distillation"] = {"kl_by_epoch": by_epoch}
-    _round_parameters(model, source.dtype)
+    _convert_parameters(model, source.dtype)  # rounds values as save_model() will
+    computed_in = source.dtype if torch.cuda.is_available() else torch.float32
+    _convert_parameters(model, computed_in, all_of_them=True)
     return model, recipe, findings
 
 
@@ -201,12 +203,6 @@ def run_modifiers(
     except BaseException:
         active_session().reset()  # else it holds the model
         raise
-
-
-def _round_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Round the model's values as :func:`save_model` will, in the dtype that it computes in."""
-    _convert_parameters(model, dtype)
-    _convert_parameters(model, dtype if torch.cuda.is_available() else torch.float32, all_of_them=True)
 
 
 def _convert_parameters(model: PreTrainedModel, dtype: torch.dtype, all_of_them: bool = False) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,11 +23,10 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
-from flexquant.policy.routes import RouteTable, build_route_table
+from flexquant.policy.routes import RouteTable, RouteTableData, build_route_table
 from flexquant.policy.rules import Policy, choose_policy
 from flexquant.policy.schema import Head
 from flexquant.serving.derivable import check_derivable
-from flexquant.serving.messages import PolicyName, ServedPolicyData
 from flexquant.serving.refusals import has_one_head, refusals
 
 if TYPE_CHECKING:
@@ -89,6 +88,32 @@ def additional_config(vllm_config: VllmConfig) -> JsonObject:
         problem = f"additional-config is of the type {type(additional).__name__}"
         raise FlexQuantError(f"{problem}, and FlexQuant puts the policy into it; give a mapping, or none")
     return dict(additional)
+
+
+class PolicyName(TypedDict):
+    name: str
+    digest: str
+    """SHA-256 of the policy document without its measured times, in hexadecimal."""
+
+
+class ServedPolicyData(PolicyName):
+    """A :class:`ServedPolicy` as plain data, as vLLM carries it to workers."""
+
+    routes: RouteTableData
+
+
+class RankMetrics(TypedDict):
+    """What the rank that counts tells for ``/metrics``."""
+
+    engine: str
+    policies: list[tuple[str, str, int]]
+    """Name and digest of each policy that has routed, and 1 for the one that routes now, else 0."""
+    counted: list[JsonObject]
+    """Plan, phase, and the counters of :meth:`flexquant.serving.worker.pass_records.PlanCounters.to_data`."""
+    sizes: list[tuple[list[tuple[str, int]], int]]
+    """For each record of ``counted``: the upper end of each bucket with the number of passes up to it, and
+    the sum of the passes' sizes."""
+    weight_bytes_by_layers: dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)

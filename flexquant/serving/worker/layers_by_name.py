@@ -29,7 +29,7 @@ from vllm.platforms import current_platform
 from flexquant.errors import FlexQuantError, said_by
 from flexquant.serving.config import merged_of
 from flexquant.serving.kernels.layers import expert_layers
-from flexquant.serving.vllm_api import CompressedTensorsWNA16MoEMethod, LinearBase, MambaBase, MoERunner
+from flexquant.serving.vllm_api import CompressedTensorsWNA16MoEMethod, LinearBase, MambaBase
 
 APART = "@"
 """Separates a layer's name from its variant; no module's name has it."""
@@ -37,12 +37,6 @@ ADVICE = (
     "keep the experts in 16 bit in every variant (list them in the recipe's 'ignore'), or serve on a device "
     "that has such a kernel"
 )
-
-
-def name_apart(layer: MoERunner, variant: str, context: dict[str, nn.Module]) -> None:
-    """Register an expert layer in ``context``, vLLM's layers by name, under a name with its variant."""
-    layer.layer_name = f"{layer.layer_name}{APART}{variant}"
-    context[layer.layer_name] = layer
 
 
 def check_precision(variant: str, model: nn.Module, activations: str | None) -> None:

@@ -26,8 +26,7 @@ from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import BytesByRange
 from flexquant.errors import FlexQuantError
-from flexquant.serving.config import ServedPolicy, ServingOptions
-from flexquant.serving.messages import RankMetrics
+from flexquant.serving.config import RankMetrics, ServedPolicy, ServingOptions
 from flexquant.serving.worker.forward_pass import Pass
 
 logger = init_logger("vllm.flexquant.trace")

@@ -199,7 +199,8 @@ def share_modules(
             # The block around an expert layer also holds the shared experts, and loads them.
             replacements |= dict(zip(layer.modules(), there, strict=True))
         else:
-            layers_by_name.name_apart(layer, name, real_context)
+            layer.layer_name = f"{layer.layer_name}{layers_by_name.APART}{name}"
+            real_context[layer.layer_name] = layer
     for other in set(owners.values()) - {name}:
         common = [module for module, has_it in owners.items() if has_it == other]
         of_other = find_modules(variants[other], common)

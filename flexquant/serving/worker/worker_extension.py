@@ -22,9 +22,8 @@ from flexquant.checkpoint.module_names import describe_ranges
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import route_changes
 from flexquant.policy.schema import PHASES
-from flexquant.serving.config import ServedPolicy, check_caches, clip_to_server
+from flexquant.serving.config import RankMetrics, ServedPolicy, ServedPolicyData, check_caches, clip_to_server
 from flexquant.serving.kernels.layers import kernel_names
-from flexquant.serving.messages import RankMetrics, ServedPolicyData
 from flexquant.serving.worker.plan_views import decoder_path, is_compiled
 from flexquant.serving.worker.ranks import on_all_ranks
 
