@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,7 +98,8 @@ def merge_checkpoints(
         config["architectures"] = [served_architecture(merged.base_architecture)]
         config["quantization_config"] = merged.to_json()
         write_json(stage / "config.json", config)
-        provenance = _provenance(plan.sources, digests, stage, ["config.json", *files], dtype, config_from)
+        hashed = ["config.json", *files]
+        provenance = _provenance(plan.sources, digests, stage, hashed, dtype=dtype, config_from=config_from)
         if missed:
             provenance |= {"changed_integers": changed, "added_noise": added_noise}
         write_json(stage / PROVENANCE_FILE, provenance)
@@ -109,11 +110,10 @@ def merge_checkpoints(
 
 def _provenance(
     sources: Sequence[Source],
-    tensor_digests: Mapping[str, str],
+    digests: Mapping[str, str],
     folder: Path,
-    files: Iterable[str],
-    dtype: str | None,
-    config_from: str | None,
+    files: list[str],
+    **chosen: str | None,
 ) -> JsonObject:
     """Return the document of :class:`Provenance`; ``files`` in ``folder`` are hashed here."""
     python, torch = platform.python_version(), version("torch")
@@ -128,10 +128,9 @@ def _provenance(
             }
             for s in sources
         },
-        **({"dtype": dtype} if dtype else {}),
-        **({"config_from": config_from} if config_from else {}),
+        **{option: value for option, value in given.items() if value},
         "files": {name: hash_file(folder / name) for name in sorted(files)},
-        "tensors": dict(tensor_digests),
+        "tensors": dict(digests),
     }
 
 
