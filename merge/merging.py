@@ -109,11 +109,7 @@ def merge_checkpoints(
 
 
 def _provenance(
-    sources: Sequence[Source],
-    digests: Mapping[str, str],
-    folder: Path,
-    files: list[str],
-    **chosen: str | None,
+    sources: Sequence[Source], digests: Mapping[str, str], folder: Path, files: list[str], **given: str | None
 ) -> JsonObject:
     """Return the document of :class:`Provenance`; ``files`` in ``folder`` are hashed here."""
     python, torch = platform.python_version(), version("torch")
