@@ -61,7 +61,11 @@ def read_documents(source: str | Path | None) -> Iterator[TextOrMessages]:
         return iter([topics[name] for name in sorted(topics)])
     path = Path(source).expanduser()
     if path.is_dir():
-        return _read_folder(path)
+        files = sorted(f for f in path.iterdir() if f.suffix in TEXT_SUFFIXES and f.is_file())
+        if not files:
+            problem = f"the folder {path} has no {', '.join(TEXT_SUFFIXES)} file"
+            raise FlexQuantError(f"{problem}; put text into it, or name a file or a dataset id")
+        return chain.from_iterable(map(_read_file, files))
     if path.is_file():
         return _read_file(path)
     if path.suffix in TEXT_SUFFIXES:
@@ -165,14 +169,6 @@ def plain_text(document: TextOrMessages) -> str:
     if isinstance(document, str):
         return document
     return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in document)
-
-
-def _read_folder(folder: Path) -> Iterator[TextOrMessages]:
-    files = sorted(f for f in folder.iterdir() if f.suffix in TEXT_SUFFIXES and f.is_file())
-    if not files:
-        problem = f"the folder {folder} has no {', '.join(TEXT_SUFFIXES)} file"
-        raise FlexQuantError(f"{problem}; put text into it, or name a file or a dataset id")
-    return chain.from_iterable(map(_read_file, files))
 
 
 def _read_file(path: Path) -> Iterator[TextOrMessages]:
