@@ -133,8 +133,7 @@ def _measure_served(
 ) -> tuple[dict[str, LossByKind], dict[str, LossByKind]]:
     """Return by kind of text what nested variants lose, and what is lost on answers, against ``model``.
 
-    ``variants`` are folders. Answers are those under the policy of ``merged``, and those of its decode
-    variant alone: none where `_phases` finds none, and for models that carry states.
+    Answers are those under the policy of ``merged``, and of its decode variant alone, where both are whole.
     """
     nested, answers = dict[str, LossByKind](), dict[str, LossByKind]()
     policy = choose_policy(stored=merged.merged.policy)
@@ -172,10 +171,7 @@ def _measure_served(
 
 
 def _phases(policy: Policy, merged: MergedCheckpoint) -> tuple[str, str] | None:
-    """Return the variants of a prompt and of one sequence's answer; None unless they are two whole ones.
-
-    None for mixtures of experts too, which transformers does not load quantised.
-    """
+    """Return a prompt's and an answer's variant; None unless both are whole, and for experts."""
     variants = merged.merged.variants
     if not {*policy.variants} <= {*variants} or any(map(EXPERTS.match, merged.tensors)):
         return None
@@ -236,13 +232,12 @@ def _check_finished(
     files = {k: shard.file for shard in plan_shards(groups, max_shard_size) for k, *_ in shard.tensors}
     found, made = ", ".join(merged.variants), ", ".join(variants)
     has = "has" if merged.nested else "lacks"
+    are_cut = all(checkpoint.tensors[key].file.name == file for key, file in files.items())
     differences = {
         f"holds the variants {found}, but this build makes {made}": found != made,
         "stores another default policy than this build's": policy_to_store(policy, variants) != merged.policy,
         f"{has} a nested variant, unlike what this build makes": bool(merged.nested) != nested,
-        "has shards of another size than this build's": any(
-            checkpoint.tensors[k].file.name != file for k, file in files.items()
-        ),
+        "has shards of another size than this build's": not are_cut,
     }
     if wrong := [what for what, differs in differences.items() if differs]:
         raise FlexQuantError(f"{output} {wrong[0]}; {ADVICE}")

@@ -20,10 +20,9 @@ class UsageError(FlexQuantError):
 
 
 def said_by(error: BaseException) -> str:
-    """Return the point of what an error of a library says, in a line of at most MOST_SAID characters.
+    """Return a library's error in at most MOST_SAID characters: its first line, and those after a colon.
 
-    It is the first line, with those after it as long as one ends in a colon. Of pydantic it is what is wrong
-    at each place, and of an error without a text the name of its class.
+    Of pydantic it is what is wrong at each place, and of an error without a text the name of its class.
     """
     if type(error).__name__ == "ValidationError" and callable(problems := getattr(error, "errors", None)):
         places = (".".join(str(key) for key in one["loc"] if "[" not in str(key)) for one in problems())
@@ -40,10 +39,7 @@ def said_by(error: BaseException) -> str:
 def explained(
     problem: str, advice: str, errors: tuple[type[Exception], ...] = (OSError, ValueError)
 ) -> Iterator[None]:
-    """Turn one of ``errors`` in the block into a FlexQuantError: ``<problem> (<its point>); <advice>``.
-
-    It is meant for calls of libraries that read files or the Hugging Face hub.
-    """
+    """Turn a library's error in the block into a FlexQuantError: ``<problem> (<its point>); <advice>``."""
     try:
         yield
     except errors as e:

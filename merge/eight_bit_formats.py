@@ -192,19 +192,11 @@ def _scheme(folder: Path, place: str, linears: object) -> ConfigGroup:
         raise _refusal(folder, f"weight ch_axis {weight['ch_axis']!r} in {place}")
     if inputs["dtype"] != "int8" or inputs["qscheme"] != (PER_TENSOR if static else PER_CHANNEL):
         raise _refusal(folder, f"{_described('input_tensors', inputs)} in {place}")
+    by, of = "channel" if by_channel else "tensor", "tensor" if static else "token"
+    symmetric = inputs["symmetric"] is True
     return {
-        "weights": {
-            **INT8,
-            "symmetric": True,
-            "strategy": "channel" if by_channel else "tensor",
-            "dynamic": False,
-        },
-        "input_activations": {
-            **INT8,
-            "symmetric": inputs["symmetric"] is True,
-            "strategy": "tensor" if static else "token",
-            "dynamic": not static,
-        },
+        "weights": {**INT8, "symmetric": True, "strategy": by, "dynamic": False},
+        "input_activations": {**INT8, "symmetric": symmetric, "strategy": of, "dynamic": not static},
         "format": "int-quantized",
     }
 
@@ -225,8 +217,7 @@ def _described(key: str, tensor: JsonObject) -> str:
 
 
 def _refusal(folder: Path, found: str) -> FlexQuantError:
-    return FlexQuantError(
-        f"{folder} was quantised by Quark with {found}; of Quark, symmetric INT8 weights (one scale, or one "
-        "an output: ch_axis 0) with INT8 activations (static per tensor, or dynamic per token) are read: "
-        "quantise the model so, or by 'flexquant quantize'"
-    )
+    weights = "symmetric INT8 weights (one scale, or one an output: ch_axis 0)"
+    read = f"{weights} with INT8 activations (static per tensor, or dynamic per token) are read"
+    advice = "quantise the model so, or by 'flexquant quantize'"
+    return FlexQuantError(f"{folder} was quantised by Quark with {found}; of Quark, {read}: {advice}")

@@ -24,24 +24,13 @@ from flexquant.checkpoint.loadable import COMPRESSED_TENSORS, is_sparse
 from flexquant.checkpoint.merged_config import check_variant_name
 from flexquant.checkpoint.model_config import SECTIONS, ConfigGroup, JsonObject
 from flexquant.checkpoint.module_names import EMBEDDINGS, HEAD, LAYER
-from flexquant.checkpoint.safetensors_io import (
-    CASTS,
-    ComputedTensor,
-    TensorRef,
-    Tensors,
-    load_tensor,
-)
+from flexquant.checkpoint.safetensors_io import CASTS, ComputedTensor, TensorRef, Tensors, load_tensor
 from flexquant.checkpoint.schemes import LINEAR, PACKED_SUFFIX, QUANTISATION_PARAMETER
 from flexquant.errors import FlexQuantError
 from flexquant.merge.eight_bit_formats import BLOCK_FP8, QUARK, from_fp8, from_quark, is_fp8
 from flexquant.merge.packed_formats import PACKED_METHODS, PACKED_PARTS, from_packed_format
 
-FREQUENCIES = (
-    "rotary_emb.inv_freq",
-    "rotary_pos_emb.inv_freq",
-    "rotary_emb.cos_cached",
-    "rotary_emb.sin_cached",
-)
+FREQUENCIES = re.compile(r"rotary_(pos_)?emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$")
 DTYPE_KEYS = ("dtype", "torch_dtype")
 EMBEDDING_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDINGS)
 Settled = tuple[JsonObject, dict[str, TensorRef]]
@@ -72,11 +61,7 @@ class Source:
 
 
 def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Source:
-    """Read the headers and configs of a checkpoint that becomes the variant ``name``.
-
-    ``dtype``, a key of CASTS, casts what is in 16 bit. Raises FlexQuantError, naming the file, for an
-    unusable folder, an unknown format, and settings that compressed-tensors cannot hold.
-    """
+    """Read a variant's headers and configs; cast 16 bit to ``dtype``, of CASTS. Raises FlexQuantError."""
     check_variant_name(name)
     folder = find_model(folder)
     config = read_config(folder)
@@ -135,10 +120,7 @@ def _section(schemes: Mapping[str, ConfigGroup], ignored: Sequence[str]) -> Json
 
 
 def _without_relics(section: JsonObject, tensors: Tensors) -> Settled:
-    """Return settings and tensors as today's compressed-tensors writes them: cache scales have other names.
-
-    A dense ``sparsity_config``, which says nothing, is dropped.
-    """
+    """Return settings and tensors with today's names of cache scales, without a dense ``sparsity_config``."""
     if not is_sparse(section):
         section = {key: value for key, value in section.items() if key != "sparsity_config"}
     if not section.get("kv_cache_scheme"):
@@ -148,7 +130,7 @@ def _without_relics(section: JsonObject, tensors: Tensors) -> Settled:
 
 def _read_when_served(tensors: dict[str, TensorRef], config: JsonObject, place: str) -> dict[str, TensorRef]:
     """Leave out what vLLM skips: RoPE's frequencies, and zero biases where the model has no bias."""
-    kept = {name: ref for name, ref in tensors.items() if not name.endswith(FREQUENCIES)}
+    kept = {name: ref for name, ref in tensors.items() if not FREQUENCIES.search(name)}
     biases = [name for name in kept if name.endswith(".bias") and LAYER.search(name)]
     if not biases or (model := find_model_class(config, place)) is None:
         return kept

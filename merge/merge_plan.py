@@ -51,10 +51,7 @@ class MergePlan:
 
     @property
     def shared_modules(self) -> tuple[str, ...]:
-        """Modules that `holder` allows whose tensors are all shared, e.g. ``model.layers.0.mlp.experts``.
-
-        A tower of a vision model counts as a whole.
-        """
+        """Modules (:func:`holder`) and towers whose tensors are all shared, e.g. ``model.embed_tokens``."""
         shared = {key.removeprefix(SHARED_PREFIX) for key in self.groups.get("shared", {})}
         towers = _find_towers(self.sources)
         kind = self.sources[0].architecture
@@ -120,10 +117,9 @@ def check_parameters(source: Source) -> None:
     check_draft_heads(source.config, source.tensors, source.owner)
     packed = [name for name in source.tensors if HEAD.search(name) and name.endswith(PACKED_SUFFIX)]
     if packed and written_or_default(source.config, "tie_word_embeddings"):
-        raise FlexQuantError(
-            f"{source.owner} has '{packed[0]}', and its config.json ties the lm_head to the embedding, which "
-            "vLLM then loads in its place; set tie_word_embeddings to false there"
-        )
+        problem = f"{source.owner} has '{packed[0]}', and its config.json ties the lm_head to the embedding"
+        advice = "set tie_word_embeddings to false there"
+        raise FlexQuantError(f"{problem}, which vLLM then loads in its place; {advice}")
     check_loadable(source.quantization_config, source.tensors, source.owner)
     if (model := _class_of(source)) is not None:
         model.check(logical_shapes(source.tensors), f"{source.owner} ({source.folder})")

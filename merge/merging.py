@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,23 +99,17 @@ def merge_checkpoints(
         config["quantization_config"] = merged.to_json()
         write_json(stage / "config.json", config)
         hashed = ["config.json", *files]
-        provenance = _provenance(plan.sources, digests, stage, hashed, dtype, config_from)
+        provenance = _provenance(plan.sources, digests, stage, hashed, dtype=dtype, config_from=config_from)
         if missed:
             provenance |= {"changed_integers": changed, "added_noise": added_noise}
         write_json(stage / PROVENANCE_FILE, provenance)
         report = report_checkpoint(merged, plan.num_layers, plan.tensors, changed, added_noise)
-        card = make_card(report, plan.sources, provenance, files)
-        (stage / "README.md").write_text(card, encoding="utf-8")
+        (stage / "README.md").write_text(make_card(report, plan.sources, provenance, files), encoding="utf-8")
     return report
 
 
 def _provenance(
-    sources: Sequence[Source],
-    tensor_digests: Mapping[str, str],
-    folder: Path,
-    files: Iterable[str],
-    dtype: str | None,
-    config_from: str | None,
+    sources: Sequence[Source], digests: Mapping[str, str], folder: Path, files: list[str], **given: str | None
 ) -> JsonObject:
     """Return the document of :class:`Provenance`; ``files`` in ``folder`` are hashed here."""
     python, torch = platform.python_version(), version("torch")
@@ -130,28 +124,24 @@ def _provenance(
             }
             for s in sources
         },
-        **({"dtype": dtype} if dtype else {}),
-        **({"config_from": config_from} if config_from else {}),
+        **{option: value for option, value in given.items() if value},
         "files": {name: hash_file(folder / name) for name in sorted(files)},
-        "tensors": dict(tensor_digests),
+        "tensors": dict(digests),
     }
 
 
 def _merged_config(
     plan: MergePlan, inner: Mapping[str, NestedVariant], kv: KVReport, policy: JsonObject | None
 ) -> MergedConfig:
+    def stored(source: Source) -> StoredVariant:
+        name, negative = source.name, _has_negative_scales(source)
+        nested_in = inner[name].source if name in inner else None
+        own_head = name in plan.own_heads
+        return StoredVariant(f"{name}.", source.quantization_config, own_head, negative, nested_in)
+
     return MergedConfig(
         base_architecture=plan.sources[0].architecture,
-        variants={
-            s.name: StoredVariant(
-                f"{s.name}.",
-                s.quantization_config,
-                s.name in plan.own_heads,
-                _has_negative_scales(s),
-                inner[s.name].source if s.name in inner else None,
-            )
-            for s in plan.sources
-        },
+        variants={source.name: stored(source) for source in plan.sources},
         shared_modules=plan.shared_modules,
         mixable=tuple(map(tuple, kv.mixable)),
         rescaled=tuple(kv.rescaled),
@@ -168,11 +158,7 @@ def _has_negative_scales(source: Source) -> bool:
 
 
 def policy_to_store(requested: str | None, variants: Collection[str]) -> JsonObject | None:
-    """Return the policy document that a merge of ``variants`` stores; None: serving uses the default.
-
-    ``requested`` is a built-in policy's name or a file; None asks for the default or the only variant. Raises
-    FlexQuantError for a policy that cannot be read, and if the default needs other variants.
-    """
+    """Return the policy to store: ``requested``, that of one variant, or None for a default that fits."""
     if requested is not None:
         return load_policy(requested).document
     if len(variants) == 1:

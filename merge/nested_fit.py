@@ -109,8 +109,7 @@ def fit_block(
         some = (squared > inputs * (width**2 - 1) / ROUNDINGS_A_SQUARE).nonzero().flatten()
         if not len(some):
             break
-        given = weight8[some], scale8[some], values[some], scale[some]
-        found = _at_width(*given, column, width)
+        found = _at_width(weight8[some], scale8[some], values[some], scale[some], column, width)
         better = found[2] < squared[some]
         for best, new in zip((row, wide, squared, changed), found, strict=True):
             best[some[better]] = new[better]

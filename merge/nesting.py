@@ -196,11 +196,7 @@ class NestedVariant:
 
 
 def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVariant]]:
-    """Return a plan that stores W8A8 variants as differences to the INT4 variant; what is nested, by name.
-
-    The plan's sources have the INT8 weights that will be served. Only headers are read. Raises FlexQuantError
-    if there is not one such pair, and if a linear cannot be nested.
-    """
+    """Return a plan with INT8 weights as differences to INT4, and what is nested; raise if none can be."""
     sources, groups = {s.name: s for s in plan.sources}, {name: {**of} for name, of in plan.groups.items()}
     schemes = {name: _schemes(source, plan.num_layers) for name, source in sources.items()}
     eights, source = _find_pair(schemes)
@@ -219,10 +215,9 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
             int4 = Int4Weight.of(sources[source].tensors, module)
             problem = _problem(module, schemes[name].get(module), schemes[source].get(module), int4)
             if int4 and not problem and [int4.scale.dtype] != [CASTS[dtype] for dtype in dtypes]:
-                problem = (
-                    f"has INT4 scales in {int4.scale.dtype}, and is served in {' or '.join(dtypes)}, to "
-                    f"which vLLM rounds them; merge with --dtype {' or '.join(CASTS)}, which casts them, or"
-                )
+                served, casts = " or ".join(dtypes), " or ".join(CASTS)
+                problem = f"has INT4 scales in {int4.scale.dtype}, and is served in {served}, to which vLLM"
+                problem += f" rounds them; merge with --dtype {casts}, which casts them, or"
             scale8 = tensors.get(f"{module}.{SCALE}")
             if int4 and not problem and (scale8 is None or scale8.shape != (int4.shape[0], 1)):
                 problem = "has scales of another form in W8A8;"

@@ -120,8 +120,7 @@ class PackedFormat:
 
 def read_settings(folder: Path, section: JsonObject) -> PackedFormat:
     """Return what settings say of all linears; raise FlexQuantError for what cannot be held."""
-    readers = {AWQ: _read_awq, GPTQ: _read_gptq}
-    return readers.get(section["quant_method"], _read_auto_round)(folder, section)
+    return {AWQ: _read_awq, GPTQ: _read_gptq}.get(section["quant_method"], _read_auto_round)(folder, section)
 
 
 def _read_dynamic(folder: Path, section: JsonObject, names: Sequence[str]) -> dict[str, PackedFormat]:
@@ -149,16 +148,14 @@ def _read_auto_round(folder: Path, section: JsonObject) -> PackedFormat:
         expected = "an object of settings by layer, with numbers of bits"
         raise wrong_setting(folder, "extra_config", extra, expected)
     found = complete_settings(section, folder)
-    symmetric = found["sym"]
-    is_served = method == AWQ or (method == GPTQ and symmetric)
-    are_integers = section.get("data_type", "int") == "int"
-    if method is None or not (is_served and are_integers) or any(x.get("bits", 16) < 16 for x in layers):
-        raise FlexQuantError(
-            f"{folder} was exported by AutoRound in a form that is not read (packing_format {packing}, "
-            f"data_type {section.get('data_type')}, sym {symmetric}, {len(layers)} layers with settings of "
-            "their own); export it as auto_round:auto_gptq (symmetric), auto_round:auto_awq or "
-            "llm_compressor, as integers, with one setting for all layers"
-        )
+    symmetric, kind = found["sym"], section.get("data_type", "int")
+    is_served = kind == "int" and (method == AWQ or (method == GPTQ and symmetric))
+    if method is None or not is_served or any(layer.get("bits", 16) < 16 for layer in layers):
+        form = f"packing_format {packing}, data_type {section.get('data_type')}, sym {symmetric}"
+        problem = f"in a form that is not read ({form}, {len(layers)} layers with settings of their own)"
+        forms = "auto_round:auto_gptq (symmetric), auto_round:auto_awq or llm_compressor"
+        advice = f"export it as {forms}, as integers, with one setting for all layers"
+        raise FlexQuantError(f"{folder} was exported by AutoRound {problem}; {advice}")
     # AutoRound's releases differ in the offset; vLLM ignores the zero points of its symmetric linears.
     return PackedFormat(method, *_bits_and_size(folder, found, method), symmetric, offsets=(0, 1))
 

@@ -93,11 +93,9 @@ def tokenizer_difference(a: Source, b: Source) -> str | None:
         return f"{differing[0]} differs or is missing, and more cannot be said, as {e}"
     texts = [*HARD_TEXTS, *(f"a{token}b {token} c" for token in first.get_added_vocab())]
     with_template = bool(first.chat_template and second.chat_template)
-    behaviours = (_behaviour(one, texts, with_template) for one in (first, second))
     try:
-        pairs = zip(*behaviours, strict=True)
-        found = (f"{what}, {first_difference(x, y)}" for (what, x), (_, y) in pairs if x != y)
-        return next(found, None)
+        pairs = zip(*(_behaviour(one, texts, with_template) for one in (first, second)), strict=True)
+        return next((f"{what}, {first_difference(x, y)}" for (what, x), (_, y) in pairs if x != y), None)
     except BaseException as e:  # the tokenizers library ends a pattern that takes too long by a panic
         if type(e).__name__ != "PanicException":
             raise
@@ -176,10 +174,9 @@ def first_difference(x: object, y: object) -> str:
 
 
 def processor_difference(a: Source, b: Source) -> str | None:
-    """Return what the processors of two checkpoints do differently, in words; None if nothing was found.
+    """Return what two processors do differently, in words; None: nothing, or settings of one alone.
 
-    A part that only one has settings for is no difference. No code that a config names is run. Raises
-    FlexQuantError for settings that transformers' class refuses.
+    Runs no code that a config names. Raises FlexQuantError for settings that a class refuses.
     """
     names = {name for source in (a, b) for name in find_files(source.folder, PROCESSOR)}
     if all(has_same_file(name, a, b) for name in names):
@@ -252,11 +249,7 @@ def _stated(settings: JsonObject) -> JsonObject:
 
 
 def _class(name: str, base: type) -> Any:
-    """Return the class below ``base`` that transformers has by this name.
-
-    In place of one that it lacks, or that needs torchvision, stands a class of this module with its plain
-    attributes.
-    """
+    """Return transformers' class below ``base`` with this name, or else a plain one of this module."""
     import transformers
 
     found: Any = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name, None)

@@ -52,10 +52,9 @@ IGNORED = frozenset(key for keys in NOT_READ.values() for key in keys.split())
 
 
 def with_names(source: Source, names: Collection[str]) -> Source:
-    """Return a source whose tensors have those of ``names`` that mean the same to the source's class.
+    """Return a source whose tensors, and modules in settings, have ``names`` that mean the same to its class.
 
-    The modules that its ``quantization_config`` names are renamed too. Raises FlexQuantError if a pattern
-    there then fits other modules.
+    Raises FlexQuantError if a pattern of its ``quantization_config`` then fits other modules.
     """
     own, theirs = ({name.rpartition(".")[0] for name in of} for of in (source.tensors, names))
     other = own - theirs

@@ -141,10 +141,7 @@ def _choose(
     difference: Callable[[Source, Source], str | None],
     problem: Callable[[Source], str],
 ) -> Source:
-    """Return the source that is chosen for a part or, if all do the same, ``first``.
-
-    ``problem`` returns why the model cannot have a source's part; such a source is not advised.
-    """
+    """Return the chosen source of a part, or ``first`` if all agree; advise none with a ``problem``."""
     option = f"--{part}-from"
     if (name := choices.get(part)) is not None:
         chosen = named(sources, name, option)

@@ -7,16 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from flexquant.checkpoint import merged_checkpoint
 from flexquant.checkpoint.folder import COPIED, RECIPE, find_files, find_model, read_config, recipe_name
-from flexquant.checkpoint.merged_checkpoint import (
-    PROVENANCE_FILE,
-    MergedCheckpoint,
-    check_recorded_files,
-    check_recorded_tensors,
-    check_same_names,
-    compare_recorded,
-    compare_tensors,
-)
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import SHARED_PREFIX
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject
 from flexquant.checkpoint.output import prepare_output
@@ -38,10 +31,9 @@ def split_checkpoint(
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     progress: Progress | None = None,
 ) -> JsonObject:
-    """Write the variant to ``output``: its original keys, bit-identical tensors, a config of equal effect.
+    """Write the variant to ``output``, bit-identical under original keys; return how many tensors and bytes.
 
-    Returns how many tensors and bytes were written. Raises FlexQuantError for an unknown variant, a tensor
-    without its recorded hash, an output that may not be replaced and a full disk.
+    Raises FlexQuantError for an unknown variant, a tensor not as recorded, and what cannot be written.
     """
     output = Path(output)
     checkpoint = MergedCheckpoint.open(folder)
@@ -53,7 +45,7 @@ def split_checkpoint(
     files = {RECIPE if name == own else name: path for name, path in files.items()}
     recorded = checkpoint.provenance.tensors
     computed_from = [ref for weight in checkpoint.nested_weights(variant).values() for ref in weight.parts]
-    compare_recorded(checkpoint, {ref.name: ref for ref in computed_from}, None)
+    merged_checkpoint.compare_recorded(checkpoint, {ref.name: ref for ref in computed_from}, None)
 
     config = checkpoint.source_config(variant)
     writing = writing_checkpoint(output, [tensors], files, overwrite=overwrite, max_shard_size=max_shard_size)
@@ -61,7 +53,8 @@ def split_checkpoint(
         write_json(stage / "config.json", config)
         for name, digest in finish(progress).items():
             if name in keys and recorded.get(keys[name], digest) != digest:
-                problem = f"tensor '{keys[name]}' in {folder} differs from its SHA-256 in {PROVENANCE_FILE}"
+                problem = f"tensor '{keys[name]}' in {folder} differs from its SHA-256 in"
+                problem += f" {merged_checkpoint.PROVENANCE_FILE}"
                 raise FlexQuantError(f"{problem}; fetch or merge the checkpoint again")
     return {"output": str(output), "variant": variant, "tensors": len(tensors), "bytes": total_bytes(tensors)}
 
@@ -117,12 +110,12 @@ def verify_checkpoint(
     if twice := sorted(keys & {variant.prefix + name for name in shared for variant in variants}):
         raise FlexQuantError(f"{folder} has '{twice[0]}' among the shared tensors too; merge it again")
     pairs = list(against.items()) if isinstance(against, Mapping) else list(against)
-    check_recorded_files(checkpoint)
+    merged_checkpoint.check_recorded_files(checkpoint)
     if pairs:
         dtype = checkpoint.provenance.dtype
         counts = {name: _check_source(checkpoint, open_source(name, f, dtype), progress) for name, f in pairs}
     else:
-        counts = {"recorded hashes": check_recorded_tensors(checkpoint, progress)}
+        counts = {"recorded hashes": merged_checkpoint.check_recorded_tensors(checkpoint, progress)}
     nested = [name for name in checkpoint.merged.nested if name in counts]
     return {"verified": str(folder), "tensors_compared_with": counts, "nested": nested}
 
@@ -131,7 +124,7 @@ def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progre
     checkpoint.check_variant(source.name)
     stored, nested = checkpoint.variant_tensors(source.name), checkpoint.nested_weights(source.name)
     source = with_names(source, stored.keys())
-    check_same_names(source.tensors.keys(), stored.keys(), source.folder, checkpoint.folder)
+    merged_checkpoint.check_same_names(source.tensors.keys(), stored.keys(), source.folder, checkpoint.folder)
     merged_config = checkpoint.source_config(source.name)
     of_all = checkpoint.provenance.config_from in (None, source.name)
     differences = model_differences(source.config, merged_config) if of_all else []
@@ -150,4 +143,4 @@ def _check_source(checkpoint: MergedCheckpoint, source: Source, progress: Progre
         # A scale is judged with the weight that has it.
         return name != weight or is_nearest(nested[weight], scales[0], found, scales[1])
 
-    return compare_tensors(checkpoint, stored, same, str(source.folder), progress)
+    return merged_checkpoint.compare_tensors(checkpoint, stored, same, str(source.folder), progress)

@@ -116,8 +116,8 @@ def _kernels(
     x: torch.Tensor,
 ) -> Any:
     """Goes when vLLM's own kernels are right on every CPU; vLLM calls these methods of FlexQuant's."""
-    from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
     from flexquant.serving.kernels.cpu_kernels import ExactCPUInt8LinearKernel
+    from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 
     TorchCPUInt4LinearKernel(c, "", "", "")
     ExactCPUInt8LinearKernel(int8.config, int8.layer_param_names)

@@ -24,15 +24,8 @@ from flexquant.errors import FlexQuantError, explained, said_by
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-NOT_BUILT_BY = (
-    "attn_implementation",
-    "_attn_implementation",
-    "experts_implementation",
-    "_experts_implementation",
-    "auto_map",
-    "transformers_weights",
-    "quantization_config",
-)
+NOT_BUILT_BY = {"attn_implementation", "_attn_implementation", "experts_implementation"}
+NOT_BUILT_BY |= {"_experts_implementation", "auto_map", "transformers_weights", "quantization_config"}
 """Keys, at any depth, by which transformers would load or run something, and that of the quantisation."""
 FLOAT = "__float__"
 """Key of the object that transformers 5 writes for a number that JSON lacks."""
@@ -102,8 +95,7 @@ def known_config(config: JsonObject, place: str) -> PretrainedConfig | None:
     """Return a config with transformers' defaults, or None; raise FlexQuantError if it is refused."""
     from transformers import CONFIG_MAPPING
 
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+    if not isinstance(kind := config.get("model_type"), str) or kind not in CONFIG_MAPPING:
         return None
     try:
         known = build_config(config)
@@ -151,10 +143,7 @@ def _refused(config: JsonObject, place: str, error: Exception) -> FlexQuantError
 
 
 class ModelClass:
-    """A model of transformers, heads included, whose parameters have names and shapes alone.
-
-    transformers' own loader says what the class needs and a checkpoint lacks, also under older names.
-    """
+    """A model class of transformers, heads included, built with names and shapes of parameters alone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -180,10 +169,9 @@ class ModelClass:
         return any(re.search(pattern, self.name_of(tensor)) for pattern in patterns)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], place: str) -> None:
-        """Raise FlexQuantError, which names ``place``, unless ``shapes`` are those of the class.
+        """Raise FlexQuantError, which names ``place``, unless unquantised ``shapes`` are those of the class.
 
-        ``shapes`` are of a checkpoint's parameters without quantisation, by name. What the class ties to
-        another parameter, or does not need, may be absent.
+        What the class ties to another parameter, or does not need, may be absent.
         """
         import torch
         from transformers.core_model_loading import convert_and_load_state_dict_in_model

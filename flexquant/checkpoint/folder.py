@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject, with_section
 from flexquant.checkpoint.safetensors_io import MAX_HEADER_BYTES, TensorRef, read_header
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError, said_by
 
@@ -41,17 +41,9 @@ CARD = "README.md"
 
 MISTRAL_TOKENIZER = ("tekken.json", "*.model.v*")
 CHAT_TEMPLATES = ("chat_template*", "additional_chat_templates/*")
-TOKENIZER = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    *MISTRAL_TOKENIZER,
-    *CHAT_TEMPLATES,
-)
+ADDED_TOKENS = ("added_tokens.json", "special_tokens_map.json")
+VOCABULARY = ("vocab.*", "merges.txt", "*.model", "*.tiktoken", *ADDED_TOKENS)
+TOKENIZER = ("tokenizer*", *VOCABULARY, *MISTRAL_TOKENIZER, *CHAT_TEMPLATES)
 PROCESSOR = ("*processor_config.json",)
 CODE = ("*.py",)
 NOTICES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
@@ -144,7 +136,9 @@ def confined_file(folder: Path, name: str) -> Path:
     except (ValueError, OSError, RuntimeError) as e:  # a zero byte, too long, links in a circle ...
         problem = f"{name[:NAME_SHOWN]!r} cannot be the name of a file in {folder}"
         raise FlexQuantError(f"{problem}; write the checkpoint again") from e
-    if Path(name).is_absolute() or ".." in Path(name).parts or not _may_link(root, target):
+    is_cached = root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
+    is_inside = target.is_relative_to(root) or is_cached
+    if Path(name).is_absolute() or ".." in Path(name).parts or not is_inside:
         raise FlexQuantError(f"'{name}' leads outside the checkpoint folder {folder}; copy it there")
     if not is_file:
         raise FlexQuantError(f"{folder} has no file '{name}'; download or write the checkpoint again")
@@ -205,8 +199,7 @@ def wrong_key(error: ValidationError) -> str:
 def read_tensors(folder: Path) -> dict[str, TensorRef]:
     """Return every tensor of the checkpoint, by name, from its index's shards or, without one, all files.
 
-    Raises FlexQuantError for a corrupt, missing or outside shard, an index that disagrees with its shards,
-    and a tensor that two files hold.
+    Raises FlexQuantError for a corrupt, missing or outside shard, and a tensor not in exactly one place.
     """
     weight_map = _read_index(folder) if (folder / INDEX_FILE).exists() else None
     shards = _shards_without_index(folder) if weight_map is None else sorted(set(weight_map.values()))
@@ -263,11 +256,6 @@ def check_finite(content: object, key: str = "") -> None:
         return
     elif isinstance(content, float) and not math.isfinite(content):
         raise ValueError(f"{json.dumps(content)} is no number in JSON")
-
-
-def _may_link(root: Path, target: Path) -> bool:
-    blobs = root.parent.parent / "blobs"
-    return target.is_relative_to(root) or (root.parent.name == "snapshots" and target.is_relative_to(blobs))
 
 
 def find_files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Say whether vLLM loads a checkpoint of compressed-tensors, without vLLM: from its settings and headers.
-
-What depends on a device, such as kernels for a scheme, is left out.
-"""
+"""Say from settings and headers whether vLLM loads a checkpoint of compressed-tensors, on any device."""
 
 from __future__ import annotations
 
@@ -53,9 +50,8 @@ CACHE_SCALE = re.compile(r"[qkv]_(scale|zero_point)")
 def check_loadable(section: JsonObject, tensors: Mapping[str, TensorRef], owner: str) -> None:
     """Raise FlexQuantError, naming the module, unless vLLM loads ``tensors`` by these settings.
 
-    ``section`` is a ``quantization_config``; of another format than compressed-tensors, patterns alone are
-    looked at.
-    ``owner`` names the checkpoint in messages. Only headers are read.
+    ``section`` is a ``quantization_config``; in another format, patterns alone are looked at. ``owner`` names
+    the checkpoint in messages. Only headers are read.
     """
     if section.get("quant_method", COMPRESSED_TENSORS) != COMPRESSED_TENSORS:
         fitting(expressions_of_dynamic(section), {name.rpartition(".")[0] for name in tensors}, owner)
@@ -89,10 +85,9 @@ def is_sparse(section: JsonObject) -> bool:
 def _check_section(section: JsonObject, schemes: LinearSchemes, owner: str) -> None:
     """Raise FlexQuantError for settings at which vLLM stops, whether a module has them or not."""
     if is_sparse(section) or (section.get("sparsity_config") or {}).get("targets"):
-        raise FlexQuantError(
-            f"{owner} has sparsity_config {section['sparsity_config']!r}, and vLLM loads no sparse weights; "
-            "take a checkpoint without it (a merge drops the format 'dense')"
-        )
+        found = f"{owner} has sparsity_config {section['sparsity_config']!r}"
+        advice = "take a checkpoint without it (a merge drops the format 'dense')"
+        raise FlexQuantError(f"{found}, and vLLM loads no sparse weights; {advice}")
     for name, group in schemes.groups.items():
         if problem := _group_problem(group, schemes.format_of(group)):
             raise FlexQuantError(f"config group '{name}' of {owner} {problem}; quantise the model again")
@@ -100,10 +95,9 @@ def _check_section(section: JsonObject, schemes: LinearSchemes, owner: str) -> N
     if cache is not None:
         read = {key: cache.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
         if read not in ({**FP8_CACHE, "strategy": strategy} for strategy in ("tensor", "attn_head")):
-            raise FlexQuantError(
-                f"{owner} has kv_cache_scheme {read} in its quantization_config, and vLLM loads {FP8_CACHE} "
-                "with the strategy 'tensor' or 'attn_head'; quantise the model again"
-            )
+            loads = f"vLLM loads {FP8_CACHE} with the strategy 'tensor' or 'attn_head'"
+            found = f"{owner} has kv_cache_scheme {read} in its quantization_config"
+            raise FlexQuantError(f"{found}, and {loads}; quantise the model again")
 
 
 def _group_problem(group: QuantizationScheme, form: str) -> str:
@@ -157,17 +151,13 @@ class _Linear:
         if stays or self.leaf in ROUTERS:
             return "is quantised, and stays in 16 bit when merged; take a checkpoint that leaves it out"
         if self.leaf in CLASSES and not is_head:
-            return (
-                "is quantised, and vLLM looks rows up in it on GPUs alone, if its model does at all; take a "
-                "checkpoint that leaves it in 16 bit"
-            )
+            what = "is quantised, and vLLM looks rows up in it on GPUs alone, if its model does at all"
+            return f"{what}; take a checkpoint that leaves it in 16 bit"
         if scheme is None or scheme.weights is None:
             none = f"is stored as {self.weight.dtype}, but no config group quantises it"
             if is_head and any(LINEAR in group.targets for group in self.schemes.groups.values()):
-                return (
-                    f"{none}: the target '{LINEAR}' is not for vLLM's lm_head; add 're:.*{self.leaf}' to "
-                    "the group's 'targets', and take it out of 'ignore'"
-                )
+                what = f"{none}: the target '{LINEAR}' is not for vLLM's lm_head"
+                return f"{what}; add 're:.*{self.leaf}' to the group's 'targets', and take it out of 'ignore'"
             return f"{none}; quantise it again"
         if len(self.weight.shape) != 2 or not all(self.weight.shape):
             return f"has a weight of shape {list(self.weight.shape)}, expected a matrix; quantise it again"

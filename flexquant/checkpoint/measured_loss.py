@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
@@ -26,7 +26,6 @@ HELP = (
     "zero points (W4A16_ASYM), groups of 32, scale_distillation; for W8A8 what 'default' has"
 )
 
-
 Finite = Annotated[
     float | None, AfterValidator(lambda value: value if value is not None and math.isfinite(value) else None)
 ]
@@ -34,10 +33,7 @@ Finite = Annotated[
 
 
 class Loss(BaseModel):
-    """What a variant lost on one kind of text; errors are standard errors over the documents.
-
-    None stands for what is not finite, and for an error of a single document.
-    """
+    """What a variant lost on one kind of text; errors are over documents. None: not finite, or no error."""
 
     documents: int
     kl: Finite
@@ -111,6 +107,10 @@ def too_much(losses: Mapping[str, LossByKind], bound: float = MAX_LOSS) -> str:
     found = "; ".join(f"{variant} on {', '.join(kinds)}" for variant, kinds in beyond.items() if kinds)
     limits = f"{100 * bound:g} % of perplexity or a KL divergence of {bound:g}"
     return f"more than {limits} is lost by {found}. What helps: {HELP}" if found else ""
+
+
+def dump_losses(losses: Mapping[str, LossByKind]) -> dict[str, Any]:
+    return {name: {kind: x.model_dump() for kind, x in kinds.items()} for name, kinds in losses.items()}
 
 
 def _number(value: float | None) -> str:

@@ -197,21 +197,19 @@ def check_recorded_files(checkpoint: MergedCheckpoint) -> None:
 
 def check_recorded_tensors(checkpoint: MergedCheckpoint, progress: Progress | None = None) -> int:
     """Return the number of tensors; raise FlexQuantError unless these are those recorded, by their hashes."""
-    recorded = checkpoint.provenance.tensors
+    recorded, tensors = checkpoint.provenance.tensors, checkpoint.tensors
     if not recorded:
         problem = f"{checkpoint.folder} has no tensor hashes in {PROVENANCE_FILE}"
         raise FlexQuantError(f"{problem}; compare with the sources: flexquant verify --against NAME=FOLDER")
-    tensors = checkpoint.tensors
     check_same_names(recorded.keys(), tensors.keys(), PROVENANCE_FILE, checkpoint.folder)
     return compare_recorded(checkpoint, tensors, progress)
 
 
 def compare_recorded(checkpoint: MergedCheckpoint, tensors: Tensors, progress: Progress | None) -> int:
     """Return the number of ``tensors``, by merged key; raise FlexQuantError if a recorded hash is another."""
-    recorded = checkpoint.provenance.tensors
 
     def same(key: str, ref: TensorRef) -> bool:
-        return recorded.get(key) in (None, _hash(ref))
+        return checkpoint.provenance.tensors.get(key) in (None, _hash(ref))
 
     measure = f"their recorded SHA-256 in {PROVENANCE_FILE}"
     return compare_tensors(checkpoint, tensors, same, measure, progress)
@@ -234,8 +232,8 @@ def check_same_names(expected: Set[str], found: Set[str], expected_in: object, f
     places = ((expected - found, expected_in, found_in), (found - expected, found_in, expected_in))
     for names, has, lacks in places:
         if names:
-            problem = f"{has} has {len(names)} tensor(s) that {lacks} lacks ({_listed(sorted(names))})"
-            raise FlexQuantError(f"{problem}; merge it again")
+            found = f"{len(names)} tensor(s) that {lacks} lacks ({_listed(sorted(names))})"
+            raise FlexQuantError(f"{has} has {found}; merge it again")
 
 
 def compare_tensors(

@@ -272,24 +272,21 @@ def why_not_served(config: JsonObject, model: str) -> str | None:
     section = config.get("quantization_config")
     if not section or section.get("quant_method") == QUANT_METHOD or has_int4(config, model):
         return None
-    return (
-        f"{model} is quantised by {section.get('quant_method')}, and FlexQuant serves checkpoints in 16 bit "
-        "and with INT4 weights (compressed-tensors, AWQ, GPTQ) as they are: vLLM serves this one by itself. "
-        "For several precisions of the model, merge two of them with 'flexquant merge'"
-    )
+    served = "checkpoints in 16 bit and with INT4 weights (compressed-tensors, AWQ, GPTQ) as they are"
+    why = f"{model} is quantised by {section.get('quant_method')}, and FlexQuant serves {served}"
+    advice = "For several precisions of the model, merge two of them with 'flexquant merge'"
+    return f"{why}: vLLM serves this one by itself. {advice}"
 
 
 def as_merged(config: JsonObject, model: str) -> JsonObject:
-    """Return the ``config.json`` of a merged checkpoint of one variant, whose tensors have no prefix.
+    """Return ``config``, of the published checkpoint ``model``, as that of a merged one without prefixes.
 
-    ``config`` is that of the published checkpoint ``model``; a merged one is returned as it is. Raises
-    FlexQuantError if it names no architecture.
+    A merged one is returned as it is. Raises FlexQuantError if it names no architecture.
     """
     section = config.get("quantization_config") or {}
     if section.get("quant_method") == QUANT_METHOD:
         return config
-    architecture = next(iter(config.get("architectures") or []), None)
-    if not isinstance(architecture, str):
+    if not isinstance(architecture := next(iter(config.get("architectures") or []), None), str):
         problem = f"{model} names no architecture in its config.json"
         raise FlexQuantError(f"{problem}; give a causal language model, or what 'flexquant merge' wrote")
     name, policy = PUBLISHED_INT4 if section else PUBLISHED_16_BIT

@@ -54,10 +54,9 @@ SWITCHES = {AWQ: {"zero_point": True}, GPTQ: {"sym": True, "desc_act": False}}
 
 
 def with_section(config: JsonObject, place: str, read: Callable[[str], JsonObject | None]) -> JsonObject:
-    """Return a ``config.json`` whose ``quantization_config`` says how the checkpoint is quantised, if it is.
+    """Return the ``config.json`` at ``place`` with a ``quantization_config`` if the model is quantised.
 
-    ``place`` is its path; ``read`` returns the content of a file beside it, or None. Raises FlexQuantError
-    for settings that are no JSON object.
+    ``read`` returns a file beside it, or None. Raises FlexQuantError for settings that are no JSON object.
     """
     for key in SECTIONS:
         found = config.get(key)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 STACKS = ("layers", "h")
 """Names that the list of decoder layers has in its module."""
@@ -30,19 +30,12 @@ OF_TOKENS = ("embed_tokens", "embeddings", "embed_in", "word_embeddings", "wte")
 """Last parts of the names that embeddings of tokens have."""
 EMBEDDINGS = (*OF_TOKENS, "wpe")
 FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-    "w1": "w13",
-    "w3": "w13",
-    "in_proj_qkv": "in_proj_qkvz",
-    "in_proj_z": "in_proj_qkvz",
-    "in_proj_b": "in_proj_ba",
-    "in_proj_a": "in_proj_ba",
-    "q_a_proj": "fused_qkv_a_proj",
-    "kv_a_proj_with_mqa": "fused_qkv_a_proj",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("w1", "w3"), "w13"),
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),
+    **dict.fromkeys(("in_proj_b", "in_proj_a"), "in_proj_ba"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj"),
 }
 """Last part of a linear's name -> the linear that vLLM fuses it into; fused linears need one scheme."""
 
@@ -122,11 +115,15 @@ def describe_ranges(numbers: Iterable[int]) -> str:
     return ",".join(map(describe_range, ranges(numbers)))
 
 
-def holder(tensor: str) -> str | None:
-    """Return the module of a tensor if one instance can serve all variants, else None.
+def by_range(nbytes: Mapping[int | None, int]) -> dict[str, int]:
+    """Return the bytes of each run of consecutive layers from the bytes by layer; None: outside of layers."""
+    runs = ranges(number for number in nbytes if number is not None)
+    sizes = {describe_range(run): sum(nbytes[number] for number in run) for run in runs}
+    return sizes | ({"": nbytes[None]} if nbytes.get(None) else {})
 
-    In a decoder layer, only experts and the projection that expands the latent KV cache can.
-    """
+
+def holder(tensor: str) -> str | None:
+    """Return a tensor's module if one instance can serve all variants; in layers, EXPERTS and LATENT_UP."""
     if inside := EXPERTS.match(tensor) or LATENT_UP.match(tensor):
         return inside[0]
     return None if LAYER.search(tensor) else tensor.rpartition(".")[0]

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Compute the INT8 weights of a nested variant from another variant's INT4 weights and stored differences.
 
-The inputs of each row that differences miss by most have their INT8 weights stored as they are. FORMAT.md has
-the arithmetic. Every operation is rounded to float32 on its own, so all machines get the same integers.
+FORMAT.md has the arithmetic. Every operation is rounded to float32 on its own, so that all machines get the
+same integers.
 """
 
 from __future__ import annotations
@@ -70,10 +70,7 @@ class Int4Weight:
         return cls(packed, scale, zero_point, shape) if sound else None
 
     def read(self, rows: range) -> tuple[Tensor, Tensor]:
-        """Return rows of integers without their zero points, and scales.
-
-        float32 [rows, groups, inputs of a group] and [rows, groups, 1].
-        """
+        """Return rows' integers less zero points, and scales: float32 [rows, groups, inputs], [..., 1]."""
         if getattr(_last, "weight", None) != self:
             stored, outputs = self.zero_point, self.shape[0]
             zero = None if stored is None else load_zero_points(stored, 4, outputs)
@@ -146,10 +143,9 @@ def nested_parts(outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, .
 
 
 def nested_weights(own: Tensors, source: Tensors) -> dict[str, NestedWeight]:
-    """Return the nested linears of a variant, by the original key of the weight that each has when served.
+    """Return the linears of ``own`` that are nested in ``source``, by the original key of the served weight.
 
-    ``own`` and ``source`` are the stored tensors, by original key, of the variant and of the one that it is
-    nested in. Raises FlexQuantError, naming the tensor, for parts that are missing or do not fit.
+    Raises FlexQuantError, naming the tensor, for stored parts that are missing or do not fit.
     """
     found = {}
     for name, difference in own.items():
@@ -189,10 +185,9 @@ def blocks(shape: tuple[int, ...], rows: Sequence[range] | None = None) -> Itera
 
 
 def predict(values: Tensor, scale: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Return the nearest integers, ties to even, of ``values * (scale * row) * column``.
+    """Return the nearest integers, ties to even, to ``values * (scale * row) * column`` [rows, inputs].
 
-    ``values`` and ``scale`` are as of :meth:`Int4Weight.read`; ``row`` [rows, 1], ``column`` [inputs], result
-    [rows, inputs]: all float32.
+    ``values`` and ``scale`` are as of :meth:`Int4Weight.read`; ``row`` is [rows, 1], ``column`` [inputs].
     """
     return scaled(values, scale, row, column).round_()
 
@@ -218,9 +213,9 @@ def unpack_nibbles(stored: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, num_bits: int, in_features: int) -> Tensor:
     """Unpack int32 words, lowest bits first, into signed integers, int8 [rows, in]."""
-    import torch
-
     if num_bits == 4:  # widen each byte to 16 bits, so that each of its two integers gets a byte
+        import torch
+
         pairs = packed.view(torch.uint8).to(torch.int16)
         pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F)
         return pairs.view(torch.int8).sub_(8)[:, :in_features]

@@ -86,8 +86,7 @@ def check_free_space(output: Path, needed: int) -> None:
 def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder to write into, which takes the place of ``output`` at the end.
 
-    An empty folder there is replaced and, with ``overwrite``, a checkpoint. Raises FlexQuantError for
-    anything else there and a failure to write; ``output`` is then unchanged.
+    It replaces an empty folder or, with ``overwrite``, a checkpoint; else, and if writing fails, it raises.
     """
     remove_leftovers(output)
     target = _resolved(output)
@@ -116,10 +115,9 @@ def staged_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def staged_file(file: Path) -> Iterator[Path]:
-    """Yield a path beside ``file`` to write to, which takes the place of ``file`` at the end.
+    """Yield a path beside ``file`` to write to, which takes the place of ``file`` if the block succeeds.
 
-    If the process fails before, ``file`` is unchanged. A link's target is replaced; a device or pipe is
-    written to directly. Raises FlexQuantError for a folder.
+    A link's target is replaced; a device or pipe is written to directly. Raises FlexQuantError for a folder.
     """
     if file.is_dir():
         raise FlexQuantError(f"{file} is a folder; name a file")

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Match names against the regular expressions of a checkpoint, which anybody may have written.
-
-A process of its own matches them, which the operating system ends at a bound.
-"""
+"""Match names against regular expressions that anybody may have written, in a process with a time limit."""
 
 from __future__ import annotations
 
@@ -30,10 +27,9 @@ PROGRAM = Path(__file__).with_name("pattern_process.py")
 
 
 def fitting(expressions: Mapping[str, str], names: Iterable[str], owner: str, place: str = "") -> Fits:
-    """Return those of ``names`` that each regular expression fits from their start.
+    """Return those of ``names`` that each regular expression fits from their start, by what is written.
 
-    The keys of ``expressions`` are what is written. Raises FlexQuantError, which begins with ``owner``, for
-    what is no regular expression, and for one that reaches the bound.
+    Raises FlexQuantError, which begins with ``owner``, for a wrong one, and for one that reaches the bound.
     """
     if not expressions:
         return {}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json
 from flexquant.errors import FlexQuantError
 
 if TYPE_CHECKING:
@@ -175,10 +175,9 @@ def same_bytes(a: TensorRef, b: TensorRef) -> bool:
 
 
 def load_tensor(ref: TensorRef, rows: Sequence[range] | None = None) -> torch.Tensor:
-    """Return the tensor on the CPU with its stored shape and dtype, reading only its bytes.
+    """Return the tensor, or ``rows`` of it, on the CPU with its stored dtype, reading only its bytes.
 
-    ``rows``: only these ranges of the first dimension, concatenated. Raises FlexQuantError for a dtype that
-    torch lacks and an unreadable file.
+    Raises FlexQuantError for a dtype that torch lacks, and for an unreadable file.
     """
     import torch
 

@@ -49,10 +49,9 @@ ORDER = {part: number for number, part in enumerate(FUSED)}
 
 
 def logical_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of the unquantised model, by name.
+    """Return the shape of every parameter of the unquantised model, by name; packed ones are ``weight``.
 
-    Packed and nested weights count as ``weight``. Raises FlexQuantError for a ``weight_packed`` of integers
-    without its ``weight_shape``, or with one that does not fit.
+    Raises FlexQuantError for packed integers without a ``weight_shape`` that fits.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, ref in tensors.items():
@@ -128,10 +127,7 @@ def _read_integers(ref: TensorRef, count: int) -> tuple[int, ...]:
 
 
 class LinearSchemes:
-    """The schemes by which vLLM loads a checkpoint's linears, by module name.
-
-    vLLM looks for a layer's name, then for the names of all linears in it, then for its class.
-    """
+    """The schemes by which vLLM loads linears: by a layer's name, its linears' names, then its class."""
 
     def __init__(self, section: JsonObject, owner: str, tensors: Iterable[str]) -> None:
         """Read the ``section`` of a checkpoint with ``tensors``; raise FlexQuantError if it is refused."""
@@ -224,10 +220,9 @@ def stored_shape(weight: TensorRef, part: Callable[[str], TensorRef | None]) -> 
 
 
 def shape_problem(args: QuantizationArgs, weight: TensorRef, part: Callable[[str], TensorRef | None]) -> str:
-    """Return how a Linear's parameters do not fit its scheme; empty if they do.
+    """Return how the parameters of a Linear in INT2, 4 or 8 or FP8 do not fit its scheme; empty if they do.
 
-    ``args`` are of INT weights of 2, 4 or 8 bits, or FP8; ``weight`` is the stored matrix. ``part`` returns
-    another parameter by the last part of its name, e.g. ``weight_scale``.
+    ``part`` returns a parameter beside the stored matrix ``weight`` by its last name, e.g. ``weight_scale``.
     """
     rows, columns = shape = stored_shape(weight, part)
     if part("weight_g_idx") is not None:
@@ -250,8 +245,7 @@ def shape_problem(args: QuantizationArgs, weight: TensorRef, part: Callable[[str
     if zero_point is not None and zero_point.dtype == "I32":  # packed along the rows
         of_zero_point = [(math.ceil(rows * args.num_bits / WORD_BITS), of_scale[0][-1])]
     of_bias: list[tuple[int, ...]] = [(rows,)]
-    allowed = ("weight_scale", of_scale), ("weight_zero_point", of_zero_point), ("bias", of_bias)
-    for name, shapes in allowed:
+    for name, shapes in ("weight_scale", of_scale), ("weight_zero_point", of_zero_point), ("bias", of_bias):
         if (ref := part(name)) is not None and ref.shape not in shapes:
             listed = " or ".join(str(list(shape)) for shape in shapes)
             return f"has a {name} of shape {list(ref.shape)}, expected {listed}"

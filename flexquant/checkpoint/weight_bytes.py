@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Count the bytes of weights that a merged checkpoint stores, and describe what it holds.
-
-Stored bytes are those of the safetensors files; `serving/worker/weight_memory.py` counts those in memory.
-"""
+"""Count the bytes of a merged checkpoint's files, and describe what it holds (memory: weight_memory.py)."""
 
 from __future__ import annotations
 
@@ -15,12 +12,14 @@ from types import MappingProxyType
 
 from flexquant.checkpoint.merged_config import SHARED, SHARED_PREFIX, MergedConfig, StoredVariant
 from flexquant.checkpoint.model_config import JsonObject, QuantizedNumbers
-from flexquant.checkpoint.module_names import EXPERTS, HEAD, describe_range, is_in, layer_number, ranges
+from flexquant.checkpoint.module_names import EMBEDDINGS, EXPERTS, HEAD, by_range, is_in, layer_number
 from flexquant.checkpoint.safetensors_io import TensorRef, Tensors, total_bytes
-from flexquant.checkpoint.schemes import DIFFERENCE, logical_shapes, rotates_in_passes
+from flexquant.checkpoint.schemes import DIFFERENCE, FLOAT_DTYPES, logical_shapes, rotates_in_passes
 from flexquant.documents.results import table_lines
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
+LEAST_SHARE = 0.05
+"""Share of a decode step's bytes from which on an lm_head is worth a sentence."""
 BytesByRange = dict[str, dict[str, int]]
 """Variant or SHARED -> range of layers, e.g. ``0-3``, or an empty text for outside of layers -> bytes."""
 
@@ -85,23 +84,20 @@ def report_checkpoint(
     changed: Mapping[str, float] = NOTHING,
     added_noise: Mapping[str, float] = NOTHING,
 ) -> CheckpointReport:
-    """Report on the tensors of a merged checkpoint, by merged key; only headers and shapes are read.
-
-    ``changed`` and ``added_noise`` are what the provenance records of nested variants.
-    """
+    """Report on tensors, by merged key, from headers; ``changed`` and ``added_noise`` are as recorded."""
     parts = _by_reader(merged, tensors)
     shared = parts.pop(SHARED)
     shared_bytes = total_bytes(shared)
     variants = {}
     for name, own in parts.items():
-        variant, own_bytes = merged.variants[name], total_bytes(own)
+        variant, own_bytes, nested = merged.variants[name], total_bytes(own), None
         loaded = _without_copies({**shared, **own}, [variant])
         parameters = sum(math.prod(shape) for shape in logical_shapes(loaded).values())
         bits = 8 * (own_bytes + shared_bytes) / max(1, parameters)
+        if source := variant.nested_in:
+            missed = changed.get(name), added_noise.get(name)
+            nested = _nested_report(own, source, parts[source], *missed)
         scheme = describe_scheme(variant.quantization_config)
-        source = variant.nested_in
-        missed = changed.get(name), added_noise.get(name)
-        nested = _nested_report(own, source, parts[source], *missed) if source else None
         variants[name] = VariantReport(scheme, own_bytes, parameters, bits, nested)
     return CheckpointReport(
         base_architecture=merged.base_architecture,
@@ -164,13 +160,6 @@ def bytes_in_use(
     return found | {SHARED: by_range(_by_layer(shared))}
 
 
-def by_range(nbytes: Mapping[int | None, int]) -> dict[str, int]:
-    """Return the bytes of each run of consecutive layers from the bytes by layer; None: outside of layers."""
-    runs = ranges(number for number in nbytes if number is not None)
-    sizes = {describe_range(run): sum(nbytes[number] for number in run) for run in runs}
-    return sizes | ({"": nbytes[None]} if nbytes.get(None) else {})
-
-
 def format_bytes(nbytes: float) -> str:
     """Return e.g. ``12.0 MiB``, in the largest unit with a value of at least 1."""
     for unit in ("bytes", "KiB", "MiB"):
@@ -197,8 +186,8 @@ def format_report(report: CheckpointReport) -> str:
     of_16_bit = f"{share} ({format_bytes(report.bytes_16bit)}, {parameters:,} parameters)"
     rows = [["", "bytes", "bits/param", "scheme"]]
     for name, v in report.variants.items():
-        bits = f"{v.bits_per_parameter:.2f}"
-        rows.append([describe_name(name, v), format_bytes(v.own_bytes), bits, v.scheme])
+        name = describe_name(name, v)
+        rows.append([name, format_bytes(v.own_bytes), f"{v.bits_per_parameter:.2f}", v.scheme])
     rows.append([SHARED, format_bytes(report.shared_bytes)])
     rows.append(["total", format_bytes(report.total_bytes), "", of_16_bit])
     lines = [
@@ -218,16 +207,15 @@ def describe_name(name: str, variant: VariantReport) -> str:
 
 def describe_nested(report: CheckpointReport) -> list[str]:
     """Return a sentence on each nested variant."""
-    found = ((name, variant.nested) for name, variant in report.variants.items())
-    return [_describe_nested(name, nested) for name, nested in found if nested is not None]
-
-
-def _describe_nested(name: str, nested: NestedReport) -> str:
-    missed = nested.changed, nested.added_noise
-    share, noise = ("an unrecorded share" if x is None else f"{100 * x:.2g} %" for x in missed)
-    bits = f"{nested.own_bits:.2f} bits a weight in its linears, {nested.bits_with_source:.2f}"
-    added = f"{share} of its integers changed, which adds {noise} to INT8's own rounding noise"
-    return f"{name}: {bits} with {nested.source}'s; {added}"
+    found = []
+    for name, variant in report.variants.items():
+        if (nested := variant.nested) is not None:
+            missed = nested.changed, nested.added_noise
+            share, noise = ("an unrecorded share" if x is None else f"{100 * x:.2g} %" for x in missed)
+            bits = f"{nested.own_bits:.2f} bits a weight in its linears, {nested.bits_with_source:.2f}"
+            added = f"{share} of its integers changed, which adds {noise} to INT8's own rounding noise"
+            found.append(f"{name}: {bits} with {nested.source}'s; {added}")
+    return found
 
 
 def describe_scheme(quantization_config: JsonObject) -> str:
@@ -291,3 +279,24 @@ def _by_layer(tensors: Tensors) -> Counter[int | None]:
     for key, ref in tensors.items():
         sizes[layer_number(key)] += ref.nbytes
     return sizes
+
+
+def head_remark(head: float, layers: float) -> str:
+    """Say what INT8 would gain of a step's bytes, ``head`` (in 16 bit) and ``layers``; empty if little."""
+    share = head / max(1, head + layers)
+    if share <= LEAST_SHARE:
+        return ""
+    what = f"the lm_head in 16 bit is {share:.0%} of the weights that a decode step reads"
+    return f"{what}; with 'head: int8' in the policy a step reads {1 - share / 2:.2f} of these bytes"
+
+
+def stored_head_remark(tensors: Mapping[str, TensorRef]) -> str:
+    """Return :func:`head_remark` for a variant's ``tensors``, by original key; empty for experts."""
+    if any(map(EXPERTS.match, tensors)):
+        return ""
+    ends = tuple(f"{name}.weight" for name in EMBEDDINGS)
+    embeddings = [ref for name, ref in tensors.items() if name.endswith(ends)]
+    heads = [ref for name, ref in tensors.items() if HEAD.search(name)] or embeddings[:1]
+    inside = {name: ref for name, ref in tensors.items() if layer_number(name) is not None}
+    in_16_bit = all(ref.dtype in FLOAT_DTYPES for ref in heads)
+    return head_remark(sum(ref.nbytes for ref in heads) if in_16_bit else 0, total_bytes(inside))

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -51,10 +51,9 @@ class Shard:
 
 
 def plan_shards(groups: Sequence[Tensors], max_shard_size: int) -> list[Shard]:
-    """Return the files for groups of tensors; no file holds tensors of two groups.
+    """Return the files for groups of tensors: ``model.safetensors``, or ``model-00001-of-0000n.safetensors``.
 
-    A file's tensors have at most ``max_shard_size`` bytes, unless one alone is larger. A single file is
-    ``model.safetensors``, several are ``model-00001-of-0000n.safetensors``.
+    No file has tensors of two groups, or more than ``max_shard_size`` bytes but for a single tensor.
     """
     parts: list[dict[str, TensorRef]] = []
     for group in groups:
@@ -88,13 +87,14 @@ def writing_checkpoint(
     overwrite: bool,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
 ) -> Iterator[tuple[Path, Finish]]:
-    """Begin to write tensors in other threads, and yield a temporary folder with ``files``, and Finish.
+    """Begin to write tensors in other threads; yield the folder that becomes ``output``, and Finish.
 
-    The folder takes the place of ``output`` at the end. ``groups`` become shards by :func:`plan_shards`.
     Raises FlexQuantError as :func:`staged_folder` does, and for too small a disk.
     """
     shards = plan_shards(groups, max_shard_size)
-    check_free_space(output, _needed_bytes(shards, files.values()))
+    documents = DOCUMENT_BYTES + DOCUMENT_BYTES_PER_TENSOR * sum(len(shard.tensors) for shard in shards)
+    copied = sum(path.stat().st_size for path in files.values())
+    check_free_space(output, sum(shard.nbytes for shard in shards) + copied + documents)
     with staged_folder(output, overwrite=overwrite) as stage, writing_shards(stage, shards) as finish:
         copy_files(files, stage)
         yield stage, finish
@@ -144,13 +144,6 @@ def results_of(
     return results
 
 
-def _needed_bytes(shards: Sequence[Shard], files: Iterable[Path]) -> int:
-    """Return an upper bound on the disk space for shards, copied files and the documents beside them."""
-    tensors = sum(len(shard.tensors) for shard in shards)
-    documents = DOCUMENT_BYTES + DOCUMENT_BYTES_PER_TENSOR * tensors
-    return sum(shard.nbytes for shard in shards) + sum(path.stat().st_size for path in files) + documents
-
-
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:
     """Copy the content of confined files, by their names in ``folder``; make its folders if need be."""
     for name, path in files.items():
@@ -160,8 +153,7 @@ def copy_files(files: Mapping[str, Path], folder: Path) -> None:
 
 def write_json(path: Path, content: object) -> None:
     check_finite(content)
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _lay_out(file: str, tensors: Tensors) -> Shard:

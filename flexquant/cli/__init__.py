@@ -26,7 +26,8 @@ from pathlib import Path
 import flexquant
 from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli import advise, checkpoint, policy, quality, quantize, tune
+from flexquant.checkpoint.output import DISK_FULL
+from flexquant.cli import checkpoint, policy, quality, quantize, tune
 from flexquant.cli._arguments import add_json
 from flexquant.errors import FlexQuantError, UsageError
 
@@ -48,27 +49,24 @@ SUBCOMMANDS: dict[str, tuple[Configure, Run]] = {
     "search": (quality.configure_search, quality.search),
     "tune": (tune.configure_tune, tune.tune),
     "fit": (tune.configure_fit, tune.fit),
-    "advise": (advise.configure, advise.run),
+    "advise": (tune.configure_advise, tune.advise),
 }
 MODELS = ("folder", "model", "reference")
 """Arguments for which a model's id on the Hugging Face Hub can stand in the place of its folder."""
 PACKAGE = Path(flexquant.__file__).parent
 # Error about a path -> what to do about it.
-ADVICE = {
+ADVICE = dict.fromkeys((errno.EEXIST, errno.ENOTEMPTY), "choose another name") | {
     errno.EACCES: "give a path that you may read and write, or change its permissions",
     errno.EPERM: "give a path that you may read and write, or change its permissions",
     errno.EROFS: "its file system is read-only, so choose another folder",
     errno.ENOENT: "correct the path, or make the folder first",
     errno.ENOTDIR: "a part of the path is a file, so choose another folder",
     errno.EISDIR: "it is a folder, so give the path of a file",
-    errno.EEXIST: "choose another name",
-    errno.ENOTEMPTY: "choose another name",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 FREE_SOME = "free some space, or write to another disk; TMPDIR says where temporary files go"
 NO_DOCSTRINGS = "; unset PYTHONOPTIMIZE, since transformers does not work without docstrings"
 ONLY_ASCII = "Python reads files as ASCII here, with which PyTorch does not work; set PYTHONUTF8=1"
-NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -150,7 +148,7 @@ def explain_os_error(error: OSError | RuntimeError) -> str | None:
     path = None if error.filename is None else os.fsdecode(error.filename)
     if path is not None and Path(path).is_relative_to(PACKAGE):
         return None
-    if error.errno in NO_SPACE:
+    if error.errno in DISK_FULL:
         where = f" while writing {path}" if path else ""
         return f"the disk is full{where} ({error.strerror}); {FREE_SOME}"
     if path is None and "temporary directory" in str(error):

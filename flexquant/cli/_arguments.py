@@ -186,8 +186,7 @@ def study_of(args: argparse.Namespace, settings: Settings | None = None) -> Stud
     from flexquant.tuning.candidates import find_variants
 
     if settings is None:
-        rows = args.samples, args.prompt_tokens, args.tokens, args.seed
-        settings = Settings((args.batch_size,), *rows)
+        settings = Settings((args.batch_size,), args.samples, args.prompt_tokens, args.tokens, args.seed)
     subject = Subject(args.folder)
     variants = find_variants(subject.checkpoint.merged, args.variants)
     return Study(subject, variants, args.text, args.reference, settings)
@@ -221,8 +220,7 @@ def tell(message: str) -> None:
 def save_plot(file: Path, draw: Callable[[], Figure]) -> None:
     """Write a plot as a PNG; say on stderr why there is none, since a missing plot is no failure."""
     try:
-        figure = draw()
         with staged_file(file) as partial:
-            figure.savefig(partial, format="png")
+            draw().savefig(partial, format="png")
     except (FlexQuantError, OSError) as e:
         print(f"no plot: {e}", file=sys.stderr)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from flexquant.checkpoint.draft_heads import check_draft_heads
 from flexquant.checkpoint.folder import recipe_name
-from flexquant.checkpoint.measured_loss import loss_lines, read_losses
+from flexquant.checkpoint.measured_loss import dump_losses, loss_lines, read_losses
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject, count_layers
 from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes, format_report, report_checkpoint
@@ -18,6 +18,14 @@ from flexquant.cli._arguments import add_dtype, add_shard_size, parse_folders, p
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import choose_policy
+
+CHOSEN = {
+    "config": "config",
+    "tokenizer": "tokenizer and chat template",
+    "generation": "generation settings",
+    "processor": "processor of images",
+}
+"""Part of a merged model that one variant gives -> its name in help."""
 
 
 def configure_convert(parser: argparse.ArgumentParser) -> None:
@@ -51,13 +59,7 @@ def configure_merge(parser: argparse.ArgumentParser) -> None:
     text = "policy to store as the default, a built-in name or a YAML file (default: none; serving then "
     text += "uses its built-in default)"
     parser.add_argument("--policy", metavar="NAME|FILE", help=text)
-    parts = {
-        "config": "config",
-        "tokenizer": "tokenizer and chat template",
-        "generation": "generation settings",
-        "processor": "processor of images",
-    }
-    for what, part in parts.items():
+    for what, part in CHOSEN.items():
         text = f"variant whose {part} the merged model gets (default: they must not differ)"
         parser.add_argument(f"--{what}-from", metavar="NAME", help=text)
     add_dtype(parser)
@@ -88,8 +90,7 @@ def merge(args: argparse.Namespace) -> JsonObject:
     from flexquant.merge import merge_checkpoints
 
     folders = parse_folders(args.variants)
-    chosen = (f"{part}_from" for part in ("config", "tokenizer", "generation", "processor"))
-    how = pick(args, *chosen, "dtype", "policy", "nested")
+    how = pick(args, *(f"{part}_from" for part in CHOSEN), "dtype", "policy", "nested")
     how |= pick(args, "overwrite", "allow_incompatible_kv", "max_shard_size")
     comparing = progress_bar("comparing the KV caches", unit=" layers")
     with comparing as kv_progress, progress_bar("merging") as progress:
@@ -133,8 +134,7 @@ def inspect(args: argparse.Namespace) -> JsonObject:
     print(f"{args.folder}: {format_report(report)}\nloaded under the default policy: {said}")
     for line in loss_lines(losses):
         print(line)
-    of_variants = {name: {k: v.model_dump() for k, v in kinds.items()} for name, kinds in losses.items()}
-    return {**report.to_json(), "loaded": loaded, "losses": of_variants}
+    return {**report.to_json(), "loaded": loaded, "losses": dump_losses(losses)}
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
@@ -178,9 +178,8 @@ def verify(args: argparse.Namespace) -> JsonObject:
     """
     from flexquant.merge import verify_checkpoint
 
-    against = parse_folders(args.against)
     with progress_bar("verifying") as progress:
-        result = verify_checkpoint(args.folder, against, progress)
+        result = verify_checkpoint(args.folder, parse_folders(args.against), progress)
     for measure, count in result["tensors_compared_with"].items():
         how = ", nested weights as near as 4 bits and exceptions reach" if measure in result["nested"] else ""
         print(f"{args.folder}: {count} tensors equal to {measure}{how}")

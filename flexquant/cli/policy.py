@@ -95,8 +95,7 @@ def _show(args: argparse.Namespace) -> JsonObject:
     else:
         config, num_layers = read_merged_config(args.model)
         policy = choose_policy(args.policy, config.policy)
-        mixable = config.mixable_groups
-        table = build_route_table(policy, config.variants, num_layers, args.max_tokens, mixable)
+        table = build_route_table(policy, config.variants, num_layers, args.max_tokens, config.mixable_groups)
         rows = {phase: [(*row[:2], row.plan.name) for row in table.intervals(phase)] for phase in PHASES}
         result = {"num_layers": num_layers, "plans": table.layers_by_plan()}
 

@@ -12,20 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli._arguments import (
-    add_counts,
-    add_rows,
-    add_study,
-    add_subject,
-    parse_count,
-    parse_counts,
-    parse_names,
-    parse_number,
-    pick,
-    save_plot,
-    study_of,
-    tell,
-)
+from flexquant.cli import _arguments as options
 from flexquant.errors import UsageError
 from flexquant.evaluation.inputs import Settings
 
@@ -33,15 +20,15 @@ from flexquant.evaluation.inputs import Settings
 def configure_eval(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
     add = parser.add_argument
-    add_subject(parser)
+    options.add_subject(parser)
     text = "comma-separated variants, built-in policies, policy files, 'stored' for the checkpoint's own "
     text += "(default: every variant, and the checkpoint's default policy)"
-    add("--policies", type=parse_names, metavar="NAMES", help=text)
+    add("--policies", type=options.parse_names, metavar="NAMES", help=text)
     sizes = ",".join(map(str, defaults.batch_sizes))
     text = "sequences in a decode pass, comma-separated (default: %(default)s)"
-    add("--batch-sizes", type=parse_counts, default=sizes, metavar="LIST", help=text)
-    add_rows(parser, defaults, "every")
-    add_counts(parser, {"--answer-tokens": (defaults.answer_tokens, "most tokens of an answer")})
+    add("--batch-sizes", type=options.parse_counts, default=sizes, metavar="LIST", help=text)
+    options.add_rows(parser, defaults, "every")
+    options.add_counts(parser, {"--answer-tokens": (defaults.answer_tokens, "most tokens of an answer")})
     questions = parser.add_mutually_exclusive_group()
     questions.add_argument(
         "--questions", metavar="FILE", help="questions to answer, one a line (default: 24 built-in ones)"
@@ -76,17 +63,17 @@ def eval_policies(args: argparse.Namespace) -> JsonObject:
     if args.questions:
         questions = read_questions(args.questions)
     with writable_folder(args.output, "--output") if args.output else nullcontext():
-        how: JsonObject = {"settings": settings, "progress": tell, **pick(args, "reference", "policies")}
-        document = evaluate(args.folder, args.text, questions=questions, **how)
+        how = options.pick(args, "reference", "policies") | {"questions": questions, "settings": settings}
+        document = evaluate(args.folder, args.text, progress=options.tell, **how)
     print(format_quality_table(document))
     if args.output:
         write_results(document, args.output)
-        save_plot(args.output / "quality.png", partial(draw_quality, document))
+        options.save_plot(args.output / "quality.png", partial(draw_quality, document))
     return {**document}
 
 
 def configure_sensitivity(parser: argparse.ArgumentParser) -> None:
-    add_study(parser, "sensitivity.json, sensitivity.md and sensitivity.png")
+    options.add_study(parser, "sensitivity.json, sensitivity.md and sensitivity.png")
 
 
 def sensitivity(args: argparse.Namespace) -> JsonObject:
@@ -106,27 +93,28 @@ def sensitivity(args: argparse.Namespace) -> JsonObject:
     from flexquant.evaluation.report import writable_folder
     from flexquant.layers.report import draw_sensitivity, format_sensitivity_table
 
-    study = study_of(args)
+    study = options.study_of(args)
     with writable_folder(args.output, "--output") as folder:
-        document = study.measure(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
+        document = study.measure(folder / "sensitivity.json", overwrite=args.overwrite, progress=options.tell)
     table = format_sensitivity_table(document)
     print(table)
     write_text(folder / "sensitivity.md", table + "\n")
-    save_plot(folder / "sensitivity.png", partial(draw_sensitivity, document))
+    options.save_plot(folder / "sensitivity.png", partial(draw_sensitivity, document))
     return {**document}
 
 
 def configure_search(parser: argparse.ArgumentParser) -> None:
-    add_study(parser, "searched.yaml, searched.md and searched.png, beside sensitivity.json")
+    options.add_study(parser, "searched.yaml, searched.md and searched.png, beside sensitivity.json")
     text = "policy with measured times, from 'flexquant tune' (default: the one stored in the checkpoint)"
     parser.add_argument("--policy", metavar="POLICY", help=text)
     budget = parser.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--max-kl", type=parse_number, metavar="X", help="most KL divergence, nats a token")
+    text = "most KL divergence, nats a token"
+    budget.add_argument("--max-kl", type=options.parse_number, metavar="X", help=text)
     text = "e.g. 0.1: 10 %% slower than the fastest variant"
-    budget.add_argument("--max-slowdown", type=parse_number, metavar="X", help=text)
-    budget.add_argument("--layers", type=parse_count, metavar="N", help="number of layers to raise")
+    budget.add_argument("--max-slowdown", type=options.parse_number, metavar="X", help=text)
+    budget.add_argument("--layers", type=options.parse_count, metavar="N", help="number of layers to raise")
     sequences = "sequences in the decode pass whose time counts; passes with --batch-size ones are scored"
-    add_counts(parser, {"--sequences": (1, sequences)})
+    options.add_counts(parser, {"--sequences": (1, sequences)})
 
 
 def search(args: argparse.Namespace) -> JsonObject:
@@ -151,19 +139,19 @@ def search(args: argparse.Namespace) -> JsonObject:
     from flexquant.policy.rules import choose_policy
 
     budget = Budget(args.max_kl, args.max_slowdown, args.layers)
-    study = study_of(args)
+    study = options.study_of(args)
     base = choose_policy(args.policy, study.subject.checkpoint.merged.policy)
     if base.measured is None:
         problem = f"the policy '{base.name}' has no measured times (key 'measured')"
         raise UsageError(f"{problem}; give as --policy one that 'flexquant tune' wrote")
     searching = Search(study, base.measured, budget, args.sequences)
     with writable_folder(args.output, "--output") as folder:
-        found = searching.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=tell)
+        found = searching.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=options.tell)
     document = report.searched_policy_document(base, found, dict(study.variants), budget, args.sequences)
     table = report.format_search_table(found)
     print(table)
     for name, text in (("searched.yaml", report.policy_text(document, found)), ("searched.md", table + "\n")):
         write_text(folder / name, text)
     print(f"chosen: {describe_layers(found.chosen.layers)}; wrote {folder / 'searched.yaml'}")
-    save_plot(folder / "searched.png", partial(report.draw_search, found))
+    options.save_plot(folder / "searched.png", partial(report.draw_search, found))
     return document

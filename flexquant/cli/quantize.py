@@ -13,7 +13,7 @@ from typing import TextIO, get_args
 
 from tqdm import tqdm
 
-from flexquant.checkpoint.measured_loss import MAX_LOSS, PROMPT_TOKENS, LossByKind, loss_lines
+from flexquant.checkpoint.measured_loss import MAX_LOSS, PROMPT_TOKENS, LossByKind, dump_losses, loss_lines
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import format_bytes, format_report
 from flexquant.cli._arguments import add_shard_size, parse_names, parse_number, parse_seed, pick
@@ -124,13 +124,9 @@ def build(args: argparse.Namespace) -> JsonObject:
         **report,
         "variants": {v.name: {**report["variants"][v.name], **v.model_dump()} for v in built.variants},
         "tensors_compared_with": built.tensors_compared,
-        "nested_losses": _dump(built.nested_losses),
-        "answer_losses": _dump(built.answer_losses),
+        "nested_losses": dump_losses(built.nested_losses),
+        "answer_losses": dump_losses(built.answer_losses),
     }
-
-
-def _dump(losses: Mapping[str, LossByKind]) -> JsonObject:
-    return {name: {kind: x.model_dump() for kind, x in kinds.items()} for name, kinds in losses.items()}
 
 
 def _how(args: argparse.Namespace, number_of_stages: int) -> JsonObject:

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from vllm.platforms import current_platform
 
-from flexquant.checkpoint.head_bytes import head_remark
 from flexquant.checkpoint.merged_config import SHARED
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes
+from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes, head_remark
 from flexquant.doctor import Finding
-from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.cpu_kernels import REPLACED
+from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import (
     LinearKernel,
     expert_layers,
@@ -51,8 +50,7 @@ if TYPE_CHECKING:
 def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:
     """Yield a finding for each kernel of a variant that is built without weights.
 
-    Linears with one name, shape (inputs and outputs of one rank) and kernel are one group. Under ``better``
-    it has the kernels that vLLM prefers, each with the reason why vLLM did not take it.
+    Under ``better``, a group of equal linears has kernels that vLLM prefers, and why it does not take them.
     """
     names = ("name", "inputs", "outputs", "kernel")
     shapes: dict[tuple[object, ...], JsonObject] = {}
@@ -143,10 +141,7 @@ def examine_memory(
 def _bytes_of_a_step(
     variants: Mapping[str, nn.Module], memory: WeightMemory, routes: RouteTable
 ) -> tuple[int, int]:
-    """Return the bytes of the lm_head and of the decoder layers that decode one sequence.
-
-    The first are 0 unless this rank has the head in 16 bit, and for experts, of which a step reads some.
-    """
+    """Return the bytes that decode one sequence: of a 16-bit lm_head on this rank, or 0, and of layers."""
     decode, sizes = routes.lookup("decode", 1).layers, memory.nbytes_by_layer()
     of_layers = 0
     for number, name in enumerate(decode):

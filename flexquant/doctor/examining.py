@@ -123,8 +123,7 @@ def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:
 def built_without_weights(vllm_config: VllmConfig) -> Iterator[FlexQuantForCausalLM]:
     """Yield the model as the first rank builds it, on the meta device.
 
-    The process groups hold this rank alone, and report the full number of ranks. The rotary embeddings that
-    vLLM caches for the next model in the process have no memory here, and are removed.
+    Process groups hold this rank alone, and report all. vLLM's cache of rotary embeddings stays as it was.
     """
     import torch
     from torch.overrides import TorchFunctionMode

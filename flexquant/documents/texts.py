@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, NoReturn
 
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json
 from flexquant.errors import FlexQuantError, explained, said_by
 
 if TYPE_CHECKING:
@@ -61,7 +61,11 @@ def read_documents(source: str | Path | None) -> Iterator[TextOrMessages]:
         return iter([topics[name] for name in sorted(topics)])
     path = Path(source).expanduser()
     if path.is_dir():
-        return _read_folder(path)
+        files = sorted(f for f in path.iterdir() if f.suffix in TEXT_SUFFIXES and f.is_file())
+        if not files:
+            problem = f"the folder {path} has no {', '.join(TEXT_SUFFIXES)} file"
+            raise FlexQuantError(f"{problem}; put text into it, or name a file or a dataset id")
+        return chain.from_iterable(map(_read_file, files))
     if path.is_file():
         return _read_file(path)
     if path.suffix in TEXT_SUFFIXES:
@@ -100,8 +104,7 @@ def draw_rows(
     if len(tokens) < needed:
         found = f"{name} has {len(tokens):,} tokens, but {samples} samples of {length} tokens need {needed:,}"
         raise FlexQuantError(f"{found}; give more text, or lower the samples or their length")
-    starts = range(0, len(tokens) - body + 1, body)
-    chosen = random.Random(seed).sample(starts, samples)
+    chosen = random.Random(seed).sample(range(0, len(tokens) - body + 1, body), samples)
     return [start + tokens[i : i + body] for i in chosen]
 
 
@@ -116,11 +119,7 @@ def tokens_needed(tokenizer: PreTrainedTokenizerBase, *, samples: int, length: i
 def document_tokens(
     document: TextOrMessages, tokenizer: PreTrainedTokenizerBase, name: str, to_answer: bool = False
 ) -> list[int]:
-    """Return the token ids of one document; the chat template renders a conversation.
-
-    ``to_answer``: up to an answer. Raises FlexQuantError, which calls the documents ``name``, for a
-    conversation that cannot be rendered.
-    """
+    """Return the token ids of a document, a conversation by the template; raise if that refuses it."""
     text = _as_text(document, tokenizer, name, to_answer)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
@@ -170,14 +169,6 @@ def plain_text(document: TextOrMessages) -> str:
     if isinstance(document, str):
         return document
     return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in document)
-
-
-def _read_folder(folder: Path) -> Iterator[TextOrMessages]:
-    files = sorted(f for f in folder.iterdir() if f.suffix in TEXT_SUFFIXES and f.is_file())
-    if not files:
-        problem = f"the folder {folder} has no {', '.join(TEXT_SUFFIXES)} file"
-        raise FlexQuantError(f"{problem}; put text into it, or name a file or a dataset id")
-    return chain.from_iterable(map(_read_file, files))
 
 
 def _read_file(path: Path) -> Iterator[TextOrMessages]:

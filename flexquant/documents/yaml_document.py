@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema
 
-from flexquant.documents.json_text import MAX_DEPTH
+from flexquant.documents import MAX_DEPTH
 from flexquant.errors import FlexQuantError, said_by
 
 MAX_VALUES = 100_000
@@ -189,10 +189,7 @@ def _scalar(value: object, written: str) -> object:
 
 
 def _whole(text: str) -> str:
-    """Return text with whole characters; raise ValueError for half a character.
-
-    JSON writes a character above 16 bits as two escapes; PyYAML leaves two surrogates, which are joined here.
-    """
+    """Join the two surrogates that PyYAML leaves of a JSON escape; raise ValueError for one alone."""
     if text.isascii():
         return text
     try:
@@ -208,10 +205,9 @@ def builtin_names(package: str) -> list[str]:
 
 
 def read_named(name_or_path: str, package: str, kind: str) -> tuple[bytes, str]:
-    """Return a YAML file's content, and the name that messages give it.
+    """Return the content of a built-in or a file, and its name in messages; raise FlexQuantError for neither.
 
-    What is no built-in's name is a path if it has a ``/``, ends in a suffix of YAML or names an existing
-    file. Raises FlexQuantError for an unknown name and a file that cannot be read.
+    What is no built-in's name is a path if it has a ``/`` or a suffix of YAML, or names an existing file.
     """
     builtins = builtin_names(package)
     if name_or_path in builtins:
@@ -244,10 +240,9 @@ class Problem(ValueError):
 
 
 def says(advice: str, whole: bool = False) -> WrapValidator:
-    """Refuse a wrong value with the message ``is VALUE; ADVICE``.
+    """Refuse a wrong value, or null, with the message ``is VALUE; ADVICE``.
 
-    A problem inside of a value gets its own message, unless the advice is for the ``whole`` value. Null is
-    wrong.
+    A problem inside of a value gets its own message, unless the advice is for the ``whole`` value.
     """
 
     def validate(value: object, handler: ValidatorFunctionWrapHandler) -> object:

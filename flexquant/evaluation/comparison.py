@@ -102,10 +102,9 @@ def compare(ratios: Sequence[float]) -> Comparison:
 
 @functools.cache
 def _outside(rounds: int) -> int:
-    """Return how many Walsh averages the interval leaves out on either side.
+    """Return how many Walsh averages the interval leaves out on either side: the largest k, or 0, with
 
-    It is the largest k with P(W <= k) of at most (1 - CONFIDENCE) / 2, or 0 if there is none. The signed-rank
-    statistic W is the sum of the ranks 1 to ``rounds``, each included with probability 1/2.
+    P(W <= k) of at most (1 - CONFIDENCE) / 2, where W sums ranks that are each taken with probability 1/2.
     """
     probability = np.zeros(rounds * (rounds + 1) // 2 + 1)
     probability[0] = 1

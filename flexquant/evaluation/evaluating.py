@@ -151,8 +151,7 @@ class _Evaluation:
         check_free_space(stored, 4 * len(self.rows) * self.settings.tokens * self.subject.vocab_size)
         self.progress(f"{REFERENCE}, batch size {run.batch_size}")
         with engine(reference, **options) as llm:
-            folder = stored.with_name("reference-scores")
-            scores = self._score(llm, run.batch_size, folder, store_in=stored)
+            scores = self._score(llm, run.batch_size, stored.with_name("reference-scores"), store_in=stored)
             if run.answers:
                 self.answers[REFERENCE] = self._answer(llm, run.batch_size)
         self.quality[REFERENCE, run.batch_size] = summarise_scores(scores)
@@ -219,8 +218,7 @@ class _Evaluation:
 
 def bytes_per_weight(checkpoint: MergedCheckpoint, routes: RouteTable, decode: Plan) -> BytesPerWeight:
     """Return those of a policy with the table ``routes`` and the plan ``decode`` in decode passes."""
-    names = checkpoint.merged.variants
-    weights = max(weights_in_layers(checkpoint.variant_tensors(name)) for name in names)
+    weights = max(weights_in_layers(checkpoint.variant_tensors(name)) for name in checkpoint.merged.variants)
 
     def per_weight(plans: Sequence[Plan]) -> float:
         sizes = routes.stored_bytes(checkpoint, plans).values()

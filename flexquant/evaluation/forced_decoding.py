@@ -23,10 +23,7 @@ from flexquant.serving.vllm_api import AdapterLogitsProcessor
 
 
 class ForcedDecoding(AdapterLogitsProcessor):
-    """Gives each request that asks for it a :class:`ForcedRow`; other requests do not change.
-
-    vLLM's adapter follows the batch: it calls a request's ForcedRow with the request's own row of logits.
-    """
+    """Gives each request that asks for it a :class:`ForcedRow`; vLLM's adapter calls it with its logits."""
 
     def is_argmax_invariant(self) -> bool:
         return False

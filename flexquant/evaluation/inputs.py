@@ -49,10 +49,9 @@ class Settings:
             raise UsageError("no batch size is given; give at least one, e.g. --batch-sizes 8,48")
         for batch_size in self.batch_sizes:
             if self.samples % batch_size:
-                raise UsageError(
-                    f"{self.samples} samples are not a multiple of the batch size {batch_size}; every batch "
-                    f"must be full: give e.g. --samples {-(-self.samples // batch_size) * batch_size}"
-                )
+                problem = f"{self.samples} samples are not a multiple of the batch size {batch_size}"
+                full = -(-self.samples // batch_size) * batch_size
+                raise UsageError(f"{problem}; every batch must be full: give e.g. --samples {full}")
         object.__setattr__(self, "batch_sizes", tuple(sorted(set(self.batch_sizes))))
 
     @property
@@ -78,37 +77,27 @@ class Subject:
     def check_length(self, tokens: int, what: str) -> None:
         """Raise FlexQuantError if a sequence of the model cannot have so many ``tokens``."""
         if self.max_length is not None and tokens > self.max_length:
-            raise FlexQuantError(
-                f"{what} take {tokens} tokens, but the model's max_position_embeddings is {self.max_length}; "
-                "lower --prompt-tokens, --tokens or --answer-tokens"
-            )
+            most = f"the model's max_position_embeddings is {self.max_length}"
+            advice = "lower --prompt-tokens, --tokens or --answer-tokens"
+            raise FlexQuantError(f"{what} take {tokens} tokens, but {most}; {advice}")
 
     def check_reference(self, model: str | Path) -> None:
-        """Raise FlexQuantError unless ``model`` is a 16-bit model with this checkpoint's tokenizer.
-
-        KL divergence is meaningless between different vocabularies.
-        """
+        """Raise FlexQuantError unless ``model`` is in 16 bit, with this tokenizer: else KL means nothing."""
         problem = f"the reference {model} cannot be read"
         with explained(problem, "give the folder or Hugging Face id of the 16-bit model", (Exception,)):
             config = build_config(read_16_bit_config(find_model(model, (CONFIG_FILE, *SETTINGS_FILES))))
         vocab_size = config.get_text_config().vocab_size
         if vocab_size != self.vocab_size:
-            raise FlexQuantError(
-                f"the reference {model} has a vocabulary of {vocab_size} tokens, but {self.folder} one of "
-                f"{self.vocab_size}; give the 16-bit model that the variants were made from"
-            )
+            problem = f"the reference {model} has a vocabulary of {vocab_size} tokens, but {self.folder} one"
+            advice = "give the 16-bit model that the variants were made from"
+            raise FlexQuantError(f"{problem} of {self.vocab_size}; {advice}")
         if load_tokenizer(model).get_vocab() != self.tokenizer.get_vocab():
-            raise FlexQuantError(
-                f"the tokenizers of the reference {model} and of {self.folder} differ; give the 16-bit model "
-                "that the variants were made from"
-            )
+            problem = f"the tokenizers of the reference {model} and of {self.folder} differ"
+            raise FlexQuantError(f"{problem}; give the 16-bit model that the variants were made from")
 
 
 def read_rows(text: str | Path, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> list[list[int]]:
-    """Return ``settings.samples`` rows of ``settings.row_tokens`` token ids, drawn from a text or JSONL file.
-
-    Raises FlexQuantError for a file that cannot be read or has too few tokens.
-    """
+    """Return rows of token ids drawn from a text or JSONL file; raise FlexQuantError if it has too few."""
     if not Path(text).is_file():
         raise FlexQuantError(f"there is no file {text}; give a text or .jsonl file to measure on")
     size = {"samples": settings.samples, "length": settings.row_tokens, "seed": settings.seed}

@@ -163,10 +163,9 @@ def decode_forced(
         outputs = llm.generate(prompts, [parameters(row) for row in batch], use_tqdm=False)
         for row, output in zip(batch, outputs, strict=True):
             if list(output.outputs[0].token_ids) != rows[row][prompt_tokens:]:
-                raise FlexQuantError(
-                    "vLLM did not follow the forced tokens, so nothing can be measured with it; evaluate "
-                    "with vLLM 0.32's V1 model runner (VLLM_USE_V2_MODEL_RUNNER=0)"
-                )
+                problem = "vLLM did not follow the forced tokens, so nothing can be measured with it"
+                advice = "evaluate with vLLM 0.32's V1 model runner (VLLM_USE_V2_MODEL_RUNNER=0)"
+                raise FlexQuantError(f"{problem}; {advice}")
     return _read_scores([folder / f"{row}.npz" for row in range(len(rows))])
 
 

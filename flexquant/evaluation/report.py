@@ -145,17 +145,13 @@ def writable_folder(folder: str | Path, option: str) -> Iterator[Path]:
 
 
 def write_results(document: Evaluation, folder: str | Path) -> None:
-    """Write ``quality.json`` and ``quality.md`` into ``folder``, each in one step.
-
-    Raises FlexQuantError if one cannot be written, and names a temporary file that keeps the results, if any.
-    """
+    """Write ``quality.json`` and ``quality.md``; raise FlexQuantError, which says where numbers are kept."""
     folder = Path(folder)
     numbers = json.dumps(document, indent=2) + "\n"
     table = f"# Quality of {document['checkpoint']}\n\n{format_quality_table(document)}\n"
-    files = {folder / "quality.json": numbers, folder / "quality.md": table}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, text in files.items():
+        for file, text in {folder / "quality.json": numbers, folder / "quality.md": table}.items():
             write_text(file, text)
     except (OSError, FlexQuantError) as e:
         reason = e.strerror if isinstance(e, OSError) else e

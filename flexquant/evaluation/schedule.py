@@ -29,10 +29,7 @@ from flexquant.policy.schema import Derivation
 
 
 def find_candidates(subject: Subject, names: Sequence[str] | None) -> dict[str, Policy]:
-    """Return the policies with the given names, each once, by their names in results.
-
-    None: every variant, and serving's default. :func:`find_policies` refuses unknown names.
-    """
+    """Return the named policies, each once; None: every variant, and serving's default."""
     merged = subject.checkpoint.merged
     if names is None:
         names = [*merged.variants, default_name(merged.policy)]
@@ -71,10 +68,9 @@ def make_schedule(
     prompt_tokens: int,
     questions_tokens: int | None,
 ) -> list[PolicyRun]:
-    """Return every policy at every batch size; runs at the smallest, the first, also answer the questions.
+    """Return every policy at every batch size, answering questions at the first; raise if one does not fit.
 
     ``prompt_tokens``: of a row; ``questions_tokens``: most in a batch of questions; None: no questions.
-    Raises FlexQuantError for a policy that does not fit the checkpoint.
     """
     merged = subject.checkpoint.merged
     measured: dict[object, tuple[str, int]] = {}

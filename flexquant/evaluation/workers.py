@@ -132,10 +132,9 @@ class Worker:
 def start_workers(
     policies: Mapping[str, Policy], folder: Path, options: Callable[[str], JsonObject]
 ) -> Iterator[dict[str, Worker]]:
-    """Start an engine for each policy, yield the workers by name, and stop them on leaving.
+    """Start an engine for each policy, with ``options`` by name; yield the workers, and stop them on leaving.
 
-    ``options`` returns vLLM's engine arguments for a name. On a GPU, engines start one by one, as each checks
-    how much memory is left. Raises FlexQuantError if an engine does not start.
+    On a GPU they start one by one, as each checks the memory left. Raises FlexQuantError if one fails.
     """
     import_ahead()
     from vllm.platforms import current_platform
@@ -194,10 +193,7 @@ class PassRunner:
         self._count = 0
 
     def prefill(self, tokens: int, seconds: float) -> float:
-        """Return the median time, in seconds, of a pass that prefills one prompt of ``tokens`` tokens.
-
-        The pass is repeated for ``seconds``, at least once and at most MAX_STEPS times.
-        """
+        """Return the median seconds of prefilling ``tokens``, for ``seconds``, at most MAX_STEPS times."""
         times: list[float] = []
         while not times or (sum(times) < seconds and len(times) < MAX_STEPS):
             prompt = self._prompt(tokens)
@@ -235,10 +231,9 @@ class PassRunner:
         cache = self._engine.vllm_config.cache_config
         needed = sequences * -(-(context + MIN_STEPS) // cache.block_size)
         if cache.num_gpu_blocks is not None and needed >= cache.num_gpu_blocks:  # one block is never used
-            raise FlexQuantError(
-                f"{sequences} sequences of {context} tokens need {needed} blocks of the KV cache, which has "
-                f"{cache.num_gpu_blocks - 1}; lower --max-batch, or set VLLM_CPU_KVCACHE_SPACE on a CPU"
-            )
+            problem = f"{sequences} sequences of {context} tokens need {needed} blocks of the KV cache"
+            advice = "lower --max-batch, or set VLLM_CPU_KVCACHE_SPACE on a CPU"
+            raise FlexQuantError(f"{problem}, which has {cache.num_gpu_blocks - 1}; {advice}")
 
     def _step(self) -> list[RequestOutput]:
         """Run the engine until a pass yields outputs, and return them."""

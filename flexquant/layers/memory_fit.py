@@ -21,7 +21,7 @@ from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.module_names import describe_ranges
 from flexquant.checkpoint.weight_bytes import format_bytes
 from flexquant.doctor.examining import LoadedBytes, count_bytes
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json
 from flexquant.documents.results import table_lines
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.layers.sensitivity import SCHEMA as SENSITIVITY
@@ -54,15 +54,13 @@ def fit_checkpoint(
     """
     merged, num_layers = read_merged_config(folder)
     if SOURCE not in merged.variants:
-        raise UsageError(
-            f"--memory and --kv-tokens need a variant {SOURCE}, and the checkpoint has "
-            f"{', '.join(merged.variants)}; merge one with INT4 weights under that name"
-        )
+        found = f"the checkpoint has {', '.join(merged.variants)}"
+        advice = "merge one with INT4 weights under that name"
+        raise UsageError(f"--memory and --kv-tokens need a variant {SOURCE}, and {found}; {advice}")
     variants = find_variants(merged, (*(names or merged.variants), SOURCE, FROM_INT4))
     losses, high = None, eight_bit(variants, merged)
     if sensitivity is not None and high is not None:
-        files = weights_identity(folder)
-        losses = PlanLosses(sensitivity, high, (FROM_INT4, SOURCE), num_layers, files)
+        losses = PlanLosses(sensitivity, high, (FROM_INT4, SOURCE), num_layers, weights_identity(folder))
     loaded = count_bytes(folder, policy_that_loads(variants), devices)
     if memory is None:
         assert kv_tokens is not None
@@ -93,10 +91,9 @@ class PlanLosses:
             raise UsageError(f"{file} is of another checkpoint, or by another release; {ADVICE}")
         there = [variant for variant in lower if variant in variants]
         if variants[:1] != [high] or not there:
-            raise UsageError(
-                f"{file} compares {', '.join(variants)}, and here {high} comes first, then "
-                f"{' or '.join(lower)}; {ADVICE} and these variants"
-            )
+            compared = f"{file} compares {', '.join(variants)}"
+            needed = f"here {high} comes first, then {' or '.join(lower)}"
+            raise UsageError(f"{compared}, and {needed}; {ADVICE} and these variants")
         self._high, self._low = high, there[0]
         self._stands_for = {variant: there[0] for variant in lower if variant not in variants}
         whole = all_in(high, num_layers)
@@ -111,10 +108,8 @@ class PlanLosses:
     def note(self) -> str:
         """What the numbers are."""
         which = "".join(f", {low} in place of {v}" for v, low in self._stands_for.items())
-        return (
-            f"KL: of decoding by the plan for prompts, nats a token, from {self.file.name}{which}; ~ is the "
-            "sum of layers that were measured alone."
-        )
+        what = f"KL: of decoding by the plan for prompts, nats a token, from {self.file.name}{which}"
+        return f"{what}; ~ is the sum of layers that were measured alone."
 
     def describe(self, plan: Layers) -> str:
         """Return the loss of a plan as text; ``-`` if the file says nothing of its variants."""
@@ -245,11 +240,10 @@ def _check_one_copy(loaded: LoadedBytes, one: Choice, memory: int) -> None:
         return
     alone = loaded.of(one.plans[-1:])
     advice = f"; {SOURCE} alone fits: serve by that policy" if alone <= memory else ""
-    raise FlexQuantError(
-        f"one copy takes {format_bytes(least)} a rank, more than the {format_bytes(memory)} there are for "
-        f"weights: {format_bytes(alone)} of weights, and {format_bytes(least - alone)} to compute INT8 "
-        f"weights in; give --memory {math.ceil(least / 2**20)}MiB or more, or fewer --kv-tokens{advice}"
-    )
+    takes = f"one copy takes {format_bytes(least)} a rank, more than the {format_bytes(memory)} there are for"
+    parts = f"{format_bytes(alone)} of weights, and {format_bytes(least - alone)} to compute INT8 weights in"
+    more = f"give --memory {math.ceil(least / 2**20)}MiB or more, or fewer --kv-tokens{advice}"
+    raise FlexQuantError(f"{takes} weights: {parts}; {more}")
 
 
 def _remark(

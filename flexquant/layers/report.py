@@ -71,10 +71,9 @@ def format_sensitivity_table(document: StudyDocument) -> str:
 
 
 def effects(document: StudyDocument) -> list[tuple[str, list[Estimate]]]:
-    """Return columns, (title, estimate of each layer).
+    """Return columns, (title, estimate of each layer), the last of them of what layers win in the highest.
 
-    A layer costs the increase of KL divergence if it alone leaves the highest precision, and wins the
-    decrease if it alone leaves the lowest. The last column is what layers win in the highest precision.
+    A layer costs the KL divergence of alone leaving the highest precision, and wins that of the lowest.
     """
     highest, *lower = document["variants"]
     *higher, lowest = document["variants"]

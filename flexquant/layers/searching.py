@@ -65,10 +65,7 @@ class Budget:
         return f"{self.layers} layers raised"
 
     def allows(self, raised: int, slowdown: float) -> bool:
-        """Whether a plan is within the limits on layers and time, which are known without measuring.
-
-        ``raised`` is the number of its layers above the lowest precision, ``slowdown`` as ``max_slowdown``.
-        """
+        """Whether a plan with ``raised`` layers above the lowest, and this slowdown, is worth measuring."""
         if self.layers is not None:
             return raised == self.layers
         return self.max_slowdown is None or slowdown <= self.max_slowdown
@@ -80,11 +77,10 @@ class Budget:
         kept = [plan for plan in plans if plan.kl <= self.max_kl]
         if not kept:
             nearest = min(plans, key=lambda plan: plan.kl)
-            raise FlexQuantError(
-                f"no plan loses at most {self.max_kl:g} nats a token; the nearest, "
-                f"{describe_layers(nearest.layers)}, loses {nearest.kl:.3g}: allow that with --max-kl, or "
-                "add a more precise variant"
-            )
+            loses = f"{describe_layers(nearest.layers)}, loses {nearest.kl:.3g}"
+            advice = "allow that with --max-kl, or add a more precise variant"
+            problem = f"no plan loses at most {self.max_kl:g} nats a token"
+            raise FlexQuantError(f"{problem}; the nearest, {loses}: {advice}")
         return min(kept, key=lambda plan: (plan.seconds, plan.kl))
 
 
@@ -125,10 +121,8 @@ class Search:
             raise UsageError(f"the model has {number} layers, not {raised}; give --layers up to that")
         missing = [variant for variant in self.study.variants if variant not in self.times.variants]
         if missing:
-            raise FlexQuantError(
-                f"the policy has times of {', '.join(self.times.variants)}, not of {', '.join(missing)}; "
-                "give one that 'flexquant tune' wrote for these variants"
-            )
+            problem = f"the policy has times of {', '.join(self.times.variants)}, not of {', '.join(missing)}"
+            raise FlexQuantError(f"{problem}; give one that 'flexquant tune' wrote for these variants")
 
     def run(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> SearchResult:
         """Measure what ``file`` lacks, and choose a plan; raise FlexQuantError if the budget allows none."""
@@ -202,10 +196,9 @@ def greedy_chain(
 def beside(chain: Sequence[Layers], plan: Layers, steps: int) -> Iterator[Layers]:
     """Yield ``plan`` with its last step replaced by each of the ``steps`` steps that follow in the chain."""
     place = chain.index(plan)
-    base = chain[max(0, place - 1)]
     for before, after in pairwise(chain[place : place + steps + 1]):
         ((layer, variant),) = ((n, v) for n, v in enumerate(after) if v != before[n])
-        yield with_layer(base, layer, variant)
+        yield with_layer(chain[max(0, place - 1)], layer, variant)
 
 
 def limit_loss(

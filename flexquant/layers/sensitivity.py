@@ -21,7 +21,7 @@ from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.merged_checkpoint import folder_label, weights_identity
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space, read_earlier, write_text
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json
 from flexquant.documents.results import digest_of
 from flexquant.evaluation.engine import (
     describe_command,
@@ -132,10 +132,9 @@ class Study:
         }
 
     def measure(self, file: Path, *, overwrite: bool, progress: Callable[[str], None]) -> StudyDocument:
-        """Measure each layer alone, unless ``file`` has the plan already; return the document in ``file``.
+        """Measure the plans of each layer alone that ``file`` lacks; return the document in it.
 
-        ``progress`` gets a line for every plan. Raises FlexQuantError for a text that is too short, and for a
-        file of another study unless ``overwrite`` is set.
+        Raises FlexQuantError for a text that is too short and, unless ``overwrite``, another study's file.
         """
         *_, lowest = self.variants
         plans = [*self.alone(), *self.leaving(self.highest), *self.leaving(lowest)]
@@ -147,10 +146,7 @@ class Study:
     def measuring(
         self, file: Path, *, overwrite: bool, progress: Callable[[str], None]
     ) -> Iterator[tuple[StudyDocument, Measure]]:
-        """Yield the document of ``file``, and a function that measures a plan and saves it there.
-
-        The first plan that the document lacks starts the engine.
-        """
+        """Yield the document of ``file``, and what measures a plan, on an engine that it then starts."""
         prepare_environment()
         document = self._load(file, overwrite)
         score: Measure | None = None

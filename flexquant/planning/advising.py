@@ -10,8 +10,8 @@ from math import inf
 from statistics import geometric_mean
 from textwrap import wrap
 
-from flexquant.checkpoint.head_bytes import head_remark
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.weight_bytes import head_remark
 from flexquant.documents.results import table_lines
 from flexquant.planning.device import GIB, HUMMING, W4A8, W4A8_INT8, Device
 from flexquant.planning.planned_model import INT4, ModelShape, PlannedModel
@@ -98,10 +98,7 @@ def ways(device: Device) -> list[Way]:
 def try_ways(
     model: PlannedModel, device: Device, batches: Batches, devices: int, utilization: float
 ) -> list[Outcome]:
-    """Return what each of :func:`ways` comes to on ``devices``; raise FlexQuantError where none is predicted.
-
-    ``utilization`` is the share of the memory that vLLM may take.
-    """
+    """Return what each of :func:`ways` comes to, in ``utilization`` of the memory; raise as these do."""
     limits = Limits.of(device, devices)
 
     def routes_of(way: Way) -> RouteTable:
@@ -138,10 +135,7 @@ def try_ways(
 
 
 def kv_cache_tokens(model: ModelShape, device: Device, utilization: float, request_tokens: int) -> int:
-    """Return how many tokens the KV cache holds beside the weights, below 0 if these do not fit.
-
-    Requests of ``request_tokens`` tokens have their states in it too.
-    """
+    """Return the KV cache's tokens beside weights and requests' states; below 0 if weights do not fit."""
     left = device.memory_bytes * utilization - model.resident_bytes - device.reserve_bytes
     return int(left // (model.kv_bytes_per_token + model.state_bytes / request_tokens))
 
@@ -280,18 +274,14 @@ def _notes(found: Sequence[Outcome], model: PlannedModel, device: Device, batche
     if choice is not None and choice.head:
         yield f"with {choice.way.name}, {choice.head}; the times above have it in 16 bit"
     if HUMMING in device.kernels:
-        yield (
-            "W4A16 has the time of its fastest kernel, mostly Humming, which vLLM takes if asked to "
-            "(--linear-backend humming); one copy has that of Marlin or Humming"
-        )
+        what = "W4A16 has the time of its fastest kernel, mostly Humming, which vLLM takes if asked to"
+        yield f"{what} (--linear-backend humming); one copy has that of Marlin or Humming"
     if any(outcome.way.name == INT4_TWICE for outcome in found):
         which = "FP8 activations, by CUTLASS" if W4A8 in device.kernels else "INT8 activations, by Humming"
         yield f"W4A8 has {which}; {INT4_TWICE} holds a second copy of W4A16's INT4 weights for it"
     if one.loads and device.is_gpu:
-        yield (
-            "one copy has been measured on one GPU alone, an H200, nested and from 16 bit on none: their "
-            "times are the least certain"
-        )
+        what = "one copy has been measured on one GPU alone, an H200, nested and from 16 bit on none"
+        yield f"{what}: their times are the least certain"
     if one.loads and model.has_experts:
         yield "one copy leaves experts in INT4 for prompts too"
     if device.is_gpu and "w8a8" not in device.kernels:

@@ -172,8 +172,7 @@ class ModelShape:
         if derivation.is_one_copy:
             return self._with_one_copy(name, derivation.source, linears)
         own = sum(x.weight_bytes * n for x, n in linears.items() if x.scheme in (W4A8, W4A8_INT8))
-        own_bytes = {**self.own_bytes, name: own}
-        return replace(self, linears={**self.linears, name: linears}, own_bytes=own_bytes)
+        return replace(self, linears={**self.linears, name: linears}, own_bytes={**self.own_bytes, name: own})
 
     def _with_one_copy(self, name: str, source: str, linears: Mapping[Linear, int]) -> ModelShape:
         """Return the model with a variant that computes its weights in each pass from those of ``source``.

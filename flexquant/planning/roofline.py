@@ -67,10 +67,9 @@ def scheme_on(device: Device, linear: Linear, scheme: str) -> str:
 
 
 def linear_seconds(linear: Linear, tokens: int, device: Device, in_pass: bool = False) -> float:
-    """Return the time of one call with activations [tokens, inputs], or of all experts together.
+    """Return the time of one call, or of all experts, with activations [tokens, inputs] on the best kernel.
 
-    The fastest of its kernels runs it; tokens choose their experts evenly and independently. ``in_pass``
-    tells whether other calls come before and after this one.
+    Tokens choose experts evenly and independently. ``in_pass``: other calls come before and after this one.
     """
     schemes = [scheme_on(device, linear, scheme) for scheme in linear.kernels]
     kernels = [device.kernel(scheme) for scheme in schemes if scheme != HUMMING or scheme in device.kernels]
@@ -110,8 +109,7 @@ def preparation_seconds(linear: Linear, tokens: int, device: Device) -> float:
 def _padded_outputs(linear: Linear, rows: int, experts: float, kernel: Kernel, processors: int) -> float:
     """Return how many elements of its output [rows, outputs] a kernel computes, padding included.
 
-    A kernel with tiles computes whole tiles for each of the ``experts`` experts in use. Its last wave takes
-    as long as if every processor had a tile.
+    Kernels with tiles compute whole ones for each of ``experts``, in waves that each take every processor.
     """
     if not (tiles := kernel.tiles):
         return rows * linear.outputs
@@ -183,8 +181,7 @@ def serve(
         full, rest = divmod(number * prompt, limits.tokens)
         sizes = [limits.tokens] * full + [rest] * (rest > 0)
         batches_of = (Batch(n, ceil(n / prompt), pairs=n * (prompt + 1) / 2) for n in sizes)
-        passes = [seconds("prefill", batch) for batch in batches_of]
-        ends = list(accumulate(passes, initial=now))
+        ends = list(accumulate([seconds("prefill", batch) for batch in batches_of], initial=now))
         first_tokens += [ends[ceil(n * prompt / limits.tokens)] for n in range(1, number + 1)]
         # The time of a pass is linear in the tokens that it reads, so the mean pass reads their mean.
         decode = Batch(number, number, cached=number * (prompt + (steps - 1) / 2))

@@ -137,10 +137,7 @@ def device_name(origin: JsonObject) -> str:
 
 
 def format_times(times: PassTimes, plan: Callable[[str, int], str]) -> list[str]:
-    """Return the lines of a table of milliseconds, with a row per size and a column per variant.
-
-    ``plan(phase, size)`` returns the name of the plan that the policy chooses.
-    """
+    """Return a table of milliseconds by size and variant; ``plan(phase, size)`` names the policy's choice."""
     lines = []
     for phase, curves in (("decode", times.decode), ("prefill", times.prefill)):
         sizes = sorted(set.intersection(*(set(curve) for curve in curves.values())))

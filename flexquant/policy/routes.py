@@ -81,11 +81,8 @@ class RouteTable:
     def from_json(cls, data: RouteTableData) -> RouteTable:
         """Return the table that :meth:`to_json` returned as data."""
         plans = {name: Plan.from_layers(tuple(layers)) for name, layers in data["plans"].items()}
-        rows = data["intervals"].items()
-        intervals = {
-            phase: [Interval(first, last, plans[plan]) for first, last, plan in found]
-            for phase, found in rows
-        }
+        found = data["intervals"]
+        intervals = {name: [Interval(a, b, plans[plan]) for a, b, plan in found[name]] for name in found}
         derived = {name: Derivation.model_validate(how) for name, how in data["derived"].items()}
         return cls(intervals, derived, data["nested"], data["tokens_per_sequence"], data["head"])
 
@@ -156,8 +153,7 @@ class RouteTable:
 
     def stored_bytes(self, checkpoint: MergedCheckpoint, plans: Iterable[Plan]) -> BytesByRange:
         """Return the stored bytes of what some of the table's plans need in memory."""
-        layers = self.layers_of(plans).items()
-        held = {name: numbers for name, numbers in layers if self.has_weights(name)}
+        held = {name: numbers for name, numbers in self.layers_of(plans).items() if self.has_weights(name)}
         sources = {name: derivation.source for name, derivation in self.derived.items()}
         return bytes_in_use(checkpoint.merged, checkpoint.tensors, held, sources)
 
@@ -229,10 +225,7 @@ def build_route_table(
 def match_rules(
     policy: Policy, plans: Sequence[T], phase: Phase, max_tokens: int, tokens_per_sequence: int = 1
 ) -> list[tuple[int, int, T]]:
-    """Return ``(first, last, plan)``, ascending, for the token counts from 1 to ``max_tokens``.
-
-    ``plans`` are those of the policy's rules, in order; neighbouring ranges have different ones.
-    """
+    """Return ``(first, last, plan)``, ascending, neighbours unequal, for 1 to ``max_tokens`` tokens."""
     starts = {1}
     for rule in policy.rules:
         starts |= rule.when.tokens.starts() | rule.when.batch_size.starts(tokens_per_sequence)
@@ -258,15 +251,12 @@ def _check_derived(policy: Policy, variants: Collection[str]) -> None:
     for name, derivation in policy.derived.items():
         derives = f"{policy.place(('derive', name))} derives '{name}'"
         if name in variants:
-            raise FlexQuantError(
-                f"{derives}, but the checkpoint has a variant of that name; use it as it is, or derive "
-                "under another name"
-            )
+            problem = f"{derives}, but the checkpoint has a variant of that name"
+            raise FlexQuantError(f"{problem}; use it as it is, or derive under another name")
         if derivation.source not in variants:
-            raise FlexQuantError(
-                f"{derives} from '{derivation.source}', but the checkpoint has "
-                f"{', '.join(sorted(variants))}; derive from one of those, or choose another policy"
-            )
+            there = f"the checkpoint has {', '.join(sorted(variants))}"
+            advice = "derive from one of those, or choose another policy"
+            raise FlexQuantError(f"{derives} from '{derivation.source}', but {there}; {advice}")
 
 
 def _use(policy: Policy, number: int) -> KeyPath:
@@ -282,11 +272,9 @@ def _check_mixable(
         return
     groups = [" with ".join(group) for group in mixable if len(group) > 1]
     advice = f"mix {' or '.join(groups)} only, or use" if groups else "use"
-    raise FlexQuantError(
-        f"{policy.place(_use(policy, number))} begins a plan with layers of {' and '.join(plan.variants)} "
-        f"({plan.name}), but the residual streams of these variants differ; {advice} a policy without "
-        "'layers'"
-    )
+    found = f"{policy.place(_use(policy, number))} begins a plan with layers of {' and '.join(plan.variants)}"
+    problem = f"{found} ({plan.name}), but the residual streams of these variants differ"
+    raise FlexQuantError(f"{problem}; {advice} a policy without 'layers'")
 
 
 def _layers(policy: Policy, number: int, variants: Collection[str], num_layers: int) -> Layers:
@@ -296,19 +284,15 @@ def _layers(policy: Policy, number: int, variants: Collection[str], num_layers: 
     choices = {policy.place(_use(policy, number)): rule.variant}
     for place, variant in (choices | {places[text]: own for text, own in rule.layers.items()}).items():
         if variant not in variants:
-            raise FlexQuantError(
-                f"{place} names the variant '{variant}', but the checkpoint has "
-                f"{', '.join(sorted(variants))}; use one of those, choose another "
-                "policy, or merge a checkpoint with that variant"
-            )
+            there = f"the checkpoint has {', '.join(sorted(variants))}"
+            advice = "use one of those, choose another policy, or merge a checkpoint with that variant"
+            raise FlexQuantError(f"{place} names the variant '{variant}', but {there}; {advice}")
     named: dict[int, str] = {}
     for text, place in places.items():
         for layer in _numbers(text, place, num_layers):
             if layer in named:
-                raise FlexQuantError(
-                    f'{place} overlaps "{named[layer]}": both name layer {layer} of this '
-                    f"model's {num_layers} layers; name every layer once"
-                )
+                both = f"both name layer {layer} of this model's {num_layers} layers"
+                raise FlexQuantError(f'{place} overlaps "{named[layer]}": {both}; name every layer once')
             named[layer] = text
     return tuple(rule.layers[named[i]] if i in named else rule.variant for i in range(num_layers))
 
@@ -318,14 +302,11 @@ def _numbers(text: str, place: str, num_layers: int) -> range:
     ends = parse_layers(text)
     for layer in ends:
         if not -num_layers <= layer < num_layers:
-            raise FlexQuantError(
-                f"{place} names layer {layer}, but the model has {num_layers} layers; use 0 to "
-                f"{num_layers - 1}, or -{num_layers} to -1 counted from the end"
-            )
+            problem = f"{place} names layer {layer}, but the model has {num_layers} layers"
+            advice = f"use 0 to {num_layers - 1}, or -{num_layers} to -1 counted from the end"
+            raise FlexQuantError(f"{problem}; {advice}")
     first, last = (layer % num_layers for layer in ends)
     if first > last:
-        raise FlexQuantError(
-            f"{place} runs from layer {first} back to {last} of this model's {num_layers} layers; "
-            "put the earlier layer first"
-        )
+        problem = f"{place} runs from layer {first} back to {last} of this model's {num_layers} layers"
+        raise FlexQuantError(f"{problem}; put the earlier layer first")
     return range(first, last + 1)

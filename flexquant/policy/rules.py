@@ -2,16 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Read a policy, a YAML document of schema ``flexquant.policy/v1``, and choose among several.
 
-    derive:                                  # variants that are computed from a stored one
-      w4a8: {from: w4a16, activations: int8}
-    rules:                                   # first match wins; the last rule has no `when`
-      - when: {phase: decode, batch_size: {max: 32}}
-        use: {default: w4a16, layers: {"0-3": w8a8, "-1": w8a8}}
-      - use: w4a8
-
-A policy's way to a table: :mod:`flexquant.policy.schema` checks each key of the document, this module what
-rules mean together, and :func:`flexquant.policy.routes.build_route_table` what depends on the model, its
-variants and layers. Messages name the file and line of a key. Nothing in this room imports torch or vLLM.
+:mod:`flexquant.policy.schema` checks each key of the document, this module what rules mean together, and
+:mod:`flexquant.policy.routes` what depends on the model. Nothing in this room imports torch or vLLM.
 """
 
 from __future__ import annotations
@@ -21,15 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.yaml_document import (
-    Document,
-    KeyPath,
-    builtin_names,
-    from_data,
-    from_yaml,
-    read_named,
-    read_section,
-)
+from flexquant.documents import yaml_document
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.schema import SCHEMA, Bounds, Derivation, Head, PolicySection, Rule
@@ -59,7 +43,7 @@ class Policy:
     """Times of the variants' passes on the machine on which the policy was tuned."""
     document: JsonObject
     """The policy as plain JSON-able data, which :func:`parse_policy` reads back."""
-    place: Callable[[KeyPath], str] = field(compare=False)
+    place: Callable[[yaml_document.KeyPath], str] = field(compare=False)
     """Returns the file, line and key of a path in the document, for messages."""
 
     @property
@@ -74,29 +58,23 @@ def source_of(variant: str, derived: Mapping[str, Derivation]) -> str:
 
 def builtin_policies() -> list[str]:
     """Return the sorted names of the policies that come with FlexQuant."""
-    return builtin_names(PACKAGE)
+    return yaml_document.builtin_names(PACKAGE)
 
 
 def load_policy(name_or_path: str) -> Policy:
-    """Load a built-in policy by name, or a policy file by path (:func:`read_named` tells them apart).
-
-    Raises :class:`FlexQuantError` for an unknown name, an unreadable file, and a wrong document.
-    """
-    content, source = read_named(name_or_path, PACKAGE, "policy")
+    """Load a policy by built-in name or path; raise :class:`FlexQuantError` if it is unknown or wrong."""
+    content, source = yaml_document.read_named(name_or_path, PACKAGE, "policy")
     return parse_policy_text(content, source, name_or_path)
 
 
 def parse_policy_text(content: bytes, source: str, name: str) -> Policy:
-    """Validate a policy given as YAML or JSON, under a ``name``; ``source`` and the line open messages.
-
-    Raises :class:`FlexQuantError` for bad syntax, and for a document that breaks the schema.
-    """
-    return _validate(from_yaml(content, source, "policy", ("schema", "rules")), name)
+    """Validate YAML or JSON under a ``name``; :class:`FlexQuantError` begins with ``source`` and line."""
+    return _validate(yaml_document.from_yaml(content, source, "policy", ("schema", "rules")), name)
 
 
 def parse_policy(document: JsonObject, source: str) -> Policy:
     """Validate a policy given as data, called ``source``; raise :class:`FlexQuantError` if it is wrong."""
-    return _validate(from_data(document, source, "policy"), source)
+    return _validate(yaml_document.from_data(document, source, "policy"), source)
 
 
 def choose_policy(given: str | None = None, stored: JsonObject | None = None) -> Policy:
@@ -117,10 +95,9 @@ def find_policies(
     folder: str | Path | None = None,
     stored: JsonObject | None = None,
 ) -> dict[str, Policy]:
-    """Return the policies with the given names, each once, keyed by their names in results.
+    """Return the policies with the given names, keyed by these; raise FlexQuantError for unknown or repeated.
 
-    A name is one of ``variants`` (for all passes), a built-in policy, a policy file (the last part of its
-    path names it) or ``stored``, that of ``folder``. Raises FlexQuantError for an unknown or repeated name.
+    They are of ``variants`` (for all passes), built in, files (named by their last part) or ``stored``.
     """
     policies: dict[str, Policy] = {}
     for text in dict.fromkeys(names):
@@ -162,8 +139,8 @@ def with_derivations(document: JsonObject, policies: Iterable[Policy]) -> JsonOb
     return {**others, **({"derive": derived} if derived else {}), **rules}
 
 
-def _validate(document: Document, name: str) -> Policy:
-    found = read_section(PolicySection, document)
+def _validate(document: yaml_document.Document, name: str) -> Policy:
+    found = yaml_document.read_section(PolicySection, document)
     *early, last = enumerate(found.rules)
     for i, rule in early:
         if "when" not in rule.model_fields_set:

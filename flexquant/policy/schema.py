@@ -124,11 +124,8 @@ class When(Section):
         if not self.model_fields_set:
             raise Problem(f"is empty; give at least one of {', '.join(type(self).model_fields)}")
         if "batch_size" in self.model_fields_set and self.phases != ("decode",):
-            raise Problem(
-                f"is for a rule with 'phase: decode' only, but this one has {', '.join(self.phases)}; "
-                "use 'tokens' instead",
-                ["batch_size"],
-            )
+            problem = f"is for a rule with 'phase: decode' only, but this one has {', '.join(self.phases)}"
+            raise Problem(f"{problem}; use 'tokens' instead", ["batch_size"])
         return self
 
 

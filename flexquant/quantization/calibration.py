@@ -26,8 +26,7 @@ from flexquant.checkpoint.folder import NOTICES, find_files
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import read_earlier, write_text
 from flexquant.checkpoint.writer import Progress
-from flexquant.documents import texts
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json, texts
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
 from flexquant.quantization import sampling
@@ -111,10 +110,7 @@ def _made_with(source: SourceModel, settings: Calibration) -> JsonObject:
 
 
 def _is_written(file: Path, expected: JsonObject, overwrite: bool) -> bool:
-    """Return whether ``file`` holds the text that :func:`_write` would write.
-
-    Raises FlexQuantError for a file with other inputs or a changed text, unless ``overwrite`` is set.
-    """
+    """Whether ``file`` holds what :func:`_write` would; raise FlexQuantError for a file to be kept."""
     refusal = (
         "was made with different {}; calibrate on it as it is with --calibration FILE, replace it with "
         "--overwrite, or choose another folder"
@@ -183,11 +179,9 @@ class _Author:
         while tokens < to_write:
             if asked >= (most if tokens else min(most, BATCH)):
                 found = f"only {tokens:,} tokens" if tokens else "nothing but its end token"
-                raise FlexQuantError(
-                    f"{name} wrote {found} in {asked} documents, and {samples} samples of {length} tokens "
-                    f"need {to_write:,} beside real text; give text like your users' requests with "
-                    "--calibration FILE"
-                )
+                needs = f"{samples} samples of {length} tokens need {to_write:,} beside real text"
+                advice = "give text like your users' requests with --calibration FILE"
+                raise FlexQuantError(f"{name} wrote {found} in {asked} documents, and {needs}; {advice}")
             size = min(BATCH, math.ceil((to_write - tokens) / length) + 1)
             torch.manual_seed(Random(f"{self.settings.seed}, {asked}").getrandbits(63))
             for record in self._write_batch(range(asked, asked + size)):

@@ -71,18 +71,16 @@ def distill_scales(
         for _ in range(epochs):
             divergences = []
             for batch in torch.randperm(len(rows), generator=random).split(BATCH):
-                ids = torch.stack([rows[i] for i in batch]).to(device)
-                divergence = _divergence(model, teacher, ids)
+                divergence = _divergence(model, teacher, torch.stack([rows[i] for i in batch]).to(device))
                 divergence.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
                 divergences.append(float(divergence.detach()))
                 if not math.isfinite(divergences[-1]):
-                    raise FlexQuantError(
-                        "the KL divergence to the 16-bit model is not finite on the calibration data; check "
-                        "that the model answers sensibly, or remove scale_distillation from the recipe"
-                    )
+                    problem = "the KL divergence to the 16-bit model is not finite on the calibration data"
+                    advice = "check that the model answers sensibly, or remove scale_distillation"
+                    raise FlexQuantError(f"{problem}; {advice} from the recipe")
                 if progress is not None:
                     progress(schedule.last_epoch, steps)
             found.append(sum(divergences) / len(divergences))
@@ -110,8 +108,7 @@ def _integers(module: Any) -> torch.Tensor:
 def _forward(
     x: torch.Tensor, *, integers: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, bias: Any
 ) -> torch.Tensor:
-    weight = (integers * (scale * factor)[..., None]).flatten(1)
-    return functional.linear(x, weight.to(x.dtype), bias)
+    return functional.linear(x, (integers * (scale * factor)[..., None]).flatten(1).to(x.dtype), bias)
 
 
 def _divergence(model: PreTrainedModel, teacher: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

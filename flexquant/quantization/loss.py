@@ -101,10 +101,7 @@ class ReadPrompts(NamedTuple):
 
 
 def read_prompts(model: PreTrainedModel, reference: Reference) -> dict[str, list[ReadPrompts]] | None:
-    """Return the prompts of each kind of text, as ``model`` reads them.
-
-    None for a model that carries states: not every model of transformers goes on from them with many tokens.
-    """
+    """Return the prompts by kind of text, as ``model`` reads them; None for models that carry states."""
     prompts: dict[str, list[ReadPrompts]] = {}
     for kind in reference.answers:
         prompts[kind] = []

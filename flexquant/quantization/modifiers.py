@@ -8,8 +8,6 @@ each group it tries every alpha of a grid, and no smoothing, and keeps the one w
 s) Q(W s)^T, is nearest to x W^T on a sample of calibration tokens. Q is the variant's scheme with rounding to
 nearest. Inputs are observed at the linears: down_proj's is not up_proj's output, but that times the activated
 gate.
-
-`TokenNormalizedGPTQ` weights all calibration tokens alike.
 """
 
 from __future__ import annotations
@@ -128,11 +126,10 @@ class TokenNormalizedGPTQ(GPTQModifier):
         if self.first_token_weight != 1:
             x = x.unsqueeze(0) if x.ndim == 2 else x
             if x.ndim != 3:
-                raise FlexQuantError(
-                    f"the inputs of {self._module_names.get(module, 'a linear')} have the shape "
-                    f"{list(x.shape)}, expected [rows, tokens, in], so the first token of a row cannot be "
-                    "found; remove first_token_weight from the recipe"
-                )
+                found = f"the inputs of {self._module_names.get(module, 'a linear')} have the shape"
+                why = "expected [rows, tokens, in], so the first token of a row cannot be found"
+                advice = "remove first_token_weight from the recipe"
+                raise FlexQuantError(f"{found} {list(x.shape)}, {why}; {advice}")
             x[:, 0] *= self.first_token_weight**0.5
         super().calibrate_module(module, (x,), _output)
 

@@ -84,10 +84,7 @@ def _devices() -> str | None:
 
 
 def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel:
-    """Return the model in its dtype on a GPU, or in float32 on a CPU, which multiplies 16-bit floats slowly.
-
-    Raises FlexQuantError for parameters that transformers would fill at random.
-    """
+    """Return the model, in float32 on a CPU; raise FlexQuantError for parameters that no file has."""
     options = {"config": source.config, "trust_remote_code": False, "device_map": device_map}
     dtype = source.dtype if torch.cuda.is_available() else torch.float32
     with nothing_fetched():
@@ -97,10 +94,8 @@ def _load(source: SourceModel, device_map: str | None = None) -> PreTrainedModel
     model: PreTrainedModel
     model, found = loaded
     if missing := sorted(found["missing_keys"]):
-        raise FlexQuantError(
-            f"{source.folder} lacks {len(missing)} of the parameters of a {type(model).__name__}, the first "
-            f"'{missing[0]}'; fetch the model again"
-        )
+        lacks = f"{source.folder} lacks {len(missing)} of the parameters of a {type(model).__name__}"
+        raise FlexQuantError(f"{lacks}, the first '{missing[0]}'; fetch the model again")
     return model
 
 
@@ -161,10 +156,7 @@ def quantize_in_memory(
     seed: int,
     show: Progress | None,
 ) -> tuple[PreTrainedModel, VariantRecipe, Report]:
-    """Quantise a model as ``variant`` says, calibrated on ``rows`` of token ids (None: on none).
-
-    Returns it with the values that :func:`save_model` writes, its recipe, and what a search found.
-    """
+    """Quantise a model, calibrated on ``rows`` of token ids; return it, its recipe and search's results."""
     tensors = [torch.tensor(row) for row in rows or ()]
     model = load_model(source)
     modifiers = build_modifiers(variant, sum(map(len, tensors)))
@@ -179,7 +171,9 @@ def quantize_in_memory(
         with explained_memory(f"training the scales of '{recipe.name}'", "remove scale_distillation"):
             by_epoch = distill_scales(model, load_model(source), tensors, distillation.epochs, seed, show)
         findings["distillation"] = {"kl_by_epoch": by_epoch}
-    _round_parameters(model, source.dtype)
+    _convert_parameters(model, source.dtype)  # rounds values as save_model() will
+    computed_in = source.dtype if torch.cuda.is_available() else torch.float32
+    _convert_parameters(model, computed_in, all_of_them=True)
     return model, recipe, findings
 
 
@@ -191,10 +185,9 @@ def run_modifiers(
     seed: int,
     progress: Progress | None = None,
 ) -> None:
-    """Apply the modifiers in place, each in a pass of its own over ``rows`` of token ids [tokens].
+    """Apply the modifiers in place, each in a pass over ``rows`` of token ids; ``progress`` counts layers.
 
-    ``progress`` is called with (layer that the data has reached, number of layers) in every pass. Raises
-    FlexQuantError, naming the layer, if activations are not finite.
+    Raises FlexQuantError, naming the layer, if activations are not finite.
     """
     torch.manual_seed(seed)
     # llmcompressor 0.14's AWQ pins memory, which torch refuses without a GPU.
@@ -212,15 +205,6 @@ def run_modifiers(
         raise
 
 
-def _round_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give the model the values that :func:`save_model` will write, in the dtype that it computes in.
-
-    AutoRound leaves the weights that it quantised in 16 bit, beside others in float32.
-    """
-    _convert_parameters(model, dtype)
-    _convert_parameters(model, dtype if torch.cuda.is_available() else torch.float32, all_of_them=True)
-
-
 def _convert_parameters(model: PreTrainedModel, dtype: torch.dtype, all_of_them: bool = False) -> None:
     """Convert scales and unquantised parameters; quantised weights are divided by their scales on saving."""
     quantized = {id(m.weight) for m in model.modules() if hasattr(m, "quantization_scheme")}
@@ -230,10 +214,9 @@ def _convert_parameters(model: PreTrainedModel, dtype: torch.dtype, all_of_them:
 
 
 def save_model(model: PreTrainedModel, source: SourceModel, variant: ResolvedVariant, folder: Path) -> None:
-    """Write the compressed model in the source's dtype, with the files beside the source's weights.
+    """Write the compressed model in the source's dtype and under its architecture, with the files beside it.
 
-    The architecture's name is kept, and so are generation settings, even those that transformers would refuse
-    to save. Raises FlexQuantError unless the weights of all linears of the ``variant`` are compressed.
+    Raises FlexQuantError unless the weights of all linears of the ``variant`` are compressed.
     """
     _convert_parameters(model, source.dtype)
     settings = model.generation_config
@@ -256,10 +239,8 @@ def save_model(model: PreTrainedModel, source: SourceModel, variant: ResolvedVar
     weights = (ref for name, ref in read_tensors(folder).items() if name.endswith(WEIGHTS))
     compressed, asked = sum(ref.dtype not in FLOAT_DTYPES for ref in weights), len(variant.linears)
     if compressed != asked:
-        raise FlexQuantError(
-            f"llmcompressor compressed {compressed} of the {asked} linears that '{recipe.name}' quantises; "
-            "add the others to 'ignore'"
-        )
+        problem = f"llmcompressor compressed {compressed} of the {asked} linears that '{recipe.name}'"
+        raise FlexQuantError(f"{problem} quantises; add the others to 'ignore'")
 
 
 @contextmanager
@@ -270,10 +251,8 @@ def explained_memory(doing: str, remedy: str = "lower --samples or --length") ->
     except (RuntimeError, MemoryError) as e:
         if not _is_out_of_memory(e):
             raise
-        raise FlexQuantError(
-            f"the memory ran out while {doing}; {remedy}, choose a smaller model, or use a machine with "
-            "more memory"
-        ) from e
+        advice = f"{remedy}, choose a smaller model, or use a machine with more memory"
+        raise FlexQuantError(f"the memory ran out while {doing}; {advice}") from e
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
@@ -293,16 +272,14 @@ def watched_layers(model: PreTrainedModel, progress: Progress | None) -> Iterato
     def check(number: int, module: torch.nn.Module, args: object, output: object) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if isinstance(hidden, torch.Tensor) and not torch.isfinite(hidden).all():
-            raise FlexQuantError(
-                f"the activations of {names[number - 1]} have NaN or infinite values on the calibration "
-                "data, though all weights are finite; check the norms' weights, and that the model answers "
-                "sensibly"
-            )
+            found = f"the activations of {names[number - 1]} have NaN or infinite values"
+            where = "on the calibration data, though all weights are finite"
+            advice = "check the norms' weights, and that the model answers sensibly"
+            raise FlexQuantError(f"{found} {where}; {advice}")
         if progress is not None:
             progress(number, len(names))
 
     with ExitStack() as stack:
         for number, name in enumerate(names, 1):
-            handle = model.get_submodule(name).register_forward_hook(partial(check, number))
-            stack.callback(handle.remove)
+            stack.callback(model.get_submodule(name).register_forward_hook(partial(check, number)).remove)
         yield

@@ -38,10 +38,9 @@ class _Discard(io.StringIO):
 
 @contextmanager
 def quiet_libraries(warn: Callable[[str], None]) -> Iterator[None]:
-    """Discard the bars, logs and Python warnings of all libraries in the block.
+    """Discard the bars, logs and Python warnings of all libraries in the block, but on streams got before.
 
-    Inside, write only to streams that were obtained before. ``warn`` receives, once each, the warnings of
-    llmcompressor's modifiers, such as a linear that GPTQ could only round to nearest.
+    ``warn`` receives, once each, warnings of llmcompressor's modifiers, such as GPTQ rounding to nearest.
     """
     discard = _Discard()
     disabled = logging.root.manager.disable

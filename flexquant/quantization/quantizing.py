@@ -101,10 +101,9 @@ def quantize_variants(
     runs out.
     """
     if importlib.util.find_spec("llmcompressor") is None:
-        raise FlexQuantError(
-            "quantising needs llmcompressor, which is not installed; install flexquant[quantize] in an "
-            "environment of its own, since vLLM needs another compressed-tensors"
-        )
+        advice = "install flexquant[quantize] in an environment of its own"
+        why = "since vLLM needs another compressed-tensors"
+        raise FlexQuantError(f"quantising needs llmcompressor, which is not installed; {advice}, {why}")
     recipes = _choose(recipe, variants)
     folder = find_folder(model, progress)
     for chosen in recipes:
@@ -199,10 +198,7 @@ class _Run:
         return reference
 
     def _find_finished(self, jobs: Sequence[_Job]) -> list[bool]:
-        """Return for each variant whether its folder holds what this run would write; every file is read.
-
-        Raises FlexQuantError, which says what differs in each folder, unless such folders may be replaced.
-        """
+        """Return which variants are finished; raise FlexQuantError for other folders, unless replaceable."""
         finished, problems = [], []
         for job in jobs:
             problem: str | None = "is missing"
@@ -212,9 +208,8 @@ class _Run:
                     problems.append(f"{job.folder} {problem}")
             finished.append(problem is None)
         if problems and not self.overwrite:
-            raise FlexQuantError(
-                f"{'; '.join(problems)}; replace what differs with --overwrite, or choose another folder"
-            )
+            advice = "replace what differs with --overwrite, or choose another folder"
+            raise FlexQuantError(f"{'; '.join(problems)}; {advice}")
         return finished
 
     def _quantize(self, job: _Job, reference: Reference, show: Progress | None) -> None:
@@ -226,16 +221,14 @@ class _Run:
         if job.rows is not None:
             calibration = {**portable_settings(settings), "rows_sha256": digest_of(job.rows)}
         with explained_memory(f"quantising '{variant.recipe.name}'"):
-            model, resolved, findings = quantize_in_memory(
-                variant, source, self.tokenizer, job.rows, settings.seed, show
-            )
+            inputs = self.tokenizer, job.rows, settings.seed
+            model, resolved, findings = quantize_in_memory(variant, source, *inputs, show)
             losses = measure_loss(model, reference)
             with staged_folder(job.folder, overwrite=self.overwrite) as stage:
                 save_model(model, source, variant, stage)
                 del model
-                document = resolved_document(
-                    resolved, self.recipe.description, settings, source, job.rows, losses
-                )
+                about = self.recipe.description, settings, source
+                document = resolved_document(resolved, *about, job.rows, losses)
                 (stage / RECIPE).write_text(document, encoding="utf-8")
                 report: Report = {
                     "made_from": job.made_from,

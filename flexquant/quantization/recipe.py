@@ -2,11 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Read a recipe, a YAML document of schema ``flexquant.recipe/v1`` that says how each variant is made.
 
-    variants:
-      w8a8:
-        SmoothQuantModifier: {smoothing_strength: [0.3, 0.5, 0.7]}      # searched per layer
-        GPTQModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}
-
 A variant lists llmcompressor's modifiers with their arguments; the last modifier quantises. Lists stand for
 choices that are searched or depend on the model; the ``recipe.yaml`` in each variant's folder is the same
 document with every choice made. Nothing here imports torch or llmcompressor.
@@ -145,11 +140,7 @@ def builtin_recipes() -> list[str]:
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:
-    """Load a built-in recipe by name, or a recipe file by path.
-
-    Raises FlexQuantError, with the line and what is allowed, for an unknown name, a file that cannot be read,
-    a document that breaks the schema, and a recipe that would change the KV cache.
-    """
+    """Load a recipe by built-in name or path; raise FlexQuantError if it is wrong or changes K or V."""
     content, source = read_named(str(name_or_path), PACKAGE, "recipe")
     return parse_recipe(content, source, str(name_or_path))
 

@@ -113,10 +113,7 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def read_report(folder: Path, replaceable: bool = False) -> Report | None:
-    """Return a variant's report, or None if there is none.
-
-    Raises FlexQuantError for a damaged report; one that is ``replaceable`` counts as empty, and fits no run.
-    """
+    """Return a report, or None; raise FlexQuantError if it is damaged, unless it is ``replaceable``."""
     file = folder / REPORT_FILE
     if not file.is_file():
         return None

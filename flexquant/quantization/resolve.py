@@ -48,8 +48,7 @@ class ResolvedVariant:
 def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: str) -> ResolvedVariant:
     """Make the choices that depend on ``model``, which needs no weights, and check the recipe's names.
 
-    Raises FlexQuantError, naming the line of the recipe and the module, for schemes that do not exist, groups
-    that do not divide a linear, a quantised lm_head, and mappings that would change what the model computes.
+    Raises FlexQuantError, naming line and module, for schemes, groups and mappings that do not suit it.
     """
     try:
         modifiers, notes, smoothed = {}, [], []
@@ -81,9 +80,8 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
         groups = quantization_groups(quantizer)
         if left := _gates_left_out(groups, quantizer, model):
             quantizer["ignore"] = [*quantizer.get("ignore", []), *left]
-            notes.append(
-                f"{', '.join(left)} left in 16 bit: gates, which only a recipe that names them quantises"
-            )
+            why = "gates, which only a recipe that names them quantises"
+            notes.append(f"{', '.join(left)} left in 16 bit: {why}")
         if any(part.ndim == 3 for name, part in model.named_parameters() if EXPERTS.match(name)):
             quantizer["ignore"] = [*quantizer.get("ignore", []), IN_EXPERTS]
             notes.append("experts left in 16 bit: the model is published with all of a layer in one tensor")
@@ -96,21 +94,16 @@ def resolve_variant(recipe: VariantRecipe, model: PreTrainedModel, model_type: s
             _check_distillable(linears)
     except FlexQuantError as e:
         raise FlexQuantError(f"{recipe.place}: {e}") from e
-    return ResolvedVariant(
-        replace(recipe, modifiers=modifiers), [*linears, *head], group_size, smoothed, notes
-    )
+    recipe = replace(recipe, modifiers=modifiers)
+    return ResolvedVariant(recipe, [*linears, *head], group_size, smoothed, notes)
 
 
 def with_strengths(variant: ResolvedVariant, strengths: Mapping[str, float | None]) -> VariantRecipe:
-    """Return the recipe with the ``strengths`` of smoothing that were chosen (None: not smoothed).
-
-    It makes the variant again without a search.
-    """
+    """Return the recipe with the ``strengths`` of smoothing that a search chose (None: not smoothed)."""
     name, modifiers = "SmoothQuantModifier", variant.recipe.modifiers
     chosen = {front: strengths.get(front) for front in variant.smoothed}
-    return replace(
-        variant.recipe, modifiers={**modifiers, name: {**modifiers[name], "smoothing_strength": chosen}}
-    )
+    smoothing = {**modifiers[name], "smoothing_strength": chosen}
+    return replace(variant.recipe, modifiers={**modifiers, name: smoothing})
 
 
 def _mappings(
@@ -118,8 +111,7 @@ def _mappings(
 ) -> list[ScaleMapping]:
     if isinstance(given, list):
         return [pair for mapping in given if (pair := split_mapping(mapping))]
-    names = [name for name, _ in model.named_modules()]
-    return default_mappings(model_type, given or "norms-and-up", names)
+    return default_mappings(model_type, given or "norms-and-up", [name for name, _ in model.named_modules()])
 
 
 def _check_strengths(strengths: object, smoothed: Sequence[str]) -> None:
@@ -127,15 +119,12 @@ def _check_strengths(strengths: object, smoothed: Sequence[str]) -> None:
         return
     for name in strengths:
         if name not in smoothed:
-            raise FlexQuantError(
-                f"smoothing_strength names '{name}', which no mapping smooths; remove it, or use the model "
-                "that the recipe was made for"
-            )
+            problem = f"smoothing_strength names '{name}', which no mapping smooths"
+            raise FlexQuantError(f"{problem}; remove it, or use the model that the recipe was made for")
     for name in smoothed:
         if name not in strengths:
-            raise FlexQuantError(
-                f"smoothing_strength lacks '{name}'; add it with a number from 0 to 1, or null"
-            )
+            problem = f"smoothing_strength lacks '{name}'"
+            raise FlexQuantError(f"{problem}; add it with a number from 0 to 1, or null")
 
 
 class _NotRotated(FlexQuantError):
@@ -224,15 +213,12 @@ def _quantized_linears(
                 kind = type(module).__name__
                 raise FlexQuantError(f"{name}, a {kind}, would be stored uncompressed; add it to 'ignore'")
     if LM_HEAD in found:
-        raise FlexQuantError(
-            f"{LM_HEAD} would be quantised; add 'ignore: [{LM_HEAD}]', since many models share it with the "
-            "embeddings, and 'head: int8' beside the modifiers to have it in INT8"
-        )
+        advice = f"add 'ignore: [{LM_HEAD}]', since many models share it with the embeddings"
+        or_so = "'head: int8' beside the modifiers to have it in INT8"
+        raise FlexQuantError(f"{LM_HEAD} would be quantised; {advice}, and {or_so}")
     if latent := next((name for name in found if LATENT_UP.match(f"{name}.")), None):
-        raise FlexQuantError(
-            f"{latent} would be quantised; add 're:.*kv_b_proj$' to 'ignore', since the attention layer that "
-            "holds it is one for all variants"
-        )
+        why = "since the attention layer that holds it is one for all variants"
+        raise FlexQuantError(f"{latent} would be quantised; add 're:.*kv_b_proj$' to 'ignore', {why}")
     if not found:
         raise FlexQuantError(f"no linear of the model matches {', '.join(schemes)}; correct 'targets'")
     return found
@@ -241,11 +227,10 @@ def _quantized_linears(
 def _head_in_int8(model: PreTrainedModel) -> list[str]:
     """Return the name of the model's lm_head; raise FlexQuantError if it has none but the embedding."""
     if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
-        raise FlexQuantError(
-            f"the model's {LM_HEAD} is its embedding (tie_word_embeddings), beside which 'head: int8' would "
-            "store a second matrix; remove it, and serve with a policy that has 'head: int8', which rounds "
-            "the one matrix at the start"
-        )
+        problem = f"the model's {LM_HEAD} is its embedding (tie_word_embeddings)"
+        why = "beside which 'head: int8' would store a second matrix"
+        advice = "serve with a policy that has 'head: int8', which rounds the one matrix at the start"
+        raise FlexQuantError(f"{problem}, {why}; remove it, and {advice}")
     if not any(name == LM_HEAD for name, _ in model.named_modules()):
         raise FlexQuantError(f"the model has no '{LM_HEAD}' to store in INT8; remove 'head: int8'")
     return [LM_HEAD]
@@ -256,10 +241,9 @@ def _check_distillable(linears: Mapping[str, tuple[int, QuantizationScheme]]) ->
         weights = scheme.weights
         by_weight_alone = weights is not None and scheme.input_activations is None
         if not by_weight_alone or weights.type != "int" or weights.strategy not in ("group", "channel"):
-            raise FlexQuantError(
-                "scale_distillation trains scales of integer weights beside 16-bit activations, "
-                f"and {name} is quantised otherwise; remove it, or choose a scheme such as W4A16"
-            )
+            what = "scale_distillation trains scales of integer weights beside 16-bit activations"
+            advice = "remove it, or choose a scheme such as W4A16"
+            raise FlexQuantError(f"{what}, and {name} is quantised otherwise; {advice}")
 
 
 def _group_size(arguments: JsonObject, linears: Mapping[str, tuple[int, QuantizationScheme]]) -> int | None:
@@ -280,18 +264,14 @@ def _group_size(arguments: JsonObject, linears: Mapping[str, tuple[int, Quantiza
 
 
 def choose_group_size(input_features: Mapping[str, int], sizes: Sequence[int]) -> int:
-    """Return the first of ``sizes`` that divides the input features of every linear.
-
-    Raises FlexQuantError, naming a linear, if none does.
-    """
+    """Return the first of ``sizes`` that divides every linear's inputs; raise FlexQuantError if none does."""
     for size in sizes:
         if all(k % size == 0 for k in input_features.values()):
             return size
     name, k = next((name, k) for name, k in input_features.items() if k % sizes[-1])
-    raise FlexQuantError(
-        f"{name} has {k} input features, which none of the group sizes {', '.join(map(str, sizes))} divides; "
-        "add a smaller one to group_size, or choose a scheme without groups, such as W8A8"
-    )
+    none = f"none of the group sizes {', '.join(map(str, sizes))} divides"
+    advice = "add a smaller one to group_size, or choose a scheme without groups, such as W8A8"
+    raise FlexQuantError(f"{name} has {k} input features, which {none}; {advice}")
 
 
 def quantization_groups(arguments: JsonObject) -> dict[str, QuantizationScheme]:
@@ -309,9 +289,8 @@ def quantization_groups(arguments: JsonObject) -> dict[str, QuantizationScheme]:
         targets = scheme if isinstance(scheme, dict) else {scheme: arguments.get("targets", ["Linear"])}
         for number, (name, of_preset) in enumerate(targets.items()):
             if name.upper() not in PRESET_SCHEMES:
-                raise FlexQuantError(
-                    f"'{name}' is no scheme of compressed-tensors; choose among {', '.join(PRESET_SCHEMES)}"
-                )
+                problem = f"'{name}' is no scheme of compressed-tensors"
+                raise FlexQuantError(f"{problem}; choose among {', '.join(PRESET_SCHEMES)}")
             groups[f"group_{number}"] = preset_name_to_scheme(name, list(of_preset))
     size = arguments.get("group_size")
     for group in groups.values():
@@ -321,37 +300,28 @@ def quantization_groups(arguments: JsonObject) -> dict[str, QuantizationScheme]:
 
 
 def with_asymmetric_activations(arguments: JsonObject, model: PreTrainedModel) -> JsonObject:
-    """Return the arguments of a quantising modifier, its 8-bit activations with a zero point for each token.
+    """Return a modifier's arguments, its INT8 activations by token with zero points, but for experts.
 
-    Those of experts keep their scheme, since vLLM's kernels for experts have no zero points. Raises
-    FlexQuantError without dynamic 8-bit integer activations by token, and where targets name experts.
+    Raises FlexQuantError for other activations, and where targets name experts.
     """
     from compressed_tensors.utils import match_named_modules
 
     groups: JsonObject = {}
     for name, group in quantization_groups(arguments).items():
-        activations = group.input_activations
-        how = activations and (
-            activations.type,
-            activations.num_bits,
-            activations.strategy,
-            activations.dynamic,
-        )
-        if how != ("int", 8, "token", True):
-            raise FlexQuantError(
-                f"asymmetric_activations gives INT8 activations a zero point for each token, and those for "
-                f"{', '.join(group.targets)} are not in INT8 by token; remove it, or choose W8A8"
-            )
+        x = group.input_activations
+        if x is None or (x.type, x.num_bits, x.strategy, x.dynamic) != ("int", 8, "token", True):
+            what = "asymmetric_activations gives INT8 activations a zero point for each token"
+            found = f"those for {', '.join(group.targets)} are not in INT8 by token"
+            raise FlexQuantError(f"{what}, and {found}; remove it, or choose W8A8")
         matched = match_named_modules(model, group.targets, arguments.get("ignore", []))
         if any(EXPERTS.match(f"{path}.") for path, _ in matched):
             if group.targets != ["Linear"]:
-                raise FlexQuantError(
-                    f"asymmetric_activations cannot leave out experts where {', '.join(group.targets)} names "
-                    f"them; give targets: [Linear], or add '{IN_EXPERTS}' to 'ignore'"
-                )
+                problem = "asymmetric_activations cannot leave out experts where"
+                advice = f"give targets: [Linear], or add '{IN_EXPERTS}' to 'ignore'"
+                raise FlexQuantError(f"{problem} {', '.join(group.targets)} names them; {advice}")
             symmetric = group.model_copy(update={"targets": [IN_EXPERTS]})
             groups[f"{name}_experts"] = symmetric.model_dump(mode="json", exclude_defaults=True)
-        activations.symmetric = False
+        x.symmetric = False
         groups[name] = group.model_dump(mode="json", exclude_defaults=True)
     kept = {key: value for key, value in arguments.items() if key not in ("scheme", "targets")}
     return {**kept, "config_groups": groups}

@@ -119,11 +119,10 @@ def read_source(folder: Path) -> SourceModel:
     with explained(f"cannot read the generation settings of {folder}", f"correct {settings_file}"):
         GenerationConfig.from_pretrained(folder, config_file_name=settings_file)
     if reads_more_than_text(written):
-        raise FlexQuantError(
-            f"{folder} is a model that reads more than text ('{config.model_type}'), and recipes are for "
-            "text models; quantise its language model with llm-compressor itself, and merge the variants "
-            "(flexquant/quantization/README.md, 'Vision models')"
-        )
+        problem = f"{folder} is a model that reads more than text ('{config.model_type}')"
+        advice = "quantise its language model with llm-compressor itself, and merge the variants"
+        where = "(flexquant/quantization/README.md, 'Vision models')"
+        raise FlexQuantError(f"{problem}, and recipes are for text models; {advice} {where}")
     if (model := find_model_class(written, str(folder))) is not None:
         model.check({name: ref.shape for name, ref in tensors.items()}, str(folder))
     hashes = {name: hash_file(path) for name, path in files.items()}
@@ -134,18 +133,13 @@ def read_source(folder: Path) -> SourceModel:
 
 
 def find_folder(model: str | Path, progress: Callable[[str], None]) -> Path:
-    """Return a model's folder; a Hugging Face id is fetched.
-
-    Raises FlexQuantError if there is no such model, and for one that is quantised, or an adapter.
-    """
+    """Return a model's folder, fetched for an id; raise FlexQuantError unless it is whole, in 16 bit."""
     progress(f"looking for {model}")
     folder = find_model(model)
     read_16_bit_config(folder)
     if (folder / ADAPTER).exists():
-        raise FlexQuantError(
-            f"{folder} holds an adapter ({ADAPTER}); merge it into the weights with peft, and quantise the "
-            "result"
-        )
+        problem = f"{folder} holds an adapter ({ADAPTER})"
+        raise FlexQuantError(f"{problem}; merge it into the weights with peft, and quantise the result")
     return folder
 
 
@@ -153,27 +147,22 @@ def _check_names(folder: Path, tensors: Mapping[str, TensorRef]) -> None:
     """Raise FlexQuantError if transformers would load other files of the folder than ``tensors`` are in."""
     read = {ref.file.name for ref in tensors.values()}
     if (folder / SINGLE_FILE).exists() == (folder / INDEX_FILE).exists() and read != {SINGLE_FILE}:
-        raise FlexQuantError(
-            f"{folder} has its tensors in {', '.join(sorted(read))}, but transformers loads {SINGLE_FILE} "
-            f"or, without that, what {INDEX_FILE} lists; keep the files of one"
-        )
+        problem = f"{folder} has its tensors in {', '.join(sorted(read))}, but transformers loads"
+        loaded = f"{SINGLE_FILE} or, without that, what {INDEX_FILE} lists"
+        raise FlexQuantError(f"{problem} {loaded}; keep the files of one")
 
 
 def _check_dtypes(tensors: Mapping[str, TensorRef]) -> None:
     """Raise FlexQuantError for a weight that cannot be quantised."""
     for name, ref in sorted(tensors.items()):
         if name.endswith((".weight", ".bias")) and ref.dtype not in WEIGHT_DTYPES:
-            raise FlexQuantError(
-                f"tensor '{name}' in {ref.file} has dtype {DTYPES[ref.dtype][1] or ref.dtype}; quantising "
-                "starts from float16, bfloat16 or float32 weights: use the model's 16-bit release"
-            )
+            problem = f"tensor '{name}' in {ref.file} has dtype {DTYPES[ref.dtype][1] or ref.dtype}"
+            needed = "quantising starts from float16, bfloat16 or float32 weights"
+            raise FlexQuantError(f"{problem}; {needed}: use the model's 16-bit release")
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Return a configuration's model without memory for its weights (torch's meta device).
-
-    Raises FlexQuantError if transformers cannot build it, or has another class than the configuration names.
-    """
+    """Return a model on the meta device; raise FlexQuantError if transformers has another class, or none."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -182,10 +171,9 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
         model = build_model(AutoModelForCausalLM, config)
     found, named = type(model).__name__, next(iter(config.architectures or ()), "")
     if named and named.lower() != found.lower():
-        raise FlexQuantError(
-            f"config.json names the architecture {named}, and transformers computes the model_type "
-            f"'{config.model_type}' as a {found}; correct config.json, or give a model that transformers has"
-        )
+        computed = f"transformers computes the model_type '{config.model_type}' as a {found}"
+        advice = "correct config.json, or give a model that transformers has"
+        raise FlexQuantError(f"config.json names the architecture {named}, and {computed}; {advice}")
     return model
 
 
@@ -246,10 +234,7 @@ def readers_of_norms(names: Iterable[str]) -> tuple[list[str], list[str]]:
 def resolve_mappings(
     mappings: Sequence[ScaleMapping], model: PreTrainedModel, model_type: str
 ) -> dict[str, list[str]]:
-    """Return module in front -> linears that its scales move into, by name, in a ``model`` without weights.
-
-    Raises FlexQuantError for a mapping that matches nothing, or omits a linear that reads the norm.
-    """
+    """Return module in front -> linears that get its scales; raise FlexQuantError for a wrong mapping."""
     from compressed_tensors.utils import match_modules_set
 
     names = {module: name for name, module in model.named_modules()}
@@ -260,17 +245,13 @@ def resolve_mappings(
         except ValueError as e:
             raise FlexQuantError(f"the mapping from '{smooth}' does not fit this model ({said_by(e)})") from e
         if not sets:
-            raise FlexQuantError(
-                f"the mapping from '{smooth}' to {', '.join(balance)} matches no module of this model; "
-                "correct the names, or leave 'mappings' out"
-            )
+            problem = f"the mapping from '{smooth}' to {', '.join(balance)} matches no module of this model"
+            raise FlexQuantError(f"{problem}; correct the names, or leave 'mappings' out")
         for *linears, (front, *more) in sets:
             found = [names[module] for modules in linears for module in modules]
             if more or names[front] in resolved:
-                raise FlexQuantError(
-                    f"two mappings or modules share the linears {', '.join(found)}; give each mapping one "
-                    "module in front of its linears"
-                )
+                problem = f"two mappings or modules share the linears {', '.join(found)}"
+                raise FlexQuantError(f"{problem}; give each mapping one module in front of its linears")
             _check_readers(names[front], found, model_type, names.values())
             resolved[names[front]] = found
     return resolved
@@ -288,13 +269,10 @@ def _check_readers(front: str, linears: Sequence[str], model_type: str, names: C
             layer = front.removesuffix(suffix)
             expected = {layer + re.sub(r"^re:\.\*|\\|\$$", "", pattern) for pattern in patterns}
     if expected and set(linears) != expected:
-        raise FlexQuantError(
-            f"the mapping from {front} covers {', '.join(sorted(linears))}; it has to cover exactly "
-            f"{', '.join(sorted(expected))}, which read it, or the model computes something else"
-        )
+        needed = f"it has to cover exactly {', '.join(sorted(expected))}, which read it"
+        covers = f"the mapping from {front} covers {', '.join(sorted(linears))}"
+        raise FlexQuantError(f"{covers}; {needed}, or the model computes something else")
     if not expected and (first or model_type in MLP_NORM or model_type in ATTENTION_NORM_ONLY):
         known = [*readers, *([NORM_BEFORE_STATES[model_type]] if first else [])]
-        raise FlexQuantError(
-            f"the mapping from {front} is not known to leave the model as it is; in a {model_type} model "
-            f"scales may move from {', '.join(known)} only"
-        )
+        may = f"in a {model_type} model scales may move from {', '.join(known)} only"
+        raise FlexQuantError(f"the mapping from {front} is not known to leave the model as it is; {may}")

@@ -77,10 +77,9 @@ def check_mapping(balance: Sequence[str], smooth: str) -> str | None:
     for name, effect in (_CACHED | _UNBALANCED).items():
         if _may_match(name, smooth):
             fatal = SHARED_CACHE if name in _CACHED else "would change what the model computes"
-            return (
-                f"remove the mapping from '{smooth}': smoothing {name.split('.')[1]} {effect}, which {fatal};"
-                " scales may move from a norm into all linears that read it, and from up_proj into down_proj"
-            )
+            why = f"smoothing {name.split('.')[1]} {effect}, which {fatal}"
+            may = "scales may move from a norm into all linears that read it, and from up_proj into down_proj"
+            return f"remove the mapping from '{smooth}': {why}; {may}"
     if _may_match(_UP, smooth) and not all(_may_match(_DOWN, name) for name in balance):
         return f"give '{smooth}' the one linear down_proj, whose input is all that it scales"
     if not _may_match(_UP, smooth) and any(_may_match(_DOWN, name) for name in balance):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,11 +23,10 @@ from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
-from flexquant.policy.routes import RouteTable, build_route_table
+from flexquant.policy.routes import RouteTable, RouteTableData, build_route_table
 from flexquant.policy.rules import Policy, choose_policy
 from flexquant.policy.schema import Head
 from flexquant.serving.derivable import check_derivable
-from flexquant.serving.messages import PolicyName, ServedPolicyData
 from flexquant.serving.refusals import has_one_head, refusals
 
 if TYPE_CHECKING:
@@ -86,11 +85,35 @@ def additional_config(vllm_config: VllmConfig) -> JsonObject:
     """Return a copy of vLLM's ``additional_config``; raise :class:`FlexQuantError` if it is no mapping."""
     additional = vllm_config.additional_config
     if not isinstance(additional, dict):
-        raise FlexQuantError(
-            f"additional-config is of the type {type(additional).__name__}, and FlexQuant puts the policy "
-            "into it; give a mapping, or none"
-        )
+        problem = f"additional-config is of the type {type(additional).__name__}"
+        raise FlexQuantError(f"{problem}, and FlexQuant puts the policy into it; give a mapping, or none")
     return dict(additional)
+
+
+class PolicyName(TypedDict):
+    name: str
+    digest: str
+    """SHA-256 of the policy document without its measured times, in hexadecimal."""
+
+
+class ServedPolicyData(PolicyName):
+    """A :class:`ServedPolicy` as plain data, as vLLM carries it to workers."""
+
+    routes: RouteTableData
+
+
+class RankMetrics(TypedDict):
+    """What the rank that counts tells for ``/metrics``."""
+
+    engine: str
+    policies: list[tuple[str, str, int]]
+    """Name and digest of each policy that has routed, and 1 for the one that routes now, else 0."""
+    counted: list[JsonObject]
+    """Plan, phase, and the counters of :meth:`flexquant.serving.worker.pass_records.PlanCounters.to_data`."""
+    sizes: list[tuple[list[tuple[str, int]], int]]
+    """For each record of ``counted``: the upper end of each bucket with the number of passes up to it, and
+    the sum of the passes' sizes."""
+    weight_bytes_by_layers: dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -113,10 +136,9 @@ class ServedPolicy:
         """In a worker: return the policy that the front end has resolved."""
         resolved = additional_config(vllm_config).get(RESOLVED_KEY)
         if resolved is None:
-            raise FlexQuantError(
-                "the configuration holds no policy, which FlexQuant's front end puts there; build it with "
-                "vLLM's EngineArgs.create_engine_config(), in a process in which the plugin is loaded"
-            )
+            problem = "the configuration holds no policy, which FlexQuant's front end puts there"
+            how = "vLLM's EngineArgs.create_engine_config(), in a process in which the plugin is loaded"
+            raise FlexQuantError(f"{problem}; build it with {how}")
         return cls.from_json(resolved)
 
     def to_json(self) -> ServedPolicyData:
@@ -131,34 +153,27 @@ class ServedPolicy:
 def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
     """In the front end: put the policy that the options name into ``vllm_config``; return its table.
 
-    Workers get a table with decode passes of all sizes, since vLLM may set the sizes of CUDA graphs, and so
-    the largest, afterwards. Raises :class:`FlexQuantError` for a policy that cannot be read or served.
+    Workers' has decode passes of all sizes: vLLM sets the largest later. Raises :class:`FlexQuantError`.
     """
     options = ServingOptions.from_vllm(vllm_config)
     policy = choose_policy(options.policy, merged.policy)
     variants = [*merged.variants, *policy.derived]
     if unknown := [name for name in options.kernels if name not in variants]:
-        raise FlexQuantError(
-            f"additional-config key '{OPTIONS_KEY}.kernels' is of '{unknown[0]}', no variant; allowed: "
-            f"{', '.join(variants)}"
-        )
+        problem = f"additional-config key '{OPTIONS_KEY}.kernels' is of '{unknown[0]}', no variant"
+        raise FlexQuantError(f"{problem}; allowed: {', '.join(variants)}")
     served = served_policy(vllm_config, merged, policy)
     vllm_config.additional_config = additional_config(vllm_config) | {RESOLVED_KEY: served.to_json()}
     return served.routes.up_to(max_decode_tokens(vllm_config))
 
 
 def served_policy(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy) -> ServedPolicy:
-    """In the front end: return the policy for workers, with decode passes of all sizes in its table.
-
-    Raises :class:`FlexQuantError` for a policy or a checkpoint that this server cannot serve.
-    """
+    """In the front end: return the policy for workers; raise :class:`FlexQuantError` for one not served."""
     num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
     for module in merged.shared_modules:
         if (layer_number(module) or 0) >= num_layers:
-            raise FlexQuantError(
-                f"the merged checkpoint's quantization_config has '{module}' among shared_modules, and the "
-                f"model has {num_layers} decoder layers, counted from 0; merge it again"
-            )
+            found = f"the merged checkpoint's quantization_config has '{module}' among shared_modules"
+            there = f"the model has {num_layers} decoder layers, counted from 0"
+            raise FlexQuantError(f"{found}, and {there}; merge it again")
     routes = build_route_table(
         policy,
         variants=list(merged.variants),
@@ -182,8 +197,7 @@ def served_policy(vllm_config: VllmConfig, merged: MergedConfig, policy: Policy)
 def clip_to_server(vllm_config: VllmConfig, merged: MergedConfig, served: ServedPolicy) -> ServedPolicy:
     """In a worker: return the policy with the decode passes alone that this server can run.
 
-    vLLM settles mode and sizes of CUDA graphs after the front end's check, so with graphs this raises
-    :class:`FlexQuantError` for what cannot be served with these.
+    Raises :class:`FlexQuantError` for what cannot be served with CUDA graphs, which vLLM settles late.
     """
     clipped = replace(served, routes=served.routes.up_to(max_decode_tokens(vllm_config)))
     if vllm_config.compilation_config.cudagraph_mode:
@@ -208,12 +222,10 @@ def check_caches(vllm_config: VllmConfig, merged: MergedConfig, policy: str, *ta
         policy, used = "a KV connector", sorted(merged.variants)
     if merged.may_share_cache(used) or ServingOptions.from_vllm(vllm_config).allow_incompatible_kv:
         return
-    consent = json.dumps({OPTIONS_KEY: {"allow_incompatible_kv": True}})
-    raise FlexQuantError(
-        f"{policy} lets {' and '.join(used)} read one KV cache, and the merge did not find that they can; "
-        "take a policy of one variant, and no KV connector, or, to serve it all the same, add "
-        f"--additional-config '{consent}'. Recorded is: {merged.kv_compatibility.get('message')}"
-    )
+    consent = f"--additional-config '{json.dumps({OPTIONS_KEY: {'allow_incompatible_kv': True}})}'"
+    problem = f"{policy} lets {' and '.join(used)} read one KV cache, and the merge did not find that they"
+    advice = f"take a policy of one variant, and no KV connector, or, to serve it all the same, add {consent}"
+    raise FlexQuantError(f"{problem} can; {advice}. Recorded is: {merged.kv_compatibility.get('message')}")
 
 
 def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> None:
@@ -263,17 +275,14 @@ def check_pipeline(vllm_config: VllmConfig, merged: MergedConfig) -> None:
     if ranks == 1:
         return
     if not model.registry.is_pp_supported_model([merged.base_architecture], model):
-        raise FlexQuantError(
-            f"vLLM has no pipeline parallelism for {merged.base_architecture} (use --tensor-parallel-size)"
-        )
+        problem = f"vLLM has no pipeline parallelism for {merged.base_architecture}"
+        raise FlexQuantError(f"{problem} (use --tensor-parallel-size)")
     layers = model.hf_text_config.num_hidden_layers
     empty = [rank for rank in range(ranks) if len(range(*get_pp_indices(layers, rank, ranks))) == 0]
     if empty:
-        raise FlexQuantError(
-            f"pipeline parallelism over {ranks} ranks leaves rank {empty[0]} none of the model's {layers} "
-            f"decoder layers (use --pipeline-parallel-size 1 to {layers}, and no zeros in "
-            "VLLM_PP_LAYER_PARTITION)"
-        )
+        leaves = f"leaves rank {empty[0]} none of the model's {layers} decoder layers"
+        advice = f"use --pipeline-parallel-size 1 to {layers}, and no zeros in VLLM_PP_LAYER_PARTITION"
+        raise FlexQuantError(f"pipeline parallelism over {ranks} ranks {leaves} ({advice})")
 
 
 def tokens_per_sequence(vllm_config: VllmConfig) -> int:

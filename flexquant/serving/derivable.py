@@ -20,10 +20,7 @@ ONE_SCALE = "weights have one scale a channel, and INT8 activations need groups"
 
 
 def check_derivable(derives: str, derivation: Derivation, source: StoredVariant) -> None:
-    """Refuse a derived variant if its source lacks the weights that it needs, or this device a kernel.
-
-    ``derives`` opens the message: what in the policy derives the variant.
-    """
+    """Refuse a derived variant, which ``derives`` names, without its weights or a kernel for them."""
     if derivation.is_one_copy:
         check_one_copy_device(derives, derivation.weights)
         if source.is_in_16_bit:
@@ -44,10 +41,8 @@ def check_derivable(derives: str, derivation: Derivation, source: StoredVariant)
             problems = [f"{which} ('flexquant convert')"]
         needed = "symmetric INT4 weights in groups (scheme W4A16 in the recipe, not W4A16_ASYM)"
     if any(problems):
-        raise FlexQuantError(
-            f"{derives} from '{derivation.source}', {next(filter(None, problems))}; derive it from a W4A16 "
-            f"variant with {needed}"
-        )
+        problem = f"{derives} from '{derivation.source}', {next(filter(None, problems))}"
+        raise FlexQuantError(f"{problem}; derive it from a W4A16 variant with {needed}")
     if derivation.is_one_copy:
         return
     check_w4a8_device(derivation.activations)
@@ -97,11 +92,9 @@ def check_one_copy_device(what: str, weights: str) -> None:
 def check_signs(activations: str, owner: str) -> None:
     """Refuse scales below zero, which ``owner`` has, where the kernel does not multiply right with them."""
     if current_platform.is_cuda() and activations == "int8":
-        raise FlexQuantError(
-            f"{owner} has scales below zero, as AutoRound makes them, which vLLM's Marlin kernel takes for "
-            "large ones beside INT8 activations; quantise with GPTQ or by rounding, or take such a variant's "
-            "rules out of the policy"
-        )
+        why = "which vLLM's Marlin kernel takes for large ones beside INT8 activations"
+        advice = "quantise with GPTQ or by rounding, or take such a variant's rules out of the policy"
+        raise FlexQuantError(f"{owner} has scales below zero, as AutoRound makes them, {why}; {advice}")
 
 
 def check_w4a8_device(activations: str) -> None:
@@ -110,15 +103,12 @@ def check_w4a8_device(activations: str) -> None:
         has_kernel = current_platform.is_device_capability_family(120)
         has_kernel |= any(map(current_platform.is_device_capability, (89, 90)))
         if activations == "fp8" and not has_kernel:
-            raise FlexQuantError(
-                f"vLLM has no kernel for INT4 weights with fp8 activations on {_device()}, only for compute "
-                "capability 8.9, 9.0 and 12.x; derive the variant with 'activations: int8'"
-            )
+            problem = f"vLLM has no kernel for INT4 weights with fp8 activations on {_device()}"
+            there_is = "only for compute capability 8.9, 9.0 and 12.x"
+            raise FlexQuantError(f"{problem}, {there_is}; derive the variant with 'activations: int8'")
     elif not (current_platform.is_cpu() and activations == "int8"):
-        raise FlexQuantError(
-            f"there is no kernel for INT4 weights with {activations} activations on {_device()}; choose a "
-            "policy without such a variant"
-        )
+        problem = f"there is no kernel for INT4 weights with {activations} activations on {_device()}"
+        raise FlexQuantError(f"{problem}; choose a policy without such a variant")
 
 
 def _device() -> str:

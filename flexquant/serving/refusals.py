@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Refuse what a server does not support: features of vLLM, by topic.
-
-The front end asks before it starts a worker; `derivable` refuses derived variants.
-"""
+"""Refuse features of vLLM that a server does not support, by topic; `derivable` refuses derived variants."""
 
 from __future__ import annotations
 
@@ -18,13 +15,7 @@ from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.module_names import HEAD, OF_TOKENS
 from flexquant.checkpoint.schemes import rotates_in_blocks, rotates_in_passes
 from flexquant.policy.routes import RouteTable
-from flexquant.serving.draft_heads import (
-    LOAD_FORMAT,
-    MERGED_DRAFTS,
-    METHOD,
-    drafts_with_other_merged,
-    drafts_with_own_heads,
-)
+from flexquant.serving import draft_heads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,6 +31,7 @@ FOR_ADAPTERS = (
     "16-bit model before it is quantised"
 )
 """What to do for variants that adapters do not fit."""
+WITHOUT_IT = "choose a policy without it"
 
 
 def refusals(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
@@ -53,23 +45,18 @@ def _of_model(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
 
     model = vllm_config.model_config
     if any(hasattr(ModuleDict, name) for name in merged.variants):
-        yield (
-            f"variants named like an attribute of torch.nn.ModuleDict, among {', '.join(merged.variants)} "
-            "(merge them under other names)"
-        )
+        what = f"variants named like an attribute of torch.nn.ModuleDict, among {', '.join(merged.variants)}"
+        yield f"{what} (merge them under other names)"
     if reads_more_than_text(model.hf_config.to_dict()) and not model.is_multimodal_model:
-        yield (
-            f"{merged.base_architecture}, which reads more than text (of such models it serves "
-            f"{', '.join(VISION_ARCHITECTURES)}; serve one variant's own checkpoint)"
-        )
+        served = f"of such models it serves {', '.join(VISION_ARCHITECTURES)}"
+        what = f"{merged.base_architecture}, which reads more than text"
+        yield f"{what} ({served}; serve one variant's own checkpoint)"
     if model.runner_type != "generate":
         yield f"the '{model.runner_type}' runner (use --runner generate)"
     # A worker that drafts with heads has LOAD_FORMAT, once the model is built.
-    if (load_format := vllm_config.load_config.load_format) not in (*LOAD_FORMATS, LOAD_FORMAT):
-        yield (
-            f"load format '{load_format}', which does not read safetensors by their names (drop "
-            f"--load-format, or use {', '.join(LOAD_FORMATS)})"
-        )
+    if (load_format := vllm_config.load_config.load_format) not in (*LOAD_FORMATS, draft_heads.LOAD_FORMAT):
+        what = f"load format '{load_format}', which does not read safetensors by their names"
+        yield f"{what} (drop --load-format, or use {', '.join(LOAD_FORMATS)})"
     if model.enable_prompt_embeds and not has_one_embedding(merged, routes):
         yield "prompt embeddings for variants with different embeddings (drop --enable-prompt-embeds)"
     offload = vllm_config.offload_config
@@ -87,17 +74,13 @@ def _of_nesting(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTabl
     has_capability = current_platform.has_device_capability
     is_ampere_to_hopper = current_platform.is_cuda() and has_capability(80) and not has_capability(100)
     if ours and not (current_platform.is_cpu() or is_ampere_to_hopper):
-        yield (
-            f"'{ours[0]}', which is nested in '{routes.nested[ours[0]]}' and multiplies in INT8, on a device "
-            "that is neither a CPU nor an NVIDIA GPU from Ampere to Hopper (choose a policy without it)"
-        )
+        what = f"'{ours[0]}', which is nested in '{routes.nested[ours[0]]}' and multiplies in INT8, on a"
+        yield f"{what} device that is neither a CPU nor an NVIDIA GPU from Ampere to Hopper ({WITHOUT_IT})"
     model = vllm_config.model_config
     served, stated = (str(of.dtype).removeprefix("torch.") for of in (model, model.hf_config))
     if ours and served != stated:
-        yield (
-            f"'{ours[0]}', whose weights are computed from INT4 scales in {stated}, in {served} (drop "
-            f"--dtype, or merge with --dtype {served})"
-        )
+        what = f"'{ours[0]}', whose weights are computed from INT4 scales in {stated}, in {served}"
+        yield f"{what} (drop --dtype, or merge with --dtype {served})"
 
 
 def _of_vision(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
@@ -107,10 +90,8 @@ def _of_vision(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
     if not model.is_multimodal_model:
         return
     if not has_one_embedding(merged, routes):
-        yield (
-            "a vision model whose variants have different embeddings, which vLLM asks for before the plan of "
-            "a pass is known (leave the embedding out of quantising in every variant)"
-        )
+        what = "a vision model whose variants have different embeddings, which vLLM asks for before the plan"
+        yield f"{what} of a pass is known (leave the embedding out of quantising in every variant)"
     if vllm_config.speculative_config is not None:
         yield "speculative decoding for vision models (drop --speculative-config)"
     if vllm_config.lora_config is not None:
@@ -128,16 +109,12 @@ def _of_adapters(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTab
         return
     why = "SmoothQuant, AWQ and rotations do so"
     if as_first:
-        yield (
-            "LoRA for variants whose layers take scaled inputs beside others that take them as they are "
-            f"({', '.join(rescaled)} against {', '.join(as_first)}; {why}): an adapter does not fit both "
-            f"({FOR_ADAPTERS})"
-        )
+        what = "LoRA for variants whose layers take scaled inputs beside others that take them as they are"
+        what += f" ({', '.join(rescaled)} against {', '.join(as_first)}; {why}): an adapter does not fit both"
+        yield f"{what} ({FOR_ADAPTERS})"
     else:
-        yield (
-            f"LoRA for several variants whose layers take scaled inputs ({', '.join(rescaled)}; {why}): it "
-            f"does not know whether what fits one of them would fit each other ({FOR_ADAPTERS})"
-        )
+        what = f"LoRA for several variants whose layers take scaled inputs ({', '.join(rescaled)}; {why})"
+        yield f"{what}: it does not know whether what fits one of them would fit each other ({FOR_ADAPTERS})"
 
 
 def _of_ranks(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
@@ -164,10 +141,8 @@ def _of_ranks(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
     if parallel.enable_eplb:
         yield "moving experts among ranks (drop --enable-eplb): vLLM would move those of one variant"
     if vllm_config.model_config.is_moe and parallel.data_parallel_size > 1 and len(routes.plans) > 1:
-        yield (
-            "data parallelism for a mixture-of-experts model, whose replicas run expert layers together, "
-            "under a policy with several plans (use --tensor-parallel-size, or several servers)"
-        )
+        what = "data parallelism for a mixture-of-experts model, whose replicas run expert layers together"
+        yield f"{what}, under a policy with several plans (use --tensor-parallel-size, or several servers)"
 
 
 def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
@@ -175,21 +150,17 @@ def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
         return
     method = vllm_config.speculative_config.method
     if method not in SPECULATIVE_METHODS:
-        yield (
-            f"speculative method '{method}' (use {', '.join(SPECULATIVE_METHODS)} or none): others read "
-            "states that few target classes have, or are not known to work"
-        )
-    has_no_heads = drafts_with_own_heads(vllm_config) and merged.draft_heads is None
-    if has_no_heads or drafts_with_other_merged(vllm_config):
-        yield MERGED_DRAFTS
-    if method == METHOD and getattr(vllm_config.model_config, "model_weights", None):
+        what = f"speculative method '{method}' (use {', '.join(SPECULATIVE_METHODS)} or none)"
+        yield f"{what}: others read states that few target classes have, or are not known to work"
+    has_no_heads = draft_heads.drafts_with_own_heads(vllm_config) and merged.draft_heads is None
+    if has_no_heads or draft_heads.drafts_with_other_merged(vllm_config):
+        yield draft_heads.MERGED_DRAFTS
+    if method == draft_heads.METHOD and getattr(vllm_config.model_config, "model_weights", None):
         yield "heads that draft out of object storage (serve a folder)"
     has_one_of_each = has_one_head(merged, routes) and has_one_embedding(merged, routes)
     if method in DRAFTS_FROM_TARGET and not has_one_of_each:
-        yield (
-            f"speculative method '{method}' for variants with different embeddings or lm_heads, of which the "
-            "draft model shares one (use 'draft_model' or 'ngram')"
-        )
+        what = f"speculative method '{method}' for variants with different embeddings or lm_heads"
+        yield f"{what}, of which the draft model shares one (use 'draft_model' or 'ngram')"
 
 
 def _of_passes(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
@@ -198,35 +169,28 @@ def _of_passes(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
     from flexquant.serving.vllm_api import envs, is_breakable_cudagraph_enabled
 
     if envs.VLLM_BATCH_INVARIANT and len(routes.plans) > 1:
-        yield (
-            "VLLM_BATCH_INVARIANT=1 under a policy with several plans, among which the other requests of a "
-            f"pass decide (choose a policy that uses one variant throughout, of {', '.join(routes.layers)}, "
-            "or one that tells layers alone apart)"
-        )
+        what = "VLLM_BATCH_INVARIANT=1 under a policy with several plans, among which the other requests of a"
+        one = f"choose a policy that uses one variant throughout, of {', '.join(routes.layers)}"
+        yield f"{what} pass decide ({one}, or one that tells layers alone apart)"
     compilation = vllm_config.compilation_config
     graphs = compilation.cudagraph_mode or CUDAGraphMode.NONE
     several_plans_a_size = not routes.ignores_phase()
     if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:
         yield "compilation mode STOCK_TORCH_COMPILE, which would freeze one route (use VLLM_COMPILE or NONE)"
     if graphs == CUDAGraphMode.FULL and several_plans_a_size:
-        yield (
-            "cudagraph_mode FULL, which replays one graph a size for all phases, under a policy that tells "
-            "phases apart (use FULL_AND_PIECEWISE)"
-        )
+        what = "cudagraph_mode FULL, which replays one graph a size for all phases"
+        yield f"{what}, under a policy that tells phases apart (use FULL_AND_PIECEWISE)"
     if is_breakable_cudagraph_enabled() and graphs.has_piecewise_cudagraphs() and several_plans_a_size:
-        yield (
-            "breakable CUDA graphs, which replay one graph a size for all phases, under a policy that tells "
-            "phases apart (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)"
-        )
+        what = "breakable CUDA graphs, which replay one graph a size for all phases"
+        yield f"{what}, under a policy that tells phases apart (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)"
     if graphs.has_full_cudagraphs() and not has_one_head(merged, routes):
         yield f"cudagraph_mode {graphs.name} for variants with different lm_heads (use PIECEWISE)"
     model = vllm_config.model_config
     dtype = getattr(model, "head_dtype", model.dtype)  # vLLM 0.26 has it for poolers alone
     if routes.head == "int8" and dtype != model.dtype:
-        yield (
-            f"an lm_head in INT8 that computes in {str(dtype).removeprefix('torch.')}, for which vLLM takes "
-            "16-bit weights alone (drop 'head_dtype' from --hf-overrides, or have 'head: stored')"
-        )
+        what = f"an lm_head in INT8 that computes in {str(dtype).removeprefix('torch.')}, for which vLLM"
+        advice = "drop 'head_dtype' from --hf-overrides, or have 'head: stored'"
+        yield f"{what} takes 16-bit weights alone ({advice})"
 
 
 def has_one_head(merged: MergedConfig, routes: RouteTable) -> bool:

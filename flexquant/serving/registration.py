@@ -94,10 +94,8 @@ class FlexQuantConfig(QuantizationConfig):
         return any((group.get("weights") or {}).get("strategy") == "block" for group in groups)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        raise FlexQuantError(
-            f"vLLM builds layer '{prefix}' by another class than FlexQuant's, which alone knows the "
-            "variants; leave 'architectures' out of --hf-overrides"
-        )
+        problem = f"vLLM builds layer '{prefix}' by another class than FlexQuant's, which alone knows the"
+        raise FlexQuantError(f"{problem} variants; leave 'architectures' out of --hf-overrides")
 
 
 class SingleVariantParser(HFConfigParser):
@@ -135,10 +133,9 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """In the front end, tell vLLM what states the base architecture's layers keep.
+        """In the front end, tell vLLM what states the base architecture's layers keep, which one class hides.
 
-        vLLM asks a description of the model's class, and one class serves all text models. ReplaySSM, which
-        keeps counters beside a state, is not offered.
+        ReplaySSM, which keeps counters beside a state, is not offered.
         """
         from flexquant.serving.config import merged_of
         from flexquant.serving.draft_heads import MERGED_DRAFTS
@@ -156,10 +153,9 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
         try:
             base, _ = model_config.registry.inspect_model_cls([merged.base_architecture], model_config)
         except ValueError as e:
-            raise FlexQuantError(
-                f"this vLLM cannot build {merged.base_architecture}, which {model_config.model} names as its "
-                "model (base_architecture, or architectures); update vLLM, or get the checkpoint again"
-            ) from e
+            named = f"which {model_config.model} names as its model (base_architecture, or architectures)"
+            problem = f"this vLLM cannot build {merged.base_architecture}, {named}"
+            raise FlexQuantError(f"{problem}; update vLLM, or get the checkpoint again") from e
         known = {key: getattr(base, key) for key in STATES if hasattr(base, key)}
         model_config._model_info = dataclasses.replace(model_config._model_info, **known)
 
@@ -183,20 +179,15 @@ class FlexQuantModelConfig(VerifyAndUpdateConfig):
 
 
 def check_sections(model_config: ModelConfig, merged: MergedConfig) -> None:
-    """Refuse settings that compressed-tensors does not understand; take ``--quantization`` of all variants.
-
-    Raises :class:`FlexQuantError` for another ``--quantization`` than the format of every variant.
-    """
+    """Refuse settings not understood, and a ``--quantization`` that is not the format of every variant."""
     sections = {name: variant.quantization_config for name, variant in merged.variants.items()}
     for name, section in sections.items():
         LinearSchemes(section, f"variant '{name}'", ())
     methods = {section.get("quant_method", "16 bit") for section in sections.values()}
     asked = model_config.quantization or QUANT_METHOD
     if asked != QUANT_METHOD and methods != {asked.removesuffix("_marlin")}:
-        raise FlexQuantError(
-            f"--quantization {asked} is not the format of {model_config.model}, whose variants are in "
-            f"{' and '.join(sorted(methods))}; drop --quantization"
-        )
+        stored = f"{model_config.model}, whose variants are in {' and '.join(sorted(methods))}"
+        raise FlexQuantError(f"--quantization {asked} is not the format of {stored}; drop --quantization")
     model_config.quantization = QUANT_METHOD
 
 
@@ -214,10 +205,7 @@ def describe_draft(model_config: ModelConfig, architecture: str, variant: Stored
 
 
 def verify_if_asked(vllm_config: VllmConfig) -> None:
-    """In the front end: with the option ``verify``, read the checkpoint and compare it with its hashes.
-
-    Raises :class:`FlexQuantError`, which names the shard, for a byte that differs, and for no local folder.
-    """
+    """In the front end: with the option ``verify``, compare a local checkpoint with its hashes, or raise."""
     from flexquant.checkpoint import merged_checkpoint
     from flexquant.serving.config import ServingOptions
 
@@ -225,10 +213,8 @@ def verify_if_asked(vllm_config: VllmConfig) -> None:
         return
     folder = Path(vllm_config.model_config.model)
     if not folder.is_dir():
-        raise FlexQuantError(
-            f"additional-config 'flexquant.verify' needs a folder on this machine, and {folder} is none; "
-            "download the checkpoint first, and serve the folder"
-        )
+        problem = f"additional-config 'flexquant.verify' needs a folder on this machine, and {folder} is none"
+        raise FlexQuantError(f"{problem}; download the checkpoint first, and serve the folder")
     known = str(folder.resolve())
     if multiprocessing.parent_process() is not None and os.environ.get(VERIFIED) == known:
         return

@@ -193,13 +193,10 @@ _MODULE_OF = _module_of()
 def __getattr__(name: str) -> object:
     module = _MODULE_OF.get(name)
     if module is None:
-        raise AttributeError(
-            f"module '{__name__}' has no attribute '{name}'; import it there under its reason"
-        )
+        problem = f"module '{__name__}' has no attribute '{name}'"
+        raise AttributeError(f"{problem}; import it there under its reason")
     try:
         return getattr(__import__(module, fromlist=[name]), name)
     except (AttributeError, ImportError) as e:
-        raise ImportError(
-            f"cannot import '{name}' from '{module}' ({e}); FlexQuant serves with vLLM {SUPPORTED[0]} to "
-            f"{SUPPORTED[1]}"
-        ) from e
+        problem = f"cannot import '{name}' from '{module}' ({e})"
+        raise ImportError(f"{problem}; FlexQuant serves with vLLM {SUPPORTED[0]} to {SUPPORTED[1]}") from e

@@ -31,8 +31,7 @@ UTILISATION = 0.9
 def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str, Policy]:
     """Return variant -> policy that runs every pass in it, the most precise variant first.
 
-    A name is a variant of the checkpoint, or a policy of one variant, such as the built-in ``w4a8``. None:
-    the checkpoint's, and beside a single one INT8 computed from it. Raises FlexQuantError for others.
+    Names are variants or policies of one, as ``w4a8``. None: all, and beside one alone INT8 from it.
     """
     found: dict[str, Policy] = {}
     if not names:
@@ -40,27 +39,22 @@ def find_variants(merged: MergedConfig, names: Sequence[str] | None) -> dict[str
         names += [] if others else [FROM_16_BIT if first.is_in_16_bit else FROM_INT4]
     for name, policy in find_policies(names, merged.variants).items():
         if len(policy.rules) != 1 or policy.rules[0].layers:
-            raise UsageError(
-                f"'{name}' runs passes or layers in several variants; tuning measures one variant at a time: "
-                f"name some of {', '.join(merged.variants)}, or a policy of one variant such as w4a8"
-            )
+            problem = f"'{name}' runs passes or layers in several variants"
+            advice = f"name some of {', '.join(merged.variants)}, or a policy of one variant such as w4a8"
+            raise UsageError(f"{problem}; tuning measures one variant at a time: {advice}")
         (variant,) = policy.variants
         source = source_of(variant, policy.derived)
         if source not in merged.variants:
             derived = f", from which '{variant}' is derived," if variant in policy.derived else ""
-            raise UsageError(
-                f"'{source}'{derived} is not a variant of the checkpoint: {', '.join(merged.variants)}"
-            )
+            problem = f"'{source}'{derived} is not a variant of the checkpoint"
+            raise UsageError(f"{problem}: {', '.join(merged.variants)}")
         if variant in found and found[variant].derived != policy.derived:
-            raise UsageError(
-                f"{name} and another policy derive '{variant}' in different ways; rename the variant in one"
-            )
+            problem = f"{name} and another policy derive '{variant}' in different ways"
+            raise UsageError(f"{problem}; rename the variant in one")
         found[variant] = policy
     if len(found) < 2:
-        raise UsageError(
-            f"there is nothing to choose from but {', '.join(found)}; give two variants or more, e.g. "
-            "--variants w8a8,w4a16"
-        )
+        problem = f"there is nothing to choose from but {', '.join(found)}"
+        raise UsageError(f"{problem}; give two variants or more, e.g. --variants w8a8,w4a16")
     return dict(sorted(found.items(), key=lambda item: _precision(*item, merged), reverse=True))
 
 
@@ -120,10 +114,9 @@ class Memory:
 def _precision(name: str, policy: Policy, merged: MergedConfig) -> tuple[int, int]:
     """Return the bits of weights and of activations."""
     source = merged.variants[source_of(name, policy.derived)]
-    groups = source.quantization_config.get("config_groups", {}).values()
 
     def least_bits(kind: str) -> int:
-        numbers = (group.get(kind) for group in groups)
+        numbers = (group.get(kind) for group in source.quantization_config.get("config_groups", {}).values())
         return min((BITS_16 if n is None else int(n["num_bits"]) for n in numbers), default=BITS_16)
 
     return least_bits("weights"), 8 if name in policy.derived else least_bits("input_activations")

@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from flexquant.checkpoint.built_model import language_config
-from flexquant.checkpoint.head_bytes import stored_head_remark
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint, folder_label, weights_identity
 from flexquant.checkpoint.model_config import JsonObject, count_layers
+from flexquant.checkpoint.weight_bytes import stored_head_remark
 from flexquant.doctor.examining import count_bytes
 from flexquant.errors import UsageError
 from flexquant.evaluation.comparison import Effort
@@ -116,10 +116,7 @@ class Measurement:
         return list(self.variants)
 
     def measure(self, progress: Callable[[str], None], bar: Bar) -> None:
-        """Measure what the samples lack, and save them after every size.
-
-        Raises FlexQuantError if an engine fails, and if the machine is too noisy to decide.
-        """
+        """Measure and save what samples lack; raise FlexQuantError if an engine fails or times are noisy."""
         grid = self.grid
         with ExitStack() as stack:
 

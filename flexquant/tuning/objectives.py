@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Decide from samples which variant runs passes of which size, for a goal: in ranges of sizes.
-
-A goal is latency, throughput, both in balance, or bounds on TTFT and TPOT.
-"""
+"""Decide from samples which variant runs passes of which size, for a goal such as latency or bounds."""
 
 from __future__ import annotations
 
@@ -76,10 +73,8 @@ def parse_slo(text: str) -> dict[str, float]:
         name, _, value = part.strip().partition("=")
         match = DURATION.fullmatch(value.strip())
         if name not in BOUNDS.values() or name in found or match is None or float(match[1]) == 0:
-            raise UsageError(
-                f"'{part.strip()}' in --slo is not a bound; write ttft=300ms, tpot=30ms or both, "
-                "with a comma between them"
-            )
+            problem = f"'{part.strip()}' in --slo is not a bound"
+            raise UsageError(f"{problem}; write ttft=300ms, tpot=30ms or both, with a comma between them")
         found[name] = float(match[1]) / (1000 if match[2] == "ms" else 1)
     return {phase: found[name] for phase, name in BOUNDS.items() if name in found}
 
@@ -133,10 +128,7 @@ def _best_of(samples: Samples, variants: Sequence[str], goal: Goal, requests: Re
 
 
 def _meet(samples: Samples, variants: Sequence[str], slo: Mapping[str, float]) -> Decision:
-    """Choose for every size the most precise variant that keeps the bound, or the fastest if none does.
-
-    Raises FlexQuantError for bounds that not even the smallest pass keeps.
-    """
+    """Choose by size the most precise variant within the bound, or the fastest; raise if none keeps it."""
     unmet = []
     for phase, bound in slo.items():
         size = samples.sizes(phase)[0]
@@ -144,11 +136,9 @@ def _meet(samples: Samples, variants: Sequence[str], slo: Mapping[str, float]) -
         nearest = samples.time(best, phase, size).median
         if nearest > bound:
             name, unit = BOUNDS[phase], "sequence(s)" if phase == "decode" else "tokens"
-            unmet.append(
-                f"{name}={1e3 * bound:g}ms cannot be met: a {phase} pass of {size} {unit} takes "
-                f"{1e3 * nearest:.3g} ms with the fastest variant, {best}; ask for {name}="
-                f"{math.ceil(1e3 * nearest * (1 + MARGIN))}ms or more"
-            )
+            takes = f"takes {1e3 * nearest:.3g} ms with the fastest variant, {best}"
+            why = f"{name}={1e3 * bound:g}ms cannot be met: a {phase} pass of {size} {unit} {takes}"
+            unmet.append(f"{why}; ask for {name}={math.ceil(1e3 * nearest * (1 + MARGIN))}ms or more")
     if unmet:
         raise FlexQuantError(". ".join(unmet))
     return choose_by_size(samples, variants, slo)
@@ -176,9 +166,8 @@ def _most_throughput(samples: Samples, variants: Sequence[str], requests: Reques
     speeds = {s: _decode_throughput(samples, s, requests(s)) for s in subsets}
     best = max(speeds.values())
     if best == 0:
-        raise FlexQuantError(
-            "no variant leaves room in memory for one request; lower --request-tokens, or use more devices"
-        )
+        problem = "no variant leaves room in memory for one request"
+        raise FlexQuantError(f"{problem}; lower --request-tokens, or use more devices")
     return list(next(s for s, speed in speeds.items() if speed >= best / (1 + MARGIN)))
 
 
@@ -215,8 +204,7 @@ def _costs(
 ) -> dict[str, float]:
     """Return variant -> cost of choosing it for passes of one size, as the logarithm of a ratio of times.
 
-    Among the variants that tie with the fastest, by MARGIN and CLOSE, the most precise costs nothing and the
-    others cost MARGIN. With a bound, the more precise of those that keep it costs less.
+    Of those that tie with the fastest, the most precise costs 0. With a bound, those more precise cost less.
     """
     found = samples.to_fastest(variants, phase, size)
     as_fast = [v for v, c in found.items() if c.low <= 1 + MARGIN and c.ratio <= 1 + CLOSE]

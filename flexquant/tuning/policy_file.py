@@ -118,8 +118,7 @@ def tuned_policy_document(
 
 def policy_text(tuned: TuningResult) -> str:
     """Return the policy as YAML, below comments with the notes and a table of the times."""
-    times = format_times(tuned.times, tuned.decision.variant)
-    return to_yaml(tuned.document, [*tuned.notes, "", *times])
+    return to_yaml(tuned.document, [*tuned.notes, "", *format_times(tuned.times, tuned.decision.variant)])
 
 
 def describe_decision(decision: Decision) -> str:
@@ -229,15 +228,12 @@ def batch_notes(samples: Samples, goal: Goal, requests: Callable[[], int]) -> li
     largest = samples.sizes("decode")[-1]
     if goal.slo or goal.objective != "throughput" or (fitting := requests()) <= largest:
         return []
-    return [
-        f"Throughput is that of {largest} sequences, the most that were measured; {fitting} requests of "
-        f"{goal.request_tokens} tokens fit into memory: --max-batch looks further."
-    ]
+    measured = f"Throughput is that of {largest} sequences, the most that were measured"
+    fits = f"{fitting} requests of {goal.request_tokens} tokens fit into memory"
+    return [f"{measured}; {fits}: --max-batch looks further."]
 
 
 def unused_notes(saved: Mapping[str, int]) -> list[str]:
     """Say which variants are not loaded, and how many bytes each saves."""
-    return [
-        f"{name} is never chosen and so not loaded, which leaves {format_bytes(size)} more for the KV cache."
-        for name, size in saved.items()
-    ]
+    left = {name: f"leaves {format_bytes(size)} more for the KV cache" for name, size in saved.items()}
+    return [f"{name} is never chosen and so not loaded, which {leaves}." for name, leaves in left.items()]

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which sizes of passes are measured, and their times by variant, phase, size and round.
-
-Machines drift and stall, so only ratios within a round count (flexquant.evaluation.comparison).
-"""
+"""Which sizes of passes are measured, and their times by variant, phase, size and round."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from pathlib import Path
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import read_earlier, write_text
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.comparison import Comparison, Effort, compare
 from flexquant.evaluation.workers import MAX_STEPS
@@ -66,10 +63,9 @@ class Grid:
             return self
         needed = self.context + 2 * MAX_STEPS
         if max_length <= needed:
-            raise UsageError(
-                f"the model's sequences have at most {max_length} tokens, but tuning needs more than "
-                f"{needed}; give a model with a larger max_position_embeddings"
-            )
+            problem = f"the model's sequences have at most {max_length} tokens, but tuning needs more"
+            advice = "give a model with a larger max_position_embeddings"
+            raise UsageError(f"{problem} than {needed}; {advice}")
         return self.up_to(max_tokens=min(self.prefill[-1], max_length - 1))
 
     def engine_options(self) -> JsonObject:
@@ -153,10 +149,7 @@ class Samples:
 
     @classmethod
     def load(cls, file: Path, run: JsonObject) -> Samples:
-        """Return the samples that :meth:`save` wrote for the same ``run``; without a file, empty samples.
-
-        Raises UsageError, which says what differs, for another run's, which can be hours of work.
-        """
+        """Return what :meth:`save` wrote, or empty samples; raise UsageError for another ``run``'s."""
         run = json.loads(json.dumps(run))
 
         def read(text: str) -> tuple[JsonObject, Samples]:
@@ -203,8 +196,7 @@ def check_decidable(samples: Samples, variants: Sequence[str]) -> None:
     for phase, sizes in doubtful.items():
         for size in sizes:
             samples.forget(phase, size)
-    raise FlexQuantError(
-        f"this machine is too noisy to decide: at {count} of {total} sizes the times of the variants "
-        f"overlap and scatter by more than {DOUBTFUL:.0%}; stop what else runs on it and start again, "
-        "which measures these sizes anew, or raise --max-rounds"
-    )
+    where = f"at {count} of {total} sizes the times of the variants overlap and scatter by more than"
+    advice = "stop what else runs on it and start again, which measures these sizes anew"
+    problem = f"this machine is too noisy to decide: {where} {DOUBTFUL:.0%}"
+    raise FlexQuantError(f"{problem}; {advice}, or raise --max-rounds")

@@ -176,8 +176,7 @@ class KVReport:
                 nearest_bound=str(agreement.worst),
                 share_of_bound=round(agreement.worst.ratio, 4),
             )
-            before = self.worst.get(projection, entry)
-            if entry["share_of_bound"] >= before["share_of_bound"]:
+            if entry["share_of_bound"] >= self.worst.get(projection, entry)["share_of_bound"]:
                 self.worst[projection] = entry
         difference = found.cache_difference or found.residual_difference
         if difference and not pair.residual_message:
@@ -234,10 +233,7 @@ def check_kv_compatibility(sources: Sequence[Source], progress: Progress | None 
 
 @contextmanager
 def workers() -> Iterator[ThreadPoolExecutor]:
-    """Yield as many threads as PyTorch uses; in each, PyTorch computes on one.
-
-    Waiting tasks are cancelled.
-    """
+    """Yield as many threads as PyTorch uses, each on one core; cancel waiting tasks in the end."""
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     try:
@@ -248,11 +244,7 @@ def workers() -> Iterator[ThreadPoolExecutor]:
 
 
 def build_skeleton(source: Source) -> Skeleton:
-    """Return the skeleton of a source's model.
-
-    If transformers cannot build or run it, the first model of ``ALIKE`` whose layers have the same matrices
-    takes its place, marked ``stands_in``. Raises FlexQuantError if there is none.
-    """
+    """Return the skeleton of a source's model, or of one in ``ALIKE``; raise FlexQuantError for neither."""
     try:
         return Skeleton(source.config)
     except Exception as e:  # the code of a model in transformers can raise anything

@@ -10,16 +10,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.transform import TransformConfig, TransformLocation, TransformScheme
+from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
 from torch import Tensor
 
+from flexquant.checkpoint.loadable import ROUTERS
+from flexquant.checkpoint.module_names import EMBEDDINGS, EXPERTS, LATENT_UP
 from flexquant.checkpoint.nested import load_zero_points, unpack
+from flexquant.checkpoint.patterns import Patterns
 from flexquant.checkpoint.safetensors_io import TensorRef, is_finite, load_tensor
 from flexquant.checkpoint.schemes import (
     FLOAT_DTYPES,
+    LINEAR,
     PACKED_SUFFIX,
     LinearSchemes,
     is_readable,
@@ -30,10 +37,11 @@ from flexquant.checkpoint.schemes import (
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import Source
 from flexquant.merge.kv.agreement import ScaledRows, row_numbers
-from flexquant.merge.kv.rotations import InputRotations, turned_back
 
 E4M3_MANTISSA, E4M3_MIN_EXPONENT = 3, -6
 FLOAT32_EXPONENT = 0x7F800000
+PART = "_input"
+"""What vLLM and compressed-tensors append to a rotation's name, for the module that has its matrix."""
 
 
 class WeightReader:
@@ -95,10 +103,9 @@ class WeightReader:
 
 
 class StoredLinear:
-    """One Linear: its scheme, scales and zero points are in memory, its weight stays on disk.
+    """A Linear's matrix for inputs that are not rotated, whose weight stays on disk.
 
-    Its matrix is for inputs before they are rotated. Raises FlexQuantError for an unsupported scheme or
-    rotation, and for NaN or infinite numbers in a scale.
+    Raises FlexQuantError for an unsupported scheme or rotation, and for scales that are not finite.
     """
 
     def __init__(self, reader: WeightReader, module: str) -> None:
@@ -119,7 +126,7 @@ class StoredLinear:
     def read(self, rows: Sequence[range] | None = None) -> ScaledRows:
         """Return rows, or all, until the thread's next read; raise FlexQuantError for NaN or infinity."""
         stored = self._read(rows)
-        return stored if self._rotation is None else turned_back(stored, self._rotation)
+        return stored if self._rotation is None else _turned_back(stored, self._rotation)
 
     def _read(self, rows: Sequence[range] | None) -> ScaledRows:
         rows = [range(self.shape[0])] if rows is None else rows
@@ -182,3 +189,76 @@ def _ulp(values: Tensor, mantissa_bits: int, min_exponent: int) -> Tensor:
     """Return the distance between neighbouring floating-point numbers at each value."""
     power = (values.view(torch.int32) & FLOAT32_EXPONENT).view(torch.float32)  # largest power of two <= value
     return power.clamp_min_(2.0**min_exponent).mul_(2.0**-mantissa_bits)
+
+
+class InputRotations:
+    """Undoes rotations of inputs (QuIP's V, SpinQuant's and QuaRot's R4) that run with one source's model.
+
+    Such inputs are multiplied by an orthogonal V before all else, block by block, and W V is stored in place
+    of the linear's matrix W. As in vLLM, a stored V is divided by the square root of its size.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        section = source.quantization_config.get("transform_config") or {}
+        groups = TransformConfig.model_validate(section).config_groups if section else {}
+        modules = [LINEAR, *dict.fromkeys(name.rpartition(".")[0] for name in source.tensors)]
+        self._online = [
+            (name, scheme, args, *(Patterns(p, modules, source.owner) for p in (args.targets, args.ignore)))
+            for name, scheme in groups.items()
+            for args in scheme.apply
+            if args.location == TransformLocation.INPUT
+        ]
+        parts = tuple(f".{name}{PART}.weight" for name, *_ in self._online)
+        self.tensors = {name for name in source.tensors if parts and name.endswith(parts)}
+        """Names of the tensors that hold rotations."""
+
+    def of(self, module: str, inputs: int) -> Tensor | None:
+        """Return what blocks of a linear's stored rows are multiplied by, float32 [block, block], or None.
+
+        Raises FlexQuantError for a matrix that is missing or does not fit, and inputs that vLLM leaves.
+        """
+        found = None
+        if f"{module}.".endswith(tuple(f"{name}." for name in EMBEDDINGS)):
+            return None
+        for name, scheme, args, *patterns in self._online:
+            targeted, ignored = (p.first(module) or p.first(LINEAR) for p in patterns)
+            if targeted and not ignored:
+                matrix = self._matrix(module, name, scheme, scheme.head_dim or inputs)
+                found = matrix if args.inverse else matrix.t()
+        by_itself = module.rpartition(".")[2] in (*ROUTERS, "lm_head")
+        if found is not None and (by_itself or EXPERTS.match(f"{module}.") or LATENT_UP.match(f"{module}.")):
+            raise self._error(module, "by its config, and not by vLLM, which has no such rotations for it")
+        if found is not None and inputs % len(found):
+            raise self._error(module, f"in blocks of {len(found)}, which do not divide its {inputs} inputs")
+        return found
+
+    def _matrix(self, module: str, name: str, scheme: TransformScheme, size: int) -> Tensor:
+        """Return the rotation ``name``; linears with inputs of one size share it, and one has it on disk."""
+        own = f"{module}.{name}{PART}.weight"
+        shared = sorted(key for key in self.tensors if key.endswith(f".{name}{PART}.weight"))
+        for key in [own, *shared]:
+            ref = self._source.tensors.get(key)
+            if ref is not None and ref.shape == (size, size):
+                return load_tensor(ref).float() / size**0.5
+        if scheme.type != "hadamard" or size & (size - 1):
+            raise self._error(module, f"by '{name}', whose matrix [{size}, {size}] is not in the checkpoint")
+        whole: Tensor = deterministic_hadamard_matrix(size, torch.float32, torch.device("cpu"))
+        return whole / size**0.5
+
+    def _error(self, module: str, problem: str) -> FlexQuantError:
+        found = f"the inputs of '{module}' of {self._source.owner} are rotated {problem}"
+        return FlexQuantError(f"{found}, so it cannot be compared; quantise it again")
+
+
+def _turned_back(stored: ScaledRows, rotation: Tensor) -> ScaledRows:
+    """Return rows of a linear's matrix from stored ones and what :meth:`InputRotations.of` returns."""
+    size, variance = len(rotation), stored.variance
+    if variance.shape[1] > 1:
+        width = stored.values.shape[1] // variance.shape[1]
+        variance = _by_block(variance.repeat_interleave(width, dim=1), rotation.square(), size)
+    return replace(stored, values=_by_block(stored.values, rotation, size), variance=variance)
+
+
+def _by_block(rows: Tensor, matrix: Tensor, size: int) -> Tensor:
+    return (rows.view(len(rows), -1, size) @ matrix).flatten(1)

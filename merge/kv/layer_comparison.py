@@ -22,6 +22,7 @@ from torch import Tensor
 from flexquant.checkpoint.module_names import ranges
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor, same_bytes
 from flexquant.checkpoint.schemes import FLOAT_DTYPES, mantissa_bits
+from flexquant.merge.kv import layer_pass
 from flexquant.merge.kv.agreement import (
     ERROR_CAP,
     OUTPUT_NOISE_FACTOR,
@@ -34,18 +35,6 @@ from flexquant.merge.kv.agreement import (
     sample_rows,
     sum_products,
     unexplained_gains,
-)
-from flexquant.merge.kv.layer_pass import (
-    ARITHMETIC,
-    CALL,
-    ROUNDING,
-    Cached,
-    changed,
-    column_factors,
-    excess,
-    explain_difference,
-    find_cached,
-    run_pass,
 )
 from flexquant.merge.kv.matrices import is_experts, is_linear, shape_of
 from flexquant.merge.kv.skeleton import WITH_HEADS
@@ -73,13 +62,13 @@ OF_ANOTHER = 2.0
 LEAST_COLUMN = 0.1
 """Least weight of a matrix's column, as a share of the mean, however small its inputs were."""
 IN_A_STATE = "a state is computed with, where a difference adds up from token to token"
-RowsCached = dict[object, Cached]
+RowsCached = dict[object, layer_pass.Cached]
 """Names and shapes of a layer's matrices -> what such a layer's cache is computed with."""
 
 
 def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: Tensor | None) -> bool:
     """Whether [experts, ., .] are equal but for ``factors`` [in]; without them (or all 1) to the byte."""
-    if factors is None or bool(((factors - 1).abs() < ARITHMETIC).all()):
+    if factors is None or bool(((factors - 1).abs() < layer_pass.ARITHMETIC).all()):
         return same_bytes(a, b)
     if a.shape != b.shape or not {a.dtype, b.dtype} <= FLOAT_DTYPES.keys() or len(factors) not in a.shape[1:]:
         return False
@@ -88,7 +77,7 @@ def equal_but_for_columns(a: TensorRef, b: TensorRef, factors: Tensor | None) ->
     for expert in range(a.shape[0]):
         x, y = (load_tensor(ref, [range(expert, expert + 1)]).float() for ref in (a, b))
         x *= factors if last else factors[:, None]
-        if excess(x, y, rounding * y.abs() / ROUNDING) > 1:
+        if layer_pass.excess(x, y, rounding * y.abs() / layer_pass.ROUNDING) > 1:
             return False
     return True
 
@@ -109,11 +98,11 @@ class LayerComparison:
         self._skeleton = skeleton = weights[1].skeleton
         self._tensors = [of.layers[layer] for of in weights]
         self._parameters = [of.load_parameters(layer) for of in weights]
-        self._pass = partial(run_pass, skeleton, layer, until_cached=rotation is not None)
+        self._pass = partial(layer_pass.run_pass, skeleton, layer, until_cached=rotation is not None)
         matrices = skeleton.matrices[layer]
         kind = tuple((name, None if is_experts(name) else shape_of(m)) for name, m in matrices.items())
         if kind not in known:
-            known[kind] = find_cached(self._pass, self._parameters[1])
+            known[kind] = layer_pass.find_cached(self._pass, self._parameters[1])
         self._rows, self._of_states = known[kind]
         self._seen = self._pass(self._parameters[1])
         self._run = partial(self._pass, reference=self._seen)
@@ -140,7 +129,7 @@ class LayerComparison:
         a, b = (of.rounding_steps(self._layer) for of in self._weights)
         steps = {name: max(a[name], b[name]) for name in a}
         self._compare_beside_matrices(steps)
-        if difference := explain_difference(seen, self._seen, self._run, self._parameters, steps):
+        if difference := layer_pass.explain_difference(seen, self._seen, self._run, self._parameters, steps):
             self.cache_difference = f"layer {self._layer} {difference}"
         return self
 
@@ -171,17 +160,18 @@ class LayerComparison:
             use = IN_A_STATE if name in self._of_states else ""
             if router in matrices and own != "weight" and not is_linear(matrices[router]):
                 use = "helps to choose experts"
-            if use and excess(a[name], b[name], steps[name] * b[name].abs() / ROUNDING) > 1:
+            rounding = steps[name] * b[name].abs() / layer_pass.ROUNDING
+            if use and layer_pass.excess(a[name], b[name], rounding) > 1:
                 self._refuse(f"layer {self._layer} {name}, which {use}, differs")
 
     def _compare_matrix(self, name: str, x: Tensor) -> Tensor | None:
         """Compare a matrix whose input is ``x`` [tokens, in]; return row factors [out] that cancel later."""
         expected = self._seen.inputs[name]
-        name = name.partition(CALL)[0]
-        factors = column_factors(x, expected)
-        if self._rotation is not None and excess(x, factors * expected) > 1:
+        name = name.partition(layer_pass.CALL)[0]
+        factors = layer_pass.column_factors(x, expected)
+        if self._rotation is not None and layer_pass.excess(x, factors * expected) > 1:
             x = x @ self._rotation.T
-            factors = column_factors(x, expected)
+            factors = layer_pass.column_factors(x, expected)
             self._turned.add(self._tensors[0].matrices.get(name, ""))
         self._given[name] = x
         size = expected.square().mean(0).sqrt()
@@ -258,7 +248,7 @@ class LayerComparison:
         gains = torch.ones(matrix.out_features, dtype=torch.float32)
         gains[row_numbers(rows)] = found
         seen = self._run(self._parameters[1], gains=lambda point, _: gains if point == name else None)
-        return None if changed(seen, self._seen) else gains
+        return None if layer_pass.changed(seen, self._seen) else gains
 
     def _judge(
         self, modules: Modules, rows: Rows, columns: Columns, row_factors: Tensor | None = None

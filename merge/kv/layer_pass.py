@@ -62,10 +62,7 @@ def run_pass(
     until_cached: bool = False,
     with_gradients: bool = False,
 ) -> LayerPass:
-    """Run a layer whose matrices answer as in the pass ``reference``, or at random.
-
-    ``rotation`` [hidden, hidden] rotates the hidden states. ``until_cached`` stops at the KV cache.
-    """
+    """Run a layer whose matrices answer as in ``reference``, or at random, in the basis of ``rotation``."""
     seen = LayerPass()
 
     def answer(name: str, module: nn.Module, forward: OwnForward, args: tuple[Any, ...]) -> Answer:
@@ -109,7 +106,10 @@ def find_cached(run: Callable[..., LayerPass], parameters: Parameters) -> Cached
     """
     given = {name: p.detach().requires_grad_() for name, p in parameters.items()}
     seen = run(given, with_gradients=True)
-    rows, of_states = _rows_cached(seen), _parameters_of_states(seen, given)
+    states = [tensor for name, tensor in seen.results.items() if is_state(name)]
+    gradients = _gradients(states, list(given.values()))
+    of_states = {name for name, found in zip(given, gradients, strict=True) if found is not None}
+    rows = _rows_cached(seen)
     if of_states:
         ones = {name: torch.ones_like(p) if name in of_states else p for name, p in given.items()}
         for name, also in _rows_cached(run(ones, with_gradients=True)).items():
@@ -133,13 +133,6 @@ def _rows_cached(seen: LayerPass) -> dict[str, Tensor]:
             cached[matrix] = cached.get(matrix, rows) | rows
             targets.append(seen.inputs[name])
     return cached
-
-
-def _parameters_of_states(seen: LayerPass, parameters: Parameters) -> set[str]:
-    """Return the names of the ``parameters`` that a state is computed with."""
-    states = [tensor for name, tensor in seen.results.items() if is_state(name)]
-    gradients = _gradients(states, list(parameters.values()))
-    return {name for name, found in zip(parameters, gradients, strict=True) if found is not None}
 
 
 def _gradients(targets: list[Tensor], of: list[Tensor]) -> Sequence[Tensor | None]:
@@ -184,10 +177,7 @@ def explain_difference(
 
 
 def changed(seen: LayerPass, reference: LayerPass, effect: Parameters | None = None) -> list[str]:
-    """Return where passes differ: in results, or in matrices' inputs by more than column factors.
-
-    ``effect`` is the effect of rounding on each result and input, by name.
-    """
+    """Return where passes differ by more than rounding's ``effect`` by name, and factors of columns."""
     effect = effect or {}
     effects = {name: effect.get(name, 0.0) for name in (*seen.results, *seen.inputs)}
     places = [x for x, y in seen.results.items() if excess(y, reference.results[x], effects[x]) > 1]

@@ -20,15 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexquant.merge.kv.agreement import (
-    NOISE_FACTOR,
-    OUTPUT_NOISE_FACTOR,
-    STORAGE_NOISE,
-    TINY,
-    judge_matrices,
-    row_numbers,
-    sum_products,
-)
+from flexquant.merge.kv import agreement
 from flexquant.merge.kv.layer_pass import column_factors, excess
 from flexquant.merge.kv.variant_weights import VariantWeights, unequal
 
@@ -67,46 +59,35 @@ def compare_bases(variant: VariantWeights, reference: VariantWeights, pool: Exec
     if ratios[worst] <= 1:
         return ResidualBasis()
     share = float((ratios > 1).double().mean())
-    one = float(apart[worst] / size[worst].clamp_min(TINY))
+    one = float(apart[worst] / size[worst].clamp_min(agreement.TINY))
     token = f"the embedding of token {worst} by {one:.3g}, allowed {one / float(ratios[worst]):.3g}"
     if share < ROTATED:
         return ResidualBasis(f"{share:.2%} of the token embeddings differ, {token}")
     left, singular, right = torch.linalg.svd(_cross(variant, reference))
-    sample = row_numbers(variant.embedding_sample())
+    sample = agreement.row_numbers(variant.embedding_sample())
     squares, other, bounds = (float(of[sample].square().sum()) for of in (size, variant_size, allowed))
     # |A - B Q|^2 = |A|^2 + |B|^2 - 2 <B^T A, Q>; for the best Q, <B^T A, Q> is the nuclear norm of B^T A.
     rotated = max(0.0, squares + other - 2 * float(singular.sum(dtype=torch.float64)))
-    error, bound = ((square / max(squares, TINY)) ** 0.5 for square in (rotated, bounds))
+    error, bound = ((square / max(squares, agreement.TINY)) ** 0.5 for square in (rotated, bounds))
+    difference = f"the token embeddings differ, {token}, and all of them by {error:.3g}"
     if error > bound:
-        return ResidualBasis(
-            f"the token embeddings differ, {token}, and all of them by {error:.3g} even after the best "
-            f"rotation, allowed {bound:.3g}"
-        )
-    return ResidualBasis(
-        f"the token embeddings differ, {token}, and all of them by {error:.3g} after a rotation", left @ right
-    )
+        return ResidualBasis(f"{difference} even after the best rotation, allowed {bound:.3g}")
+    return ResidualBasis(f"{difference} after a rotation", left @ right)
 
 
 def _compare_tokens(
     variant: VariantWeights, reference: VariantWeights
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return norms over each token's embedding, a in the variant and b in the reference; float64 [tokens].
-
-    They are |a - b|, the largest |a - b| that rounding explains, |b| and |a|.
-    """
+    """Return each token's |a - b|, the most of it that rounding explains, |b| and |a|; float64 [tokens]."""
     squares: list[torch.Tensor] = []
-    chunks = (of.matrix(of.embeddings_name).chunks for of in (variant, reference))
-    for a, b in zip(*chunks, strict=True):
+    for a, b in zip(*(of.matrix(of.embeddings_name).chunks for of in (variant, reference)), strict=True):
         x, y = a.matrix(), b.matrix()
-        noise = a.variances() + b.variances()
-        squares.append(
-            torch.stack([t.sum(1, dtype=torch.float64) for t in ((x - y) ** 2, y**2, x**2, noise)])
-        )
+        terms = (x - y) ** 2, y**2, x**2, a.variances() + b.variances()
+        squares.append(torch.stack([term.sum(1, dtype=torch.float64) for term in terms]))
     apart, size, variant_size, noise = torch.cat(squares, dim=1).sqrt()
-    typical = size.square().mean().sqrt().clamp_min(TINY)
-    allowed = torch.maximum(
-        EMBEDDING_TOLERANCE * torch.maximum(size, SMALL_TOKEN * typical), NOISE_FACTOR * noise
-    )
+    typical = size.square().mean().sqrt().clamp_min(agreement.TINY)
+    bound = EMBEDDING_TOLERANCE * torch.maximum(size, SMALL_TOKEN * typical)
+    allowed = torch.maximum(bound, agreement.NOISE_FACTOR * noise)
     return apart.nan_to_num(nan=torch.inf), allowed, size, variant_size
 
 
@@ -151,12 +132,13 @@ def logits_difference(
     if rotation is not None:
         x = x @ rotation.T
     factors = column_factors(x, expected)
-    rounding = STORAGE_NOISE * reference.load_last().get("bias", torch.zeros(1)).abs()
+    rounding = agreement.STORAGE_NOISE * reference.load_last().get("bias", torch.zeros(1)).abs()
     if excess(x, factors * expected, rounding) > 1:
         return f"{skeleton.after_layers[0]}, behind the layers, computes something else"
     matrix, other = variant.matrix(variant.head_name), reference.matrix(reference.head_name)
     matrix = matrix if rotation is None else matrix.rotated(rotation)
-    found = judge_matrices(sum_products(matrix.times_columns(factors), other), None, OUTPUT_NOISE_FACTOR)
+    sums = agreement.sum_products(matrix.times_columns(factors), other)
+    found = agreement.judge_matrices(sums, None, agreement.OUTPUT_NOISE_FACTOR)
     if found.agrees:
         return ""
     return f"{reference.head_name}, with the norm before it, makes other logits ({found.worst})"

@@ -155,10 +155,7 @@ class Skeleton:
         hidden: Tensor,
         until_cached: bool = False,
     ) -> tuple[list[tuple[str, Tensor]], Tensor | None]:
-        """Run a layer on hidden states [1, tokens, hidden]; return what it cached, by name, and its output.
-
-        ``until_cached`` ends the pass once the cache is written; the output is then None.
-        """
+        """Run a layer on [1, tokens, hidden]; return what it caches, and its output or None."""
         args, kwargs = self._calls[layer]
         writes = len(self.writes(layer))
         if until_cached and not writes:

@@ -73,10 +73,9 @@ class VariantWeights:
                     raise FlexQuantError(f"{problem}, {reason}, so what it caches cannot be compared")
 
     def load_parameters(self, layer: int) -> dict[str, Tensor]:
-        """Return every parameter of transformers' layer but the Linears' weights, float32.
+        """Return the parameters of transformers' layer but Linears' weights, float32; missing ones are ones.
 
-        One that the variant lacks becomes ones: transformers can make one of several tensors. Raises
-        FlexQuantError for a shape that does not fit the config, and for NaN or infinite numbers.
+        Raises FlexQuantError for a shape that does not fit the config, and for NaN or infinite numbers.
         """
         tensors = self.layers[layer]
         loaded = {}

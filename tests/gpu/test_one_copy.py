@@ -80,12 +80,12 @@ def zeros_packed_by_humming(zeros: torch.Tensor) -> torch.Tensor:
 def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     name: str, group: int, has_zeros: bool, layout: str, outputs: int, precision: torch.dtype
 ) -> None:
-    from flexquant.serving.worker.one_copy import gpu, gpu_kernel, gpu_layouts
+    from flexquant.serving.worker.one_copy import gpu, gpu_kernel
 
     known = dict(
         zip(
             ("Marlin", "Humming", "Humming for Hopper"),
-            (gpu_layouts.MARLIN, *gpu_layouts.HUMMING),
+            (gpu.MARLIN, *gpu.HUMMING),
             strict=True,
         )
     )
@@ -104,15 +104,15 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
         packed = marlin_weights(values, inputs, outputs, 4, get_weight_perm(4)).to(DEVICE)
         packed_zeros = marlin_zero_points(zeros.int(), groups, outputs, 4).to(DEVICE)
     else:
-        packed = gpu_layouts.packed_alike(values.t(), kept).to(DEVICE)
+        packed = gpu.packed_alike(values.t(), kept).to(DEVICE)
         packed_zeros = zeros_packed_by_humming(zeros).to(DEVICE)
     permuted = marlin_permute_scales(scale, inputs, outputs, group).to(DEVICE)
     zero, middle = None, torch.full((groups, outputs), 8)
     if has_zeros:
         middle = zeros
-        zero = gpu_layouts.zeros_in_order_of_outputs(packed_zeros, groups, outputs, kept.zeros)
+        zero = gpu.zeros_in_order_of_outputs(packed_zeros, groups, outputs, kept.zeros)
         assert torch.equal(zero.cpu().long(), zeros)
-    assert torch.equal(gpu_layouts.in_order_of_outputs(permuted).cpu(), scale)
+    assert torch.equal(gpu.in_order_of_outputs(permuted).cpu(), scale)
 
     channel = gpu.channel_scales(packed, permuted, zero, precision, kept.outputs_first)
     codes = (values.view(groups, -1, outputs) - middle[:, None]).float()
@@ -130,7 +130,7 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     if precision == torch.int8:
         column = torch.rand(inputs, generator=generator) / 2 + 0.4
         difference = torch.randint(0, 16, (outputs, inputs), generator=generator)
-        added = gpu_layouts.packed_alike(difference, kept).to(DEVICE)
+        added = gpu.packed_alike(difference, kept).to(DEVICE)
         places = torch.rand(outputs, inputs, generator=generator).argsort(1)[:, :5].int()
         values = torch.randint(-128, 128, places.shape, generator=generator, dtype=torch.int8)
         expected = ((exact * column[:, None]).round() + difference.t() - 8).to(torch.int8)
@@ -147,10 +147,10 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
 @pytest.mark.parametrize("family", ["Marlin", "Humming"])
 def test_the_layouts_are_those_of_the_kernels(family: str, group: int, zero_points: bool) -> None:
     from flexquant.serving import vllm_api
-    from flexquant.serving.worker.one_copy import gpu_layouts
+    from flexquant.serving.worker.one_copy import gpu
 
     kind = getattr(vllm_api, f"{family}LinearKernel")
-    assert gpu_layouts.layout_found(kind, group, zero_points, "bfloat16") is not None
+    assert gpu.layout_found(kind, group, zero_points, "bfloat16") is not None
 
 
 @pytest.mark.cuda

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.merged_config import MergedConfig, StoredVariant
 from flexquant.policy.plans import Plan
 from flexquant.serving.config import find_compiled_code_again
-from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.trial import new_layer
 from flexquant.serving.worker.one_copy.methods import NestedMethod
 from flexquant.serving.worker.plan_views import build_plan, give_own_compile_state, shallow_copy

@@ -26,7 +26,7 @@ from flexquant.doctor.examining import count_bytes, examine
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.plans import all_in
 from flexquant.policy.rules import load_policy
-from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
 from flexquant.tuning.candidates import FROM_INT4
 from tests.checkpoints import EXPERTS, make_checkpoint

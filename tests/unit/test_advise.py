@@ -147,9 +147,9 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
 
 
 def test_linears_that_do_not_fill_marlin_have_no_one_copy_on_a_gpu(tmp_path: Path) -> None:
-    from flexquant.serving.worker.one_copy import gpu_layouts
+    from flexquant.serving.worker.one_copy import gpu
 
-    assert gpu_layouts.MARLIN.multiples == MARLIN_TILES
+    assert gpu.MARLIN.multiples == MARLIN_TILES
     assert "do not fill Marlin's tiles" in tried(tmp_path, SMOLLM2, "l20")[ONE_COPY].problem
     assert tried(tmp_path, SMOLLM2, "cpu-2-core")[ONE_COPY].loads
     assert tried(tmp_path, LLAMA_8B, "l20")[ONE_COPY].loads

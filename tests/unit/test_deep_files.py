@@ -13,7 +13,7 @@ import pytest
 
 from flexquant.checkpoint.folder import read_config
 from flexquant.cli import main
-from flexquant.documents.json_text import MAX_DEPTH, parse_json
+from flexquant.documents import MAX_DEPTH, parse_json
 from flexquant.documents.texts import read_documents
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError

@@ -29,7 +29,7 @@ from flexquant.serving.kernels.choice import (
     sizes_by_variant,
     zentorch_problem,
 )
-from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import LinearKernel, kernel_of_layer
 from flexquant.serving.kernels.trial import find_fastest
 from flexquant.serving.vllm_api import (

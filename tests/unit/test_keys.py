@@ -30,7 +30,7 @@ from flexquant.quantization.report import variant_inputs
 from flexquant.quantization.source_model import read_source
 from flexquant.serving.kernels import cpu_loops, trial
 from flexquant.serving.kernels.choice import _request
-from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import kernel_of_layer
 from flexquant.serving.vllm_api import scalar_types
 from flexquant.serving.worker.plan_views import plan_key

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from flexquant.checkpoint.module_names import describe_ranges, layer_number
-from flexquant.checkpoint.weight_bytes import by_range, describe_bytes
+from flexquant.checkpoint.module_names import by_range, describe_ranges, layer_number
+from flexquant.checkpoint.weight_bytes import describe_bytes
 from flexquant.cli import main
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import StateDict, make_checkpoint, make_pair

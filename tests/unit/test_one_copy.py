@@ -19,13 +19,12 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 
 from flexquant.serving.kernels import cpu_loops, trial
 from flexquant.serving.kernels.choice import possible_kernels
-from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
+from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import kernel_of_layer
 from flexquant.serving.vllm_api import _custom_ops as ops
 from flexquant.serving.vllm_api import envs
 from flexquant.serving.worker.one_copy import cpu as one_copy
-from flexquant.serving.worker.one_copy import cpu_layouts
 from flexquant.serving.worker.one_copy.product import CHANNEL_SCALE, NESTED, ROW
 from tests import programs
 
@@ -63,7 +62,7 @@ def made(
 def kinds() -> list[Any]:
     provide_cpu_kernels()
     kernel, *_ = made(TorchCPUInt4LinearKernel, outputs=64, group=64)
-    return [kind for kind in possible_kernels(kernel) if cpu_layouts.layout_of(kind) is not None]
+    return [kind for kind in possible_kernels(kernel) if one_copy.layout_of(kind) is not None]
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 6, 7, 70])
@@ -106,7 +105,7 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     else:
         monkeypatch.setattr(one_copy, "has_loops", lambda: False)
     kernel, linear, weight = made(kind, outputs, group, None, zeros)
-    layout = cpu_layouts.layout_of(kind)
+    layout = one_copy.layout_of(kind)
     packed, scale, zero = one_copy.CPUInt8Product(kernel, layout)._weights(linear)
     channel = one_copy.channel_scales(packed, scale, zero, INPUTS, layout)
     expected_scale = weight.abs().amax(1, keepdim=True) / 127
@@ -119,7 +118,7 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     assert found.abs().amax(0).eq(127).all()
 
     column = torch.rand(INPUTS) / 2 + 0.4
-    codes = cpu_layouts.unpacked(packed, layout, INPUTS, outputs).view(len(ratio), -1, outputs)
+    codes = one_copy.unpacked(packed, layout, INPUTS, outputs).view(len(ratio), -1, outputs)
     near = ((codes - zeros[:, None]) * ratio[:, None]).view(INPUTS, outputs) * column[:, None]
     difference = torch.randint(0, 16, (INPUTS, outputs), dtype=torch.uint8)
     expected = (near.round() + difference - 8).to(torch.int8)
@@ -127,7 +126,7 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     values = torch.randint(-128, 128, places.shape, dtype=torch.int8)
     expected.t().scatter_(1, places[:, 1:].long(), values[:, 1:])
     places[:, 0] = -1
-    nested = [column, cpu_layouts.packed_alike(difference, layout), places, values]
+    nested = [column, one_copy.packed_alike(difference, layout), places, values]
     assert torch.equal(int8_weights(packed, scale, zero, row, nested, INPUTS, layout), expected)
 
 
@@ -139,7 +138,7 @@ def test_nested_weights_take_activations_with_zero_points(
 ) -> None:
     if not compiled:
         monkeypatch.setattr(one_copy, "has_loops", lambda: False)
-    outputs, layout = 128, cpu_layouts.layout_of(kind)
+    outputs, layout = 128, one_copy.layout_of(kind)
     kernel, linear, _ = made(kind, outputs, 32, None, zeros=True)
     product = one_copy.CPUInt8Product(kernel, layout)
     packed, scale, zero = product._weights(linear)
@@ -172,7 +171,7 @@ def test_weights_for_amx_are_those_that_vllm_would_pack(
     kind: Any, zeros: bool, is_nested: bool, dtype: torch.dtype
 ) -> None:
     kernel, linear, _ = made(kind, outputs=128, group=64, zeros=zeros)
-    layout = cpu_layouts.layout_of(kind)
+    layout = one_copy.layout_of(kind)
     packed, scale, zero = one_copy.CPUInt8Product(kernel, layout)._weights(linear)
     scale, row = scale.to(dtype).contiguous(), torch.rand(128) * 100
     nested: list[torch.Tensor] = []
@@ -181,7 +180,7 @@ def test_weights_for_amx_are_those_that_vllm_would_pack(
         places[::5, 0] = -1
         values = torch.randint(-128, 128, places.shape, dtype=torch.int8)
         difference = torch.randint(0, 16, (INPUTS, 128), dtype=torch.uint8)
-        nested = [torch.rand(INPUTS), cpu_layouts.packed_alike(difference, layout), places, values]
+        nested = [torch.rand(INPUTS), one_copy.packed_alike(difference, layout), places, values]
     expected = int8_weights(packed, scale.float(), zero, row, nested, INPUTS, layout).t().contiguous()
     found = torch.empty(128, INPUTS + 4, dtype=torch.int8)
     for first in (0, 64):
@@ -197,7 +196,7 @@ def test_slices_for_amx_and_other_types_give_the_same_outputs(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel, linear, _ = made(kind, outputs=192, group=64)
-    layout = cpu_layouts.layout_of(kind)
+    layout = one_copy.layout_of(kind)
     assert layout is not None
     product = one_copy.CPUInt8Product(kernel, layout)
     operands = linear, product.prepare(linear)

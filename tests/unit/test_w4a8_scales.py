@@ -17,13 +17,13 @@ from flexquant.merge import merge_checkpoints
 from flexquant.policy.schema import Derivation
 from flexquant.serving.derivable import check_derivable, layer_problem
 from flexquant.serving.kernels import trial
-from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.cpu_kernels import (
     AMXW4A8LinearKernel,
     CPUW4A16LinearKernel,
     TorchCPUW4A8LinearKernel,
     provide_cpu_kernels,
 )
+from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.gpu_kernels import W4A8_KERNELS, MarlinW4A8LinearKernel
 from flexquant.serving.worker.w4a8 import find_kernels
 from tests.checkpoints import make_pair

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from flexquant.serving.kernels import cpu_w8a16
-from flexquant.serving.kernels.cpu_w8a16 import CPUW8A16LinearKernel
+from flexquant.serving.kernels import cpu_weight_only
+from flexquant.serving.kernels.cpu_weight_only import CPUW8A16LinearKernel
 from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
 
 INPUTS, OUTPUTS = 576, 192
@@ -23,9 +23,9 @@ def packed(values: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(params=["loops", "without a compiler", "without bfloat16 loops"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CPUW8A16LinearKernel:
     if request.param == "without a compiler":
-        monkeypatch.setattr(cpu_w8a16, "has_loops", lambda: False)
+        monkeypatch.setattr(cpu_weight_only, "has_loops", lambda: False)
     elif request.param == "without bfloat16 loops":
-        monkeypatch.setattr(cpu_w8a16, "TOKENS_BEFORE_AMX", -1)
+        monkeypatch.setattr(cpu_weight_only, "TOKENS_BEFORE_AMX", -1)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     config = MPLinearLayerConfig(
         full_weight_shape=(INPUTS, OUTPUTS),
@@ -43,7 +43,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
 def test_products_are_those_of_the_stored_weights(
     kernel: CPUW8A16LinearKernel, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_w8a16, "SLICE", 64 * INPUTS)
+    monkeypatch.setattr(cpu_weight_only, "SLICE", 64 * INPUTS)
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(-128, 128, (OUTPUTS, INPUTS), generator=generator, dtype=torch.int8)
     scale = torch.rand(OUTPUTS, 1, generator=generator).to(dtype)

@@ -72,18 +72,15 @@ def merged_engine(request: Request) -> AsyncLLM:
     """Return vLLM's client of the engine; raise HTTPException 404 without FlexQuant's model or workers."""
     engine: AsyncLLM = request.app.state.flexquant_engine
     if not serves_merged(engine):
-        extension = engine.vllm_config.parallel_config.worker_extension_cls
-        raise HTTPException(
-            404, f"no merged checkpoint is served, or its workers' extension is '{extension}'"
-        )
+        problem = "no merged checkpoint is served, or its workers' extension is"
+        raise HTTPException(404, f"{problem} '{engine.vllm_config.parallel_config.worker_extension_cls}'")
     return engine
 
 
 async def ask_workers(engine: AsyncLLM, method: str, *args: object, timeout: float | None) -> Answers:
-    """Call a method of FlexQuant's worker extension on every rank of every engine; return all answers.
+    """Call a method of FlexQuant's worker extension on every rank, between two steps; return all answers.
 
-    Each engine answers between two of its own steps. Raises TimeoutError after ``timeout`` seconds (None: no
-    limit). The engines then still answer, in the order in which they were asked.
+    Raises TimeoutError after ``timeout`` seconds (None: no limit); the engines still answer, in order.
     """
     # AsyncLLM.collective_rpc also asks all engines, but returns only the first one's answers. The engines get
     # no timeout: after one, vLLM's executor would take the late answer for the answer to its next question.
@@ -95,10 +92,7 @@ async def ask_workers(engine: AsyncLLM, method: str, *args: object, timeout: flo
 
 
 async def answer_of(question: Awaitable[Answer], timeout: float | None) -> Answer:
-    """Return the answer to a question, which continues if the waiting task is cancelled.
-
-    Raises TimeoutError after ``timeout`` seconds (None: no limit); the question continues then, too.
-    """
+    """Return a question's answer, or raise TimeoutError after ``timeout`` s; the question continues."""
     asked = asyncio.ensure_future(question)
     await asyncio.wait({asked}, timeout=timeout)
     if not asked.done():

@@ -29,23 +29,18 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def admin_key() -> str:
-    """Return the administrator's key in the environment, without space around it; empty if there is none.
-
-    Raises :class:`FlexQuantError`, without the key, if it is not printable ASCII.
-    """
+    """Return the environment's key; raise :class:`FlexQuantError`, without it, if it is not ASCII."""
     key = os.environ.get(ADMIN_KEY, "").strip()
     if not (key.isprintable() and key.isascii()):
-        raise FlexQuantError(
-            f"the key in {ADMIN_KEY} has characters that not every client can send; use printable ASCII alone"
-        )
+        problem = f"the key in {ADMIN_KEY} has characters that not every client can send"
+        raise FlexQuantError(f"{problem}; use printable ASCII alone")
     return key
 
 
 def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> JsonObject:
-    """Change the policy of the server at ``url``; return its answer (:func:`change_policy` in the server).
+    """Change the policy of the server at ``url`` (with or without ``/v1``), or only ask (``dry_run``).
 
-    ``url`` is the URL of the server, or of its OpenAI API, ending in ``/v1``. ``dry_run`` only asks what
-    would change. Raises :class:`FlexQuantError` without a key or such a server, and if it refuses.
+    Returns its answer. Raises :class:`FlexQuantError` without a key or such a server, and if it refuses.
     """
     key = admin_key()
     if not key:
@@ -74,15 +69,11 @@ def _refusal(error: urllib.error.HTTPError) -> str:
     if error.code == 401:
         return f"the server has another administrator's key; set {ADMIN_KEY} to that of the server"
     if error.code in (301, 302, 303, 307, 308):
-        return (
-            f"the server sends on to {error.headers['Location']!r} ({error.code}), and the key goes to no "
-            "server but the one that is named; name that one if it is to have the key"
-        )
+        what = f"the server sends on to {error.headers['Location']!r} ({error.code}), and the key goes to no"
+        return f"{what} server but the one that is named; name that one if it is to have the key"
     if error.code in (404, 405):
-        return (
-            f"the server takes no other policy; start it with VLLM_PLUGINS=flexquant and {ADMIN_KEY} in its "
-            "environment"
-        )
+        what = "the server takes no other policy"
+        return f"{what}; start it with VLLM_PLUGINS=flexquant and {ADMIN_KEY} in its environment"
     try:
         message = json.load(error)["error"]["message"]
     except (ValueError, KeyError, TypeError):

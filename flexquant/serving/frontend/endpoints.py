@@ -39,17 +39,7 @@ from flexquant.policy.routes import RouteChange
 from flexquant.policy.rules import Policy, parse_policy_text
 from flexquant.policy.schema import SCHEMA, Phase, json_schema
 from flexquant.serving.config import ServedPolicy, merged_of, served_policy
-from flexquant.serving.frontend.access import (
-    STATUS_TIMEOUT,
-    PolicyName,
-    Reply,
-    answer_of,
-    ask_workers,
-    authorise,
-    authorise_admin,
-    merged_engine,
-    refusal_responses,
-)
+from flexquant.serving.frontend import access
 from flexquant.serving.frontend.client import admin_key
 from flexquant.serving.frontend.metrics import WorkerMetrics, add_metrics_route
 
@@ -67,7 +57,7 @@ MAX_BYTES = 1 << 17
 """Largest size of a posted policy, 30 times a tuned one; the worst of that size take seconds to read."""
 CAPTURE_TIMEOUT = 1800.0
 """Largest number of seconds for a change that captures CUDA graphs."""
-LATE = f"The workers did not answer within {STATUS_TIMEOUT:.0f} s."
+LATE = f"The workers did not answer within {access.STATUS_TIMEOUT:.0f} s."
 
 _one_at_a_time = asyncio.Lock()
 
@@ -84,10 +74,10 @@ class FlexQuantEndpoints:
             "/flexquant",
             status,
             methods=["GET"],
-            dependencies=[Depends(authorise)],
+            dependencies=[Depends(access.authorise)],
             response_model=Status,
             response_model_exclude_unset=True,
-            responses=refusal_responses(
+            responses=access.refusal_responses(
                 _401="Not vLLM's key.", _404="No merged checkpoint is served.", _504=LATE
             ),
         )
@@ -110,10 +100,10 @@ def add_policy_route(app: FastAPI) -> None:
         "/flexquant/policy",
         change_policy,
         methods=["POST"],
-        dependencies=[Depends(authorise_admin)],
+        dependencies=[Depends(access.authorise_admin)],
         response_model=PolicyChange,
         response_model_exclude_unset=True,
-        responses=refusal_responses(
+        responses=access.refusal_responses(
             _400="A parameter of the query is wrong.",
             _401="Not the administrator's key.",
             _404="No merged checkpoint is served.",
@@ -126,7 +116,7 @@ def add_policy_route(app: FastAPI) -> None:
     )
 
 
-class RouteOfTokens(Reply):
+class RouteOfTokens(access.Reply):
     """The plan of the passes of ``min_tokens`` to ``max_tokens`` tokens, ends included."""
 
     min_tokens: int
@@ -134,12 +124,12 @@ class RouteOfTokens(Reply):
     plan: str
 
 
-class Status(Reply):
+class Status(access.Reply):
     """What the first rank serves, and the counters of all engines."""
 
     flexquant: str
     architecture: str
-    policy: PolicyName
+    policy: access.PolicyName
     plans: dict[str, list[str]]
     """Plan -> variant of each layer."""
     routes: dict[Phase, list[RouteOfTokens]]
@@ -154,17 +144,15 @@ class Status(Reply):
     counted: list[JsonObject] | None
     """Plan, phase, and their counters by the names in ``/metrics`` without ``flexquant:``."""
     ranks: int
-    disagreement: list[PolicyName] | None = None
+    disagreement: list[access.PolicyName] | None = None
     """Policies of all engines, only if they differ."""
 
 
 async def status(request: Request) -> JsonObject:
-    """Return the first rank's status, with the sums of all engines' counters, and policies that differ.
-
-    Raises HTTPException 404 if no merged checkpoint is served, and 504 if the workers take too long.
-    """
+    """Return the first rank's status, counters summed over engines; raise HTTPException 404 or 504."""
     try:
-        return sum_up(await ask_workers(merged_engine(request), "flexquant_status", timeout=STATUS_TIMEOUT))
+        engine, timeout = access.merged_engine(request), access.STATUS_TIMEOUT
+        return sum_up(await access.ask_workers(engine, "flexquant_status", timeout=timeout))
     except TimeoutError as e:
         raise HTTPException(504, f"{LATE} A long step may be under way; ask again.") from e
 
@@ -199,11 +187,11 @@ async def page() -> HTMLResponse:
     return HTMLResponse(html.replace("NONCE", nonce, 1), headers=headers)
 
 
-class PolicyChange(Reply):
+class PolicyChange(access.Reply):
     """Effects of changing the policy, or of a dry run."""
 
-    before: PolicyName
-    after: PolicyName
+    before: access.PolicyName
+    after: access.PolicyName
     captures_graphs: bool
     routes: list[RouteChange]
     dry_run: bool
@@ -222,11 +210,10 @@ async def change_policy(
     cannot take, each with the reason; nothing changes then, except on engines that the reason speaks of. It
     raises 504 if the engines do not finish in time.
     """
-    body = await read_body(request)
     async with _one_at_a_time:
-        policy = await asyncio.to_thread(read_policy, body, name)
+        policy = await asyncio.to_thread(read_policy, await read_body(request), name)
         began = time.perf_counter()
-        engine = merged_engine(request)
+        engine = access.merged_engine(request)
         served = await asyncio.to_thread(resolve, engine.vllm_config, policy)
         try:
             ranks = await _ask_change(engine, served, True)
@@ -279,16 +266,13 @@ async def _ask_change(
     engine: AsyncLLM, served: ServedPolicy, dry_run: bool, seen: list[str] | None = None
 ) -> list[JsonObject]:
     """Return the answers of all ranks; raise HTTPException 409 with the reason if one refuses."""
-    timeout = STATUS_TIMEOUT if dry_run else CAPTURE_TIMEOUT
+    timeout = access.STATUS_TIMEOUT if dry_run else CAPTURE_TIMEOUT
     method = "flexquant_change_policy"
-    ranks = await ask_workers(engine, method, served.to_json(), dry_run, seen, timeout=timeout)
+    ranks = await access.ask_workers(engine, method, served.to_json(), dry_run, seen, timeout=timeout)
     refused = [rank["refused"] for rank in ranks if "refused" in rank]
     if refused and not dry_run and len(refused) < len(ranks):
-        raise HTTPException(
-            409,
-            f"{refused[0]}; other engines have taken {served.name}: GET /flexquant tells their policies; "
-            "apply one policy to all again",
-        )
+        advice = "GET /flexquant tells their policies; apply one policy to all again"
+        raise HTTPException(409, f"{refused[0]}; other engines have taken {served.name}: {advice}")
     if refused:
         raise HTTPException(409, refused[0])
     return ranks
@@ -309,4 +293,4 @@ async def _paused(engine: AsyncLLM) -> AsyncIterator[None]:
     finally:
         if not was_paused:
             with suppress(TimeoutError):
-                await answer_of(engine.resume_generation(), timeout)
+                await access.answer_of(engine.resume_generation(), timeout)

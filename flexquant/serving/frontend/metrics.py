@@ -20,8 +20,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from vllm.logger import init_logger
 
+from flexquant.serving.config import RankMetrics
 from flexquant.serving.frontend.access import Answers, answer_of, ask_workers, serves_merged
-from flexquant.serving.messages import RankMetrics
 
 if TYPE_CHECKING:
     from flexquant.serving.vllm_api import AsyncLLM

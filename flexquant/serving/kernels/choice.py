@@ -26,7 +26,6 @@ from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError, said_by
 from flexquant.policy.routes import RouteTable
 from flexquant.policy.schema import PHASES
-from flexquant.serving.kernels.cpu_int4 import FlexQuantCPUInt4LinearKernel, TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.cpu_kernels import (
     REPLACED,
     AMXW4A8LinearKernel,
@@ -34,7 +33,11 @@ from flexquant.serving.kernels.cpu_kernels import (
     ZentorchW4A8LinearKernel,
     ZentorchW4A16LinearKernel,
 )
-from flexquant.serving.kernels.cpu_w8a16 import CPUW8A16LinearKernel
+from flexquant.serving.kernels.cpu_weight_only import (
+    CPUW8A16LinearKernel,
+    FlexQuantCPUInt4LinearKernel,
+    TorchCPUInt4LinearKernel,
+)
 from flexquant.serving.kernels.gpu_kernels import W4A8_KERNELS
 from flexquant.serving.kernels.layers import LinearKernel, exchange_kernel, kernel_of_layer
 from flexquant.serving.kernels.trial import LayerTrial, find_fastest
@@ -64,10 +67,7 @@ FEWEST_WEIGHTS = 1 << 18
 
 
 def sizes_by_variant(routes: RouteTable) -> dict[str, tuple[int, ...]]:
-    """Return for each variant of a policy the numbers of tokens with which its kernels are timed.
-
-    They are the sizes of its decode passes, if any, so that a tuned policy gets what `flexquant tune` timed.
-    """
+    """Return by variant the tokens with which its kernels are timed: the sizes of its decode passes."""
     in_decode: dict[str, set[int]] = {}
     in_others: dict[str, set[int]] = {}
     for phase in PHASES:
@@ -143,10 +143,9 @@ def _only(
     all_kinds = {kind.__name__: kind for kinds in kinds_of.values() for kind in kinds}
     those = [kind for name, kind in all_kinds.items() if name.lower().startswith(wanted.lower())]
     if not those:
-        raise FlexQuantError(
-            f"additional-config key 'flexquant.kernels' is '{wanted}' for '{variant}', whose layers run on "
-            f"{', '.join(sorted(all_kinds)) or 'one kernel alone'}; give the beginning of one of these"
-        )
+        key = f"additional-config key 'flexquant.kernels' is '{wanted}' for '{variant}'"
+        runs = f"whose layers run on {', '.join(sorted(all_kinds)) or 'one kernel alone'}"
+        raise FlexQuantError(f"{key}, {runs}; give the beginning of one of these")
     return {layer: [kind for kind in kinds if kind in those] or kinds for layer, kinds in kinds_of.items()}
 
 
@@ -167,10 +166,7 @@ def _request(layer: Any, sizes: Sequence[int], kinds: list[str]) -> LayerTrial:
 
 
 def _is_worth_a_trial(layer: Any) -> bool:
-    """Whether a layer has many weights, of a scheme that a trial supports.
-
-    These are INT4 and INT8 in 16-bit activations, and INT8 per channel with activations quantised per token.
-    """
+    """Whether a layer has many weights, in INT4 or INT8 by channel, whose activations are not static."""
     kernel = kernel_of_layer(layer)
     if kernel is None or layer.input_size_per_partition * layer.output_size_per_partition < FEWEST_WEIGHTS:
         return False
@@ -228,10 +224,7 @@ def _for_cpu(kernel: LinearKernel) -> list[type[LinearKernel]]:
 
 
 def zentorch_problem() -> str | None:
-    """Return why vLLM does not use an installed zentorch; None if it does, or if none is installed.
-
-    vLLM itself prints a traceback for a zentorch built for another torch, and nothing for a missing module.
-    """
+    """Return why vLLM does not use an installed zentorch; None if it does, or if none is installed."""
     try:
         installed = version("zentorch")
     except PackageNotFoundError:
@@ -244,10 +237,8 @@ def zentorch_problem() -> str | None:
         reason = f"it does not load with torch {torch.__version__} ({said_by(e)})"
     else:
         reason = "it is for AMD CPUs with AVX512"
-    return (
-        f"zentorch {installed} is installed and not used: {reason}; FlexQuant's extra 'zen' names the "
-        "release that fits vLLM's torch"
-    )
+    what = f"zentorch {installed} is installed and not used: {reason}"
+    return f"{what}; FlexQuant's extra 'zen' names the release that fits vLLM's torch"
 
 
 def has_zentorch() -> bool:

@@ -25,9 +25,8 @@ import torch
 from vllm.platforms import PlatformEnum, current_platform
 
 from flexquant.errors import FlexQuantError
-from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.cpu_loops import thread_memory
-from flexquant.serving.kernels.cpu_w8a16 import CPUW8A16LinearKernel
+from flexquant.serving.kernels.cpu_weight_only import CPUW8A16LinearKernel, TorchCPUInt4LinearKernel
 from flexquant.serving.vllm_api import (
     CPUInt8ScaledMMLinearKernel,
     CPUWNA16LinearKernel,
@@ -58,10 +57,7 @@ _operators.define("exact_int8_linear(Tensor x, Tensor x_scale, Tensor weight, Te
 
 
 class TorchCPUW4A8LinearKernel(TorchCPUInt4LinearKernel):
-    """A stand-in for W4A8: it rounds activations to 8 bit per token, and multiplies them in 16 bit.
-
-    It gives the answers of W4A8, but is slower than W4A16.
-    """
+    """A stand-in that rounds activations as W4A8 does, and multiplies in 16 bit: slower than W4A16."""
 
     def _multiply(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         quantized, x_scale, _ = ops.onednn_scaled_int8_quant(x, None, None, True)  # .., [tokens, 1]
@@ -121,10 +117,8 @@ class ZentorchW4A8LinearKernel(HeldToOnePrecision, ZentorchWNA16LinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         super().process_weights_after_loading(layer)
         if not getattr(layer, "_zentorch_da8w4", False):
-            raise FlexQuantError(
-                "vLLM did not make W4A8 of a layer for zentorch; set "
-                f"VLLM_DISABLED_KERNELS={type(self).__name__} to have another kernel"
-            )
+            advice = f"set VLLM_DISABLED_KERNELS={type(self).__name__} to have another kernel"
+            raise FlexQuantError(f"vLLM did not make W4A8 of a layer for zentorch; {advice}")
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -194,10 +188,9 @@ class ExactCPUInt8LinearKernel(CPUInt8ScaledMMLinearKernel):
 def exact_int8_linear(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Return x @ weight.T, times the scales, as fp32 [tokens, out].
+    """Return x @ weight.T, times the scales, as fp32 [tokens, out], for int8 or int32 ``x`` [tokens, in].
 
-    ``x`` [tokens, in], int8 or int32, with fp32 ``x_scale`` [tokens, 1] or of one number; ``weight`` int8
-    [out, in] with fp32 ``scale`` [1, out].
+    ``x_scale`` is fp32 [tokens, 1] or one number, ``weight`` int8 [out, in], ``scale`` fp32 [1, out].
     """
     x = x.float()
     out = x.new_empty(len(x), len(weight))

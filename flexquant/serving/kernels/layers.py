@@ -77,10 +77,7 @@ def kernel_classes(model: nn.Module) -> dict[str, list[str]]:
 
 
 def linear_sizes(layer: LinearBase | VocabParallelEmbedding) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs that a linear layer has on this rank.
-
-    Layers that are whole on every rank, such as routers, may lack the attributes for a rank's part.
-    """
+    """Return a linear's inputs and outputs on this rank; those whole on all ranks may lack partitions."""
     inputs = getattr(layer, "input_size_per_partition", layer.input_size)
     return inputs, getattr(layer, "output_size_per_partition", layer.output_size)
 

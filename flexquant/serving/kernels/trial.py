@@ -34,7 +34,7 @@ from vllm.platforms import current_platform
 
 from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.documents.json_text import parse_json
+from flexquant.documents import parse_json
 from flexquant.documents.results import digest_of, versions_of
 from flexquant.serving.kernels import cpu_identity
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
@@ -196,8 +196,7 @@ def measure(layer: LayerTrial) -> Times:
     device = "cpu" if current_platform.is_cpu() else "cuda"
     nbytes = layer["inputs"] * layer["outputs"] * bits_of(layer) // 8
     copies = min(MAX_COPIES, max(2, math.ceil(COLD_BYTES[device] / nbytes)))
-    dtype = getattr(torch, layer["dtype"])
-    x = torch.randn(max(layer["sizes"]), layer["inputs"], dtype=dtype, device=device)
+    x = torch.randn(max(layer["sizes"]), layer["inputs"], dtype=getattr(torch, layer["dtype"]), device=device)
     built: dict[str, list[nn.Module]] = {}
     for name in layer["kernels"]:
         try:
@@ -223,10 +222,7 @@ def measure(layer: LayerTrial) -> Times:
 
 
 def timed_pass(layers: Sequence[nn.Module], x: torch.Tensor) -> Callable[[], float]:
-    """Return a function that runs ``x`` [tokens, inputs] through every layer and returns the seconds it took.
-
-    On a GPU the pass is a CUDA graph.
-    """
+    """Return what runs ``x`` [tokens, inputs] through all layers, on GPUs as a graph, and tells seconds."""
 
     def run() -> None:
         for layer in layers:

@@ -36,10 +36,7 @@ PLAN = "model"
 
 
 def offer_to_adapters(model: Any, plan: nn.Module) -> None:
-    """Have vLLM find the layers of ``plan``, a model's first plan, under the names that adapters use.
-
-    Raises :class:`FlexQuantError` for a base model without LoRA, or with experts.
-    """
+    """Have vLLM find the layers of ``plan`` by adapters' names; refuse experts, and models without LoRA."""
     first = next(iter(model.variants.values()))
     if not getattr(first, "supports_lora", False):
         raise FlexQuantError(f"vLLM has no LoRA for {type(first).__name__} (drop --enable-lora)")
@@ -78,8 +75,6 @@ def check_unsmoothed(norms: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         (first, reference), *others = of_variants.items()
         for other, tensor in others:
             if not torch.equal(tensor, reference):
-                raise FlexQuantError(
-                    f"the variants '{first}' and '{other}' have different weights in {name}: one of them is "
-                    "smoothed (SmoothQuant, AWQ), so that LoRA adapters do not fit its layers; "
-                    f"{FOR_ADAPTERS}"
-                )
+                found = f"the variants '{first}' and '{other}' have different weights in {name}"
+                found += ": one of them is smoothed (SmoothQuant, AWQ)"
+                raise FlexQuantError(f"{found}, so that LoRA adapters do not fit its layers; {FOR_ADAPTERS}")

@@ -163,10 +163,9 @@ class PassObserver:
     def check_phases(self) -> None:
         """Raise :class:`FlexQuantError` if prefill and decode cannot be told apart."""
         if self._unobserved is not None:
-            raise FlexQuantError(
-                f"layer {self._unobserved} does not say which attention backend it uses, so that prefill and "
-                "decode cannot be told apart; serve a policy whose rules name no phase and no batch size"
-            )
+            problem = f"layer {self._unobserved} does not say which attention backend it uses, so that"
+            advice = "serve a policy whose rules name no phase and no batch size"
+            raise FlexQuantError(f"{problem} prefill and decode cannot be told apart; {advice}")
 
     def read(self, context: ForwardContext, tokens: int) -> Pass | None:
         """Return the pass, of ``tokens`` padded tokens, for which the model is called.
@@ -243,10 +242,7 @@ class PassObserver:
                 return super().update_block_table(*args, **options)
 
             def _describe_to_sharers(self) -> None:
-                """Have vLLM give the metadata to those that share a state too, by adding them to its list.
-
-                They are not in it before, as vLLM makes a cache for each layer in it.
-                """
+                """Have vLLM give the metadata to those that share a state too, but make no cache for them."""
                 sharing = [name for layer in self.layer_names for name in observer._sharers.get(layer, ())]
                 self.layer_names += [name for name in sharing if name not in self.layer_names]
 

@@ -100,10 +100,7 @@ class PlanGraphs:
             return plan(**inputs)
 
     def _has_graphs(self, name: str, descriptor: BatchDescriptor | None) -> bool:
-        """Whether a plan's pieces are captured for a size; True if it has no piece that can be captured.
-
-        Some pieces hold no operator and never have a graph; one that had a graph is checked first next time.
-        """
+        """Whether a plan's pieces are captured for a size, but for pieces without an operator."""
         wrappers = self._wrappers[name]
         for position, wrapper in enumerate(wrappers):
             if descriptor in wrapper.concrete_cudagraph_entries:
@@ -139,10 +136,7 @@ class PlanGraphs:
             runner.capture_model()
 
     def note_pieces(self) -> Callable[[], None]:
-        """Return a function that drops the PIECEWISE graphs captured since now, after a failed capture.
-
-        vLLM notes a piece before it captures it; after a failure it would capture it while serving.
-        """
+        """Return what drops PIECEWISE graphs noted since; vLLM would capture failed ones while serving."""
         wrappers = [*itertools.chain.from_iterable(self._wrappers.values())]
         before = [{*wrapper.concrete_cudagraph_entries} for wrapper in wrappers]
 
@@ -170,8 +164,7 @@ class PlanGraphs:
 def no_blocks_of_requests(runner: Runner) -> Iterator[None]:
     """Point dummy passes at the null block, so that a capture cannot overwrite a request's state.
 
-    The V1 runner describes them with the block tables of the requests under way, and a layer that keeps a
-    state writes into the first block of every sequence.
+    The V1 runner gives them the requests' block tables, and layers write states into sequences' first blocks.
     """
     if hasattr(runner, "cudagraph_manager"):  # the V2 runner has tables for them
         yield

@@ -5,7 +5,7 @@
 A decode step reads the whole head, however few sequences it has. The head is loaded as it is stored, and
 rounded to nearest once all weights are loaded. Scales found by squared error, also weighted by the hidden
 states, lost no less. Products are by vLLM's kernels for INT8 weights (Marlin and others), and on a CPU by
-:mod:`flexquant.serving.kernels.cpu_w8a16`.
+:mod:`flexquant.serving.kernels.cpu_weight_only`.
 
 On a CPU a tied embedding looks its rows up in the same INT8 matrix. On a GPU, whose kernels permute weights,
 it stays in 16 bit beside the head.
@@ -20,7 +20,7 @@ from torch import nn
 from vllm.logger import init_logger
 
 from flexquant.errors import FlexQuantError, said_by
-from flexquant.serving.kernels.cpu_w8a16 import CPUW8A16LinearKernel
+from flexquant.serving.kernels.cpu_weight_only import CPUW8A16LinearKernel
 from flexquant.serving.vllm_api import (
     CompressedTensorsWNA16,
     MPLinearKernel,
@@ -38,11 +38,7 @@ logger = init_logger("vllm.flexquant.head")
 
 
 def hold_heads_in_int8(models: Iterable[nn.Module]) -> None:
-    """Have the lm_heads of ``models``, whose weights are not loaded yet, held in INT8.
-
-    A head that the checkpoint stores quantised stays as it is. Raises :class:`FlexQuantError` if no kernel
-    of this device takes the head.
-    """
+    """Have ``models``, not loaded yet, hold unquantised lm_heads in INT8; raise without a kernel."""
     if not get_pp_group().is_last_rank:
         return
     for model in models:
@@ -88,10 +84,9 @@ class Int8HeadMethod(QuantizeMethodBase):
                     weight_loader=head.weight_loader,
                 )
         except ValueError as e:
-            raise FlexQuantError(
-                f"no kernel holds the lm_head of {head.input_size} inputs and {head.output_size} outputs in "
-                f"INT8 here ({said_by(e)}); have 'head: stored'"
-            ) from e
+            size = f"{head.input_size} inputs and {head.output_size} outputs"
+            problem = f"no kernel holds the lm_head of {size} in INT8 here ({said_by(e)})"
+            raise FlexQuantError(f"{problem}; have 'head: stored'") from e
         del module.weight_shape  # which vLLM does not read
         self.__dict__.setdefault("kernel", scheme.kernel)
 
@@ -115,10 +110,7 @@ class Int8HeadMethod(QuantizeMethodBase):
         self.kernel.process_weights_after_loading(head)
 
     def exchange_weights(self, layer: nn.Module) -> torch.Tensor | None:
-        """Create the head's INT8 weights; return those in 16 bit, which it keeps if rows are looked up there.
-
-        None if ``layer`` is not the head, but an embedding that is tied to it.
-        """
+        """Create INT8 weights; return those in 16 bit, kept for look-ups, or None for a tied embedding."""
         head = self._head
         if layer is not head:
             return None

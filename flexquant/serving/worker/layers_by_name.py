@@ -29,7 +29,7 @@ from vllm.platforms import current_platform
 from flexquant.errors import FlexQuantError, said_by
 from flexquant.serving.config import merged_of
 from flexquant.serving.kernels.layers import expert_layers
-from flexquant.serving.vllm_api import CompressedTensorsWNA16MoEMethod, LinearBase, MambaBase, MoERunner
+from flexquant.serving.vllm_api import CompressedTensorsWNA16MoEMethod, LinearBase, MambaBase
 
 APART = "@"
 """Separates a layer's name from its variant; no module's name has it."""
@@ -37,12 +37,6 @@ ADVICE = (
     "keep the experts in 16 bit in every variant (list them in the recipe's 'ignore'), or serve on a device "
     "that has such a kernel"
 )
-
-
-def name_apart(layer: MoERunner, variant: str, context: dict[str, nn.Module]) -> None:
-    """Register an expert layer in ``context``, vLLM's layers by name, under a name with its variant."""
-    layer.layer_name = f"{layer.layer_name}{APART}{variant}"
-    context[layer.layer_name] = layer
 
 
 def check_precision(variant: str, model: nn.Module, activations: str | None) -> None:
@@ -54,11 +48,10 @@ def check_precision(variant: str, model: nn.Module, activations: str | None) -> 
         return
     for layer in expert_layers(model):
         if isinstance(layer.routed_experts.quant_method, CompressedTensorsWNA16MoEMethod):
-            raise FlexQuantError(
-                f"the INT4 experts of variant '{variant}' would have 8-bit activations, the only ones that "
-                f"vLLM's kernels for CPUs have; derive a W4A8 variant from '{variant}' in the policy and "
-                f"route to that, or {ADVICE}"
-            )
+            problem = f"the INT4 experts of variant '{variant}' would have 8-bit activations"
+            why = "the only ones that vLLM's kernels for CPUs have"
+            advice = f"derive a W4A8 variant from '{variant}' in the policy and route to that, or {ADVICE}"
+            raise FlexQuantError(f"{problem}, {why}; {advice}")
 
 
 @contextmanager
@@ -69,9 +62,8 @@ def explained_kernels(variant: str, vllm_config: VllmConfig) -> Iterator[None]:
     except (NotImplementedError, ValueError, AssertionError) as e:
         if not vllm_config.model_config.is_moe:
             raise
-        raise FlexQuantError(
-            f"vLLM cannot build variant '{variant}' of this mixture of experts here ({said_by(e)}); {ADVICE}"
-        ) from e
+        problem = f"vLLM cannot build variant '{variant}' of this mixture of experts here ({said_by(e)})"
+        raise FlexQuantError(f"{problem}; {ADVICE}") from e
 
 
 def own_name(layer_name: str) -> str:
@@ -82,10 +74,9 @@ def own_name(layer_name: str) -> str:
 def keep_state(
     name: str, layer: nn.Module, variant: str, context: dict[str, nn.Module], models: Iterable[nn.Module]
 ) -> None:
-    """Have a variant's layer keep the state called ``name``, or share it if a variant before has the layer.
+    """Have a variant's layer keep the state called ``name``, or share that of a variant before.
 
-    ``models`` are the variants built so far, without the decoder layers that no plan takes from them: a
-    layer's own name does not always tell its decoder layer (vLLM's Falcon-H1 calls one ``model.4.mixer``).
+    Decoder layers are looked up in ``models``: names do not always tell them (Falcon-H1's ``model.4.mixer``).
     """
     built = {module for model in models for module in model.modules()}
     if layer in built and context[name] in built:
@@ -153,10 +144,7 @@ def sharers(context: Mapping[str, object]) -> dict[str, list[str]]:
 
 
 class HybridModel:
-    """What vLLM asks a model about its states, answered by the base architecture's class.
-
-    Whether it asks is in the architecture's description, which `registration` takes from that class too.
-    """
+    """What vLLM asks a model about its states, answered by the base architecture's class."""
 
     variants: nn.ModuleDict
 

@@ -54,10 +54,7 @@ On all pipeline-parallel ranks but the last, it is what the next rank takes as `
 
 
 class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, SupportsEagle3, SupportsLoRA):
-    """Several variants of one causal LM over one KV cache; every forward pass takes one plan.
-
-    All ranks choose the same route, since vLLM describes a pass in the same way to all of them.
-    """
+    """Several variants of a causal LM over one KV cache; every pass takes one plan, the same on all ranks."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -137,14 +134,9 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
 
     @property
     def _do_torchao_reload(self) -> bool:
-        """Refuse other weights, for which vLLM asks this first, before it has freed the ones that serve.
-
-        Goes when vLLM asks a model whether it takes other weights.
-        """
-        raise FlexQuantError(
-            "FlexQuant's variants take their weights at the start alone; quantise and merge the new weights, "
-            "and start a server on them"
-        )
+        """Refuse other weights before vLLM, which asks this first, frees the ones that serve."""
+        problem = "FlexQuant's variants take their weights at the start alone"
+        raise FlexQuantError(f"{problem}; quantise and merge the new weights, and start a server on them")
 
     def process_weights_after_loading(self) -> None:
         """Pass vLLM's model-level hook (0.27 on) to the variants that define it, and announce them."""
@@ -288,7 +280,6 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
 def set_aux_layers(plan: nn.Module, layers: tuple[int, ...]) -> None:
     """Have a plan return the hidden states before these layers; raise FlexQuantError if it cannot."""
     if not isinstance(plan, SupportsEagle3):
-        raise FlexQuantError(
-            f"vLLM's {type(plan).__name__} does not support EAGLE-3; use another speculative method"
-        )
+        problem = f"vLLM's {type(plan).__name__} does not support EAGLE-3"
+        raise FlexQuantError(f"{problem}; use another speculative method")
     plan.set_aux_hidden_state_layers(layers)

@@ -26,8 +26,7 @@ from flexquant import __version__
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import BytesByRange
 from flexquant.errors import FlexQuantError
-from flexquant.serving.config import ServedPolicy, ServingOptions
-from flexquant.serving.messages import RankMetrics
+from flexquant.serving.config import RankMetrics, ServedPolicy, ServingOptions
 from flexquant.serving.worker.forward_pass import Pass
 
 logger = init_logger("vllm.flexquant.trace")
@@ -132,10 +131,7 @@ class PlanCounters:
 
 
 def trace_file(vllm_config: VllmConfig) -> str | None:
-    """Return the file of this worker's trace; None if no trace is configured.
-
-    Others than the first worker's end in ``.dp1`` (data-parallel replica) or ``.rank1`` (rank within it).
-    """
+    """Return this worker's trace, if one is configured: other workers' end in ``.dp1`` or ``.rank1``."""
     file = ServingOptions.from_vllm(vllm_config).trace
     if file is None:
         return None
@@ -192,18 +188,14 @@ class Trace:
 
 
 class PassRecords:
-    """The trace of one worker, if one is configured, and the counters of its engine.
-
-    The first rank of the last pipeline stage tells these, as it computes logits, with which a pass ends.
-    """
+    """The trace and the counters of an engine, told by the first rank of the last stage, which has logits."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         parallel, file = vllm_config.parallel_config, trace_file(vllm_config)
         mib = ServingOptions.from_vllm(vllm_config).trace_mib
         self._trace = Trace(file, mib) if file is not None else None
         self._tells = parallel.rank == parallel.world_size - parallel.tensor_parallel_size
-        device = torch.device(vllm_config.device_config.device_type)
-        self.clock = PassClock(device)
+        self.clock = PassClock(torch.device(vllm_config.device_config.device_type))
         """Is told when a pass begins, and that it has ended before :meth:`time`."""
         self._engine = str(parallel.data_parallel_index)
         self._counters: dict[tuple[str, str], PlanCounters] = {}
@@ -246,8 +238,7 @@ class PassRecords:
 
     def metrics_data(self, weight_bytes: BytesByRange) -> RankMetrics | None:
         """Return all counters, and the policies, for ``/metrics``; None if another worker tells."""
-        counted = self.counted()
-        if counted is None:
+        if (counted := self.counted()) is None:
             return None
         return {
             "engine": self._engine,

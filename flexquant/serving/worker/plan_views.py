@@ -45,10 +45,7 @@ from flexquant.serving.vllm_api import (
 
 
 def shallow_copy(module: nn.Module, **children: nn.Module) -> nn.Module:
-    """Copy a module without copying its weights, with some of its children replaced.
-
-    Methods that the module keeps among its attributes, such as the forward for this device, are the copy's.
-    """
+    """Copy a module but not its weights, with some children replaced; its bound methods become the copy's."""
     view = copy.copy(module)
     view._modules = {**module._modules, **children}
     for name, value in vars(module).items():
@@ -70,10 +67,9 @@ def check_structure(model: nn.Module, architecture: str) -> None:
     """Raise :class:`FlexQuantError` if a model has no stack of decoder layers where FlexQuant finds it."""
     inner = dict(model.named_modules()).get(decoder_path(model))
     if not any(isinstance(getattr(inner, name, None), nn.ModuleList) for name in STACKS):
-        raise FlexQuantError(
-            f"{architecture} is not built with 'model.layers' or 'transformer.h' in this vLLM; FlexQuant "
-            "serves decoder-only architectures of that form, such as Llama, Qwen3, Mistral and Gemma 3"
-        )
+        problem = f"{architecture} is not built with 'model.layers' or 'transformer.h' in this vLLM"
+        served = "decoder-only architectures of that form, such as Llama, Qwen3, Mistral and Gemma 3"
+        raise FlexQuantError(f"{problem}; FlexQuant serves {served}")
 
 
 def stack_path(model: nn.Module) -> str:

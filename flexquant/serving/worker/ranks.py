@@ -27,10 +27,7 @@ Result = TypeVar("Result")
 
 
 def check_ranks_agree(routes: RouteTable, quantization_config: JsonObject) -> None:
-    """Raise :class:`FlexQuantError`, on all ranks, if one has other routes or another merged checkpoint.
-
-    ``quantization_config`` is that section of the merged checkpoint's config. Every rank has to call this.
-    """
+    """Raise :class:`FlexQuantError` on all ranks, which all call this, if routes or merges differ."""
     world = get_world_group()
     if world.world_size == 1:
         return
@@ -41,17 +38,12 @@ def check_ranks_agree(routes: RouteTable, quantization_config: JsonObject) -> No
     for what in mine:
         others = [rank for rank, digests in enumerate(everyones) if digests[what] != everyones[0][what]]
         if others:
-            raise FlexQuantError(
-                f"rank {others[0]} has other {what} than rank 0; give every machine the same policy file, "
-                "merged checkpoint and options of vLLM"
-            )
+            advice = "give every machine the same policy file, merged checkpoint and options of vLLM"
+            raise FlexQuantError(f"rank {others[0]} has other {what} than rank 0; {advice}")
 
 
 def on_all_ranks(step: Callable[[], Result]) -> Result:
-    """Return the result of a step that succeeds on every rank of an engine; every rank has to call this.
-
-    Raises :class:`FlexQuantError`, on all ranks, if the step raises anything on one of them.
-    """
+    """Return a step's result on every rank, all of which call this; raise on all what fails on one."""
     result: Result | None = None
     failure: Exception | None = None
     everyones = [""]

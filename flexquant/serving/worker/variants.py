@@ -189,11 +189,9 @@ def share_modules(
             elif is_in(layer_name, layers[name]):
                 replacements[layer] = real_context[layer_name]
         elif layer not in expert_layers(variant):
-            raise FlexQuantError(
-                f"layer '{layer_name}' ({type(layer).__name__}) of {merged.base_architecture} is looked up "
-                "by name at run time and cannot exist in several variants yet; serve one variant's own "
-                "checkpoint"
-            )
+            what = f"layer '{layer_name}' ({type(layer).__name__}) of {merged.base_architecture}"
+            problem = "is looked up by name at run time and cannot exist in several variants yet"
+            raise FlexQuantError(f"{what} {problem}; serve one variant's own checkpoint")
     owners = {module: owner(module) for module in merged.shared_modules if is_in(module, here)}
     if source in variants:
         owners |= {m: source for m in modules_as_in_source(variant) if is_in(m, of_source & here)}
@@ -203,7 +201,8 @@ def share_modules(
             # The block around an expert layer also holds the shared experts, and loads them.
             replacements |= dict(zip(layer.modules(), there, strict=True))
         else:
-            layers_by_name.name_apart(layer, name, real_context)
+            layer.layer_name = f"{layer.layer_name}{layers_by_name.APART}{name}"
+            real_context[layer.layer_name] = layer
     for other in set(owners.values()) - {name}:
         common = [module for module, has_it in owners.items() if has_it == other]
         of_other = find_modules(variants[other], common)
@@ -213,10 +212,7 @@ def share_modules(
 
 
 def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    """Return the modules with these names in the checkpoint; raise FlexQuantError if one is missing.
-
-    Of an expert layer it is the module with its experts' weights. Some classes have no lm_head.
-    """
+    """Return modules by their checkpoint's names, experts as one; raise FlexQuantError if one is missing."""
     found = dict(model.named_modules(remove_duplicate=False))
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     modules = []
@@ -226,28 +222,22 @@ def find_modules(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
         if (module := found.get(name, found.get(in_vllm))) is not None:
             modules.append(module.routed_experts if isinstance(module, MoERunner) else module)
         elif not HEAD.search(name):
-            raise FlexQuantError(
-                f"the checkpoint's variants share the module '{name}', which {type(model).__name__} of this "
-                "vLLM does not have; serve one variant's own checkpoint ('flexquant split')"
-            )
+            lacks = f"which {type(model).__name__} of this vLLM does not have"
+            advice = "serve one variant's own checkpoint ('flexquant split')"
+            raise FlexQuantError(f"the checkpoint's variants share the module '{name}', {lacks}; {advice}")
     return modules
 
 
 def check_cache_layers(
     registered: Mapping[str, nn.Module], replaced: Container[nn.Module], architecture: str
 ) -> None:
-    """Refuse layers that all variants share (``replaced``), but that hold linears of which each has its own.
-
-    vLLM's layers with a state are not among them: each variant has its own.
-    """
+    """Refuse layers that variants share (``replaced``), but that hold linears of which each has its own."""
     for name, layer in registered.items():
         inside = layer.modules() if layer in replaced else ()
         if any(isinstance(module, LinearBase) and module not in replaced for module in inside):
-            raise FlexQuantError(
-                f"layer '{name}' ({type(layer).__name__}) of {architecture} keeps a state and the linears "
-                "that compute it in one, and cannot exist in several variants; serve one variant's own "
-                "checkpoint ('flexquant split')"
-            )
+            problem = f"layer '{name}' ({type(layer).__name__}) of {architecture} keeps a state and the"
+            problem += " linears that compute it in one, and cannot exist in several variants"
+            raise FlexQuantError(f"{problem}; serve one variant's own checkpoint ('flexquant split')")
 
 
 class AbsentLayer(nn.Module):

@@ -41,10 +41,9 @@ def int4_scheme(layer: nn.Module) -> CompressedTensorsWNA16 | None:
 
 
 def use_8bit_activations(model: nn.Module, activations: str) -> None:
-    """Have the INT4 layers below ``model``, whose weights are not loaded, quantise their inputs per token.
+    """Have INT4 layers below ``model``, not loaded yet, quantise inputs to int8 or fp8 per token.
 
-    ``activations``: ``int8`` or ``fp8``. Layers of other schemes stay as they are. Raises
-    :class:`FlexQuantError` where this device has no kernel for it, or packed weights do not suit it.
+    Raises :class:`FlexQuantError` where this device has no kernel, or packed weights do not suit it.
     """
     kernels = find_kernels(activations)
     if activations == "fp8":
@@ -53,11 +52,9 @@ def use_8bit_activations(model: nn.Module, activations: str) -> None:
         if (scheme := int4_scheme(layer)) is None:
             continue
         if scheme.kernel is None:
-            raise FlexQuantError(
-                f"layer '{name}' cannot have {activations} activations: vLLM runs it without a kernel in its "
-                "batch-invariant mode; unset VLLM_BATCH_INVARIANT, or take such a variant's rules out of the "
-                "policy"
-            )
+            problem = "vLLM runs it without a kernel in its batch-invariant mode"
+            advice = "unset VLLM_BATCH_INVARIANT, or take such a variant's rules out of the policy"
+            raise FlexQuantError(f"layer '{name}' cannot have {activations} activations: {problem}; {advice}")
         changes: dict[str, Any] = {"act_type": DTYPES[activations], "out_type": scheme.kernel.config.act_type}
         config = dataclasses.replace(scheme.kernel.config, **changes)
         problems = {kernel: kernel.can_implement(config)[1] for kernel in kernels}
@@ -66,10 +63,8 @@ def use_8bit_activations(model: nn.Module, activations: str) -> None:
         able = [] if one_group else [kernel for kernel, problem in problems.items() if problem is None]
         if not able:
             problem = f"its {ONE_SCALE}" if one_group else problems[kernels[-1]]
-            raise FlexQuantError(
-                f"layer '{name}' cannot have {activations} activations: {problem}; take such a variant's "
-                "rules out of the policy"
-            )
+            problem = f"layer '{name}' cannot have {activations} activations: {problem}"
+            raise FlexQuantError(f"{problem}; take such a variant's rules out of the policy")
         exchange_kernel(layer, able[0], **changes)
 
 

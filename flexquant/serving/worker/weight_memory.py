@@ -21,8 +21,8 @@ from torch import nn
 from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import SHARED
-from flexquant.checkpoint.module_names import layer_number
-from flexquant.checkpoint.weight_bytes import BytesByRange, by_range
+from flexquant.checkpoint.module_names import by_range, layer_number
+from flexquant.checkpoint.weight_bytes import BytesByRange
 from flexquant.serving.kernels.layers import expert_layers, expert_weights, kernel_of_layer, linear_sizes
 from flexquant.serving.vllm_api import (
     AttentionLayerBase,

@@ -48,10 +48,7 @@ class VariantLoader:
         *,
         must_be_unsmoothed: bool = False,
     ) -> None:
-        """Prepare to load ``variants``, the built models by name, with the layers that ``routes`` take.
-
-        With ``must_be_unsmoothed``, norms of all layers are read, to compare those of different variants.
-        """
+        """Prepare to load ``variants``, the layers in ``routes``; ``must_be_unsmoothed`` compares norms."""
         self._variants = variants
         self._layers = routes.layers
         self._num_layers = len(routes.plans[0].layers)
@@ -77,10 +74,9 @@ class VariantLoader:
         return list(self._variants) if prefix == SHARED_PREFIX else self._readers.get(prefix, [])
 
     def load(self, weights: Iterable[NamedTensor]) -> set[str]:
-        """Load all weights; return the names of the parameters, with the variant's name first.
+        """Load all weights in the checkpoint's order; return parameters' names, the variant's name first.
 
-        Every loader gets its tensors in the checkpoint's order, at most :data:`RUN` a call. Raises
-        :class:`FlexQuantError` if a tensor is missing or not finite, and for smoothing where it must not be.
+        Raises :class:`FlexQuantError` if a tensor is missing or not finite, and for forbidden smoothing.
         """
         parameters: dict[str, torch.nn.Parameter] = {}
         for name, variant in self._variants.items():
@@ -102,12 +98,10 @@ class VariantLoader:
         self._rotations.finish()
         if missing := unwritten(parameters):
             name, _, parameter = missing[0].partition(".")
-            raise FlexQuantError(
-                f"variant '{name}' of the merged checkpoint lacks tensors for {len(missing)} parameters, the "
-                f"first for '{parameter}' or a part of it; check it with 'flexquant verify', or merge again. "
-                "If it is whole, this vLLM's model has weights that the checkpoint was published without, "
-                "and is not served"
-            )
+            lacks = f"tensors for {len(missing)} parameters, the first for '{parameter}' or a part of it"
+            advice = "check it with 'flexquant verify', or merge again. If it is whole, this vLLM's model has"
+            advice += " weights that the checkpoint was published without, and is not served"
+            raise FlexQuantError(f"variant '{name}' of the merged checkpoint lacks {lacks}; {advice}")
         return {f"{name}.{parameter}" for name in loaded for parameter in loaded[name]}
 
     def _takers(self, prefix: str, key: str) -> list[str]:
@@ -115,10 +109,9 @@ class VariantLoader:
         if self._drafts(key) or self._rotated(prefix, key):
             return []
         if (layer_number(key) or 0) >= self._num_layers:
-            raise FlexQuantError(
-                f"the checkpoint holds '{key}', and its config.json says {self._num_layers} decoder layers, "
-                "counted from 0; correct num_hidden_layers there, or in the sources, and merge again"
-            )
+            counted = f"its config.json says {self._num_layers} decoder layers, counted from 0"
+            advice = "correct num_hidden_layers there, or in the sources, and merge again"
+            raise FlexQuantError(f"the checkpoint holds '{key}', and {counted}; {advice}")
         is_head = HEAD.search(key) is not None  # of a variant without one, a copy of its embedding
         readers = [name for name in self._readers_of(prefix) if self._own_head[name] or not is_head]
         takers = [name for name in readers if is_in(key, self._layers[name])]
@@ -140,10 +133,8 @@ class VariantLoader:
                 for key, tensor in run:
                     self._check_key(key)
                     if not is_finite(tensor):
-                        raise FlexQuantError(
-                            f"tensor '{key}' holds NaN or infinite numbers; quantise the model again, and "
-                            "merge again"
-                        )
+                        problem = f"tensor '{key}' holds NaN or infinite numbers"
+                        raise FlexQuantError(f"{problem}; quantise the model again, and merge again")
                 yield prefix, [(self._split(key)[1], tensor) for key, tensor in run]
 
     def _split(self, key: str) -> tuple[str, str]:
@@ -174,10 +165,7 @@ def unwritten(parameters: dict[str, torch.nn.Parameter]) -> list[str]:
 
 
 def _marked(name: str, parameter: torch.nn.Parameter) -> Iterator[torch.Tensor]:
-    """Yield what is marked of a parameter, as rows [..., numbers].
-
-    A kernel can pad experts in the end, so the first row of each half is looked at: those of w1 and w3.
-    """
+    """Yield the marks in a parameter's first rows, w1's and w3's: a kernel can pad experts in the end."""
     data = parameter.detach()
     if data.is_meta or data.numel() == 0 or data.dtype is torch.bool or NOT_LOADED.search(name):
         return

@@ -22,9 +22,8 @@ from flexquant.checkpoint.module_names import describe_ranges
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import route_changes
 from flexquant.policy.schema import PHASES
-from flexquant.serving.config import ServedPolicy, check_caches, clip_to_server
+from flexquant.serving.config import RankMetrics, ServedPolicy, ServedPolicyData, check_caches, clip_to_server
 from flexquant.serving.kernels.layers import kernel_names
-from flexquant.serving.messages import RankMetrics, ServedPolicyData
 from flexquant.serving.worker.plan_views import decoder_path, is_compiled
 from flexquant.serving.worker.ranks import on_all_ranks
 
@@ -54,8 +53,7 @@ class FlexQuantWorker:
 
     def flexquant_metrics(self: ServingWorker) -> RankMetrics | None:
         """Return this rank's counters and weights for ``/metrics``; None if another rank counts."""
-        model = self.get_model()
-        return model.records.metrics_data(model.weight_bytes_by_layers)
+        return self.get_model().records.metrics_data(self.get_model().weight_bytes_by_layers)
 
     def flexquant_change_policy(
         self: ServingWorker, policy: ServedPolicyData, dry_run: bool, seen: list[str] | None = None
@@ -98,10 +96,8 @@ def change_policy(
 
     def check() -> tuple[ServedPolicy, JsonObject]:
         if seen is not None and before.digest not in seen:
-            raise FlexQuantError(
-                f"the server took {before.name} while {policy.name} was being checked; look at GET "
-                f"/flexquant, and apply {policy.name} again"
-            )
+            problem = f"the server took {before.name} while {policy.name} was being checked"
+            raise FlexQuantError(f"{problem}; look at GET /flexquant, and apply {policy.name} again")
         after = clip_to_server(model.vllm_config, model.merged, policy)
         check_caches(model.vllm_config, model.merged, after.name, before.routes, after.routes)
         if not after.routes.ignores_phase():
@@ -125,34 +121,25 @@ def problems(model: FlexQuantForCausalLM, after: ServedPolicy) -> Iterator[str]:
     """Yield why this rank cannot take a policy."""
     needed, loaded = after.routes.layers, model.first_routes.layers
     if missing := sorted(needed.keys() - loaded.keys()):
-        yield (
-            f"uses {' and '.join(missing)}, but the server has loaded {', '.join(loaded)}; take a policy "
-            "that uses these alone, or start a server with one that uses all of them"
-        )
+        problem = f"uses {' and '.join(missing)}, but the server has loaded {', '.join(loaded)}"
+        advice = "take a policy that uses these alone, or start a server with one that uses all of them"
+        yield f"{problem}; {advice}"
     for name, numbers in sorted(needed.items()):
         if absent := numbers - loaded[name]:
-            yield (
-                f"uses layers {describe_ranges(absent)} of {name}, but the server has loaded its layers "
-                f"{describe_ranges(loaded[name])} alone; take a policy that uses no others of it, or "
-                "start a server with one that uses them all"
-            )
+            there = f"the server has loaded its layers {describe_ranges(loaded[name])} alone"
+            advice = "take a policy that uses no others of it, or start a server with one that uses them all"
+            yield f"uses layers {describe_ranges(absent)} of {name}, but {there}; {advice}"
         if after.routes.derived.get(name) != model.first_routes.derived.get(name):
-            yield (
-                f"derives {name} otherwise than the policy that the server was started with; derive it "
-                "in the same way, or start a server with this policy"
-            )
+            problem = f"derives {name} otherwise than the policy that the server was started with"
+            yield f"{problem}; derive it in the same way, or start a server with this policy"
     if after.routes.head != model.first_routes.head:
-        yield (
-            f"has 'head: {after.routes.head}', but the server was started with "
-            f"'head: {model.first_routes.head}'; start a server with this policy"
-        )
+        started = f"the server was started with 'head: {model.first_routes.head}'"
+        yield f"has 'head: {after.routes.head}', but {started}; start a server with this policy"
     plans = model.plans
     unknown = [plan.name for plan in after.routes.plans if plan.name not in plans]
     if unknown and any(is_compiled(plan.get_submodule(decoder_path(plan))) for plan in plans.values()):
-        yield (
-            f"has the plan {unknown[0]}, but the server has compiled {', '.join(plans)}, and compiles no "
-            "more; use these alone, or start a server with this policy"
-        )
+        problem = f"has the plan {unknown[0]}, but the server has compiled {', '.join(plans)}"
+        yield f"{problem}, and compiles no more; use these alone, or start a server with this policy"
     if model.graphs.fit(after.routes):
         return
     for asked, what in (
@@ -160,10 +147,8 @@ def problems(model: FlexQuantForCausalLM, after: ServedPolicy) -> Iterator[str]:
         (model.vllm_config.kv_transfer_config, "a KV connector"),
     ):
         if asked is not None:
-            yield (
-                f"needs other CUDA graphs, and with {what} they are captured at the start only; start a "
-                "server with this policy"
-            )
+            problem = f"needs other CUDA graphs, and with {what} they are captured at the start only"
+            yield f"{problem}; start a server with this policy"
 
 
 def take(model: FlexQuantForCausalLM, after: ServedPolicy, runner: Runner) -> None:
@@ -204,10 +189,7 @@ def capture_again(model: FlexQuantForCausalLM, runner: Runner, before: ServedPol
             served = "is served as before"
         except FlexQuantError as e:
             model.graphs.do_without(runner)
-            served = (
-                f"is served without CUDA graphs, since its own could not be captured again ({e}); start "
-                "the server anew to have them back"
-            )
-    raise FlexQuantError(
-        f"the CUDA graphs of {name} could not be captured on every rank ({failure}); {before.name} {served}"
-    ) from failure
+            served = f"is served without CUDA graphs, since its own could not be captured again ({e})"
+            served += "; start the server anew to have them back"
+    problem = f"the CUDA graphs of {name} could not be captured on every rank ({failure})"
+    raise FlexQuantError(f"{problem}; {before.name} {served}") from failure

@@ -6,11 +6,10 @@ A *derived* variant has the 8-bit weights nearest to those of its source, a vari
 copy. A *nested* variant stores, for each of its own INT8 weights, a difference of 4 bits from what the INT4
 weights predict.
 
-1. *Build*: a source in INT4 gets kernels whose layout of weights is known: those that
-   ``cpu_layouts.layout_of`` and ``gpu_layouts.layout_of`` know. A derived variant is a view of the source,
-   with a view of each linear in the source's precision that has another method (``methods``,
-   ``from_16_bit``). A nested one is a model of its own, whose linears have parameters for what is stored
-   (:class:`NestedMethod`).
+1. *Build*: a source in INT4 gets kernels whose layout of weights ``cpu.layout_of`` or ``gpu.layout_of``
+   knows. A derived variant is a view of the source, with a view of each linear in the source's precision that
+   has another method (``methods``). A nested one is a model of its own, whose linears have parameters for
+   what is stored.
 2. *Load*: then :func:`make_ready` gives each linear of a view one scale a channel, and packs differences as
    the source's kernel packs weights.
 3. *Pass*: the method reads the weights where the source's kernel keeps them, writes 8-bit weights into memory
@@ -34,40 +33,41 @@ from flexquant.errors import FlexQuantError
 from flexquant.serving.derivable import check_one_copy_device
 from flexquant.serving.kernels.layers import expert_layers_by_path, kernel_of_layer
 from flexquant.serving.vllm_api import LinearBase, MPLinearKernel, QuantizationConfig, QuantizeMethodBase
-from flexquant.serving.worker.one_copy import from_16_bit
-from flexquant.serving.worker.one_copy.methods import Int4Method, NestedMethod, OneCopyMethod, product_of
+from flexquant.serving.worker.one_copy.methods import (
+    Int4Method,
+    NestedMethod,
+    OneCopyMethod,
+    is_rounded,
+    product_of,
+    rounding_method,
+)
 from flexquant.serving.worker.plan_views import shallow_copy, stack_of_layers, stack_path, with_module
 
 
 def one_copy_of(source: nn.Module, name: str, precision: str, is_in_16_bit: bool = False) -> nn.Module:
-    """Return the variant ``name``, a view of ``source``, whose weights are not loaded yet.
+    """Return ``name``, a view of ``source``, before weights load; ``precision``: int8 or fp8.
 
-    ``precision``: int8 or fp8; ``is_in_16_bit``: the precision of the source, else INT4. Raises
-    :class:`FlexQuantError` if it has no such linear in a decoder layer, or INT4 weights in an unknown layout.
+    Raises :class:`FlexQuantError` without a linear to compute, or for INT4 weights in an unknown layout.
     """
     check_one_copy_device(f"the policy derives '{name}'", precision)
     variant = source
     for path, layer in _linears_in_16_bit(source) if is_in_16_bit else _int4_linears(source):
         view = shallow_copy(layer)
-        method = from_16_bit.method_for(layer, precision) if is_in_16_bit else Int4Method()
+        method = rounding_method(layer, precision) if is_in_16_bit else Int4Method()
         if isinstance(method, Int4Method):
             method.read(layer, f"{name}, {path}", precision)
         vars(view)["quant_method"] = method
         variant = with_module(variant, f"{stack_path(source)}.{path}", view)
     if variant is source:
-        raise FlexQuantError(
-            f"variant '{name}' has no {'' if is_in_16_bit else 'INT4 '}linear to compute 8-bit weights from; "
-            f"choose a policy without it, such as {'bf16' if is_in_16_bit else 'w4a16'}"
-        )
+        kind, other = ("linear", "bf16") if is_in_16_bit else ("INT4 linear", "w4a16")
+        problem = f"variant '{name}' has no {kind} to compute 8-bit weights from"
+        raise FlexQuantError(f"{problem}; choose a policy without it, such as {other}")
     return variant
 
 
 @contextmanager
 def nesting_in(source: nn.Module | None, quant_config: QuantizationConfig | None) -> Iterator[None]:
-    """Build the linears of a variant for which ``source`` has INT4 weights as nested in these.
-
-    None: no variant is nested. ``quant_config`` is the variant's.
-    """
+    """Build a variant's linears as nested in those that ``source`` has in INT4; None: nothing is nested."""
     if source is None:
         yield
         return
@@ -141,5 +141,5 @@ def _linears_in_16_bit(model: nn.Module) -> Iterator[tuple[str, LinearBase]]:
     with_experts = {path.rpartition(".")[0] for path in expert_layers_by_path(stack)}
     for path, layer in stack.named_modules():
         is_router = path.rpartition(".")[0] in with_experts
-        if isinstance(layer, LinearBase) and not is_router and from_16_bit.is_readable(layer):
+        if isinstance(layer, LinearBase) and not is_router and is_rounded(layer):
             yield path, layer

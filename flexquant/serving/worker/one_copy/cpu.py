@@ -13,26 +13,23 @@ from __future__ import annotations
 
 import functools
 import threading
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
-from flexquant.serving.kernels.cpu_kernels import exact_int8_linear
+from flexquant.serving.kernels.cpu_kernels import AMXW4A8LinearKernel, exact_int8_linear
 from flexquant.serving.kernels.cpu_loops import has_loops, thread_memory
-from flexquant.serving.vllm_api import MPLinearKernel, scalar_types, unpack_quantized_values_into_int32
-from flexquant.serving.vllm_api import _custom_ops as ops
-from flexquant.serving.worker.one_copy.cpu_layouts import Layout, packed_alike, unpacked
-from flexquant.serving.worker.one_copy.product import (
-    CHANNEL_SCALE,
-    NESTED,
-    ROW,
-    WEIGHT_SUMS,
-    Buffers,
-    Product,
-    output_of_int4,
-    register_operator,
+from flexquant.serving.kernels.cpu_weight_only import INNER_K_TILES, TorchCPUInt4LinearKernel
+from flexquant.serving.vllm_api import (
+    CPUWNA16LinearKernel,
+    MPLinearKernel,
+    ZentorchWNA16LinearKernel,
+    scalar_types,
+    unpack_quantized_values_into_int32,
 )
+from flexquant.serving.vllm_api import _custom_ops as ops
+from flexquant.serving.worker.one_copy import product
 
 ZERO = 8.0
 """Value of a symmetric INT4 weight that stands for 0."""
@@ -48,7 +45,62 @@ MULTIPLE = 64
 _weights, _sums = threading.local(), threading.local()
 
 
-class CPUInt8Product(Product):
+@dataclass(frozen=True)
+class Layout:
+    """How an INT4 kernel keeps a layer's weights: in blocks of outputs, each [inputs, block] of 4 bits."""
+
+    block: int
+    """Outputs of a block; the last one can be narrower, and then holds neighbours."""
+    in_halves: bool
+    """Whether a byte holds outputs b and b + block / 2, and not neighbours."""
+
+
+def layout_of(kind: type) -> Layout | None:
+    """Return the layout in which a kind of kernel keeps weights; None if it is not known, as zentorch's."""
+    if issubclass(kind, TorchCPUInt4LinearKernel):
+        return pytorch_layout()
+    others = AMXW4A8LinearKernel, ZentorchWNA16LinearKernel
+    is_vllms = issubclass(kind, CPUWNA16LinearKernel) and not issubclass(kind, others)
+    return Layout(16, in_halves=False) if is_vllms else None
+
+
+@functools.cache
+def pytorch_layout() -> Layout | None:
+    """Return the layout of PyTorch's operator on this CPU, found out on a small weight."""
+    inputs, outputs = 32, 64 + 16
+    with torch.device("cpu"):  # a model may be under construction without memory
+        values = torch.randint(0, 16, (outputs, inputs), generator=torch.Generator().manual_seed(0)).int()
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, INNER_K_TILES)
+        for layout in (Layout(b, h) for b in (64, 32) for h in (True, False)):
+            if torch.equal(unpacked(packed, layout, inputs, outputs).int().t(), values):
+                return layout
+    return None
+
+
+def unpacked(packed: Tensor, layout: Layout, inputs: int, outputs: int) -> Tensor:
+    """Return the 4-bit values, uint8 [inputs, outputs], of a kernel's ``packed`` weights."""
+    flat, parts, whole = packed.flatten().view(torch.uint8), [], outputs // layout.block * layout.block
+    for first, last, width in ((0, whole, layout.block), (whole, outputs, outputs - whole)):
+        if first < last:
+            pairs = flat[first * inputs // 2 : last * inputs // 2].view(-1, inputs, width // 2)
+            beside = 2 if layout.in_halves and width == layout.block else 3
+            values = torch.stack([pairs & 15, pairs >> 4], beside).flatten(2)
+            parts.append(values.transpose(0, 1).reshape(inputs, -1))
+    return torch.cat(parts, 1)
+
+
+def packed_alike(values: Tensor, layout: Layout) -> Tensor:
+    """Return 4-bit ``values``, uint8 [inputs, outputs], packed in a layout: uint8, flat."""
+    blocks = []
+    for first in range(0, values.shape[1], layout.block):
+        block = values[:, first : first + layout.block]
+        in_halves = layout.in_halves and block.shape[1] == layout.block
+        low, high = block.chunk(2, 1) if in_halves else (block[:, ::2], block[:, 1::2])
+        blocks.append((low | high << 4).flatten())
+    return torch.cat(blocks)
+
+
+class CPUInt8Product(product.Product):
     """The product of a CPU, in INT8."""
 
     def __init__(self, kernel: MPLinearKernel, layout: Layout) -> None:
@@ -63,10 +115,10 @@ class CPUInt8Product(Product):
         slice_bytes = max(AMX_WEIGHTS if self._for_amx else WEIGHTS, self._inputs * MULTIPLE)
         return min(super().written_bytes, slice_bytes)
 
-    def multiply(self, source: nn.Module, buffers: Buffers, x: Tensor, bias: Tensor | None) -> Tensor:
-        nested = [buffers[name] for name in NESTED if name in buffers]
-        weights = x, *self._weights(source), buffers[ROW], nested, buffers[CHANNEL_SCALE]
-        sums, kept = buffers.get(WEIGHT_SUMS), (bias, self._layout.block, self._layout.in_halves)
+    def multiply(self, source: nn.Module, buffers: product.Buffers, x: Tensor, bias: Tensor | None) -> Tensor:
+        nested = [buffers[name] for name in product.NESTED if name in buffers]
+        weights = x, *self._weights(source), buffers[product.ROW], nested, buffers[product.CHANNEL_SCALE]
+        sums, kept = buffers.get(product.WEIGHT_SUMS), (bias, self._layout.block, self._layout.in_halves)
         out: Tensor = (
             torch.ops.flexquant_one_copy.linear_by_amx(*weights, *kept, AMX_WEIGHTS)
             if self._for_amx and x.dtype in AMX_TYPES and sums is None  # it has no zero points
@@ -80,14 +132,12 @@ class CPUInt8Product(Product):
     def _packed(self, difference: Tensor) -> Tensor:
         return packed_alike(difference.t(), self._layout)
 
-    def _weight_sums(self, source: nn.Module, buffers: Buffers) -> Tensor:
+    def _weight_sums(self, source: nn.Module, buffers: product.Buffers) -> Tensor:
         packed, scale, zero = self._weights(source)
         scale, zero = scale.float().contiguous(), None if zero is None else zero.contiguous()
-        row, nested, kept = buffers[ROW], [buffers[name] for name in NESTED], (self._inputs, self._layout)
-        weights = (
-            _int8_weights(packed, scale, zero, row, nested, *kept, part)
-            for part in slices(1, self._inputs, self._outputs)
-        )
+        given = scale, zero, buffers[product.ROW], [buffers[name] for name in product.NESTED]
+        parts = slices(1, self._inputs, self._outputs)
+        weights = (_int8_weights(packed, *given, self._inputs, self._layout, part) for part in parts)
         return torch.cat([of_slice.sum(0, dtype=torch.int32) for of_slice in weights])
 
     def _weights(self, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -159,7 +209,7 @@ def one_copy_linear(
     return out
 
 
-register_operator(one_copy_linear, "CPU", output_of_int4)
+product.register_operator(one_copy_linear, "CPU", product.output_of_int4)
 
 
 def _scaled_product(
@@ -198,7 +248,7 @@ def has_amx_product() -> bool:
         is_as_expected = torch.equal(torch.ops._C.convert_weight_packed(weight), expected)
     if not (is_as_expected and has_loops() and hasattr(torch.ops.flexquant_one_copy, "linear_by_amx")):
         return False  # the operator is missing if the compiler does not know AMX
-    torch.library.register_fake("flexquant_one_copy::linear_by_amx", output_of_int4)
+    torch.library.register_fake("flexquant_one_copy::linear_by_amx", product.output_of_int4)
     return True
 
 
