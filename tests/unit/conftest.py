@@ -60,8 +60,7 @@ def config(merged: Path) -> MergedConfig:
 
 
 def merge_of(folder: Path, eight_bit: str, policy: str | None = None, **options: object) -> Path:
-    names = (eight_bit, "w4a16")
-    sources = {name: make_checkpoint(folder / name, scheme=name, **options) for name in names}
+    sources = {name: make_checkpoint(folder / name, scheme=name, **options) for name in (eight_bit, "w4a16")}
     merge_checkpoints(sources, folder / "merged", policy=policy)
     return folder / "merged"
 

@@ -47,8 +47,7 @@ def make_w4a16(folder: Path, group: int | None, symmetric: bool, **config: int) 
 
 def make_nested_pair(folder: Path) -> dict[str, Path]:
     """Write a smoothed W8A8, and W4A16 in groups of 32 with zero points."""
-    smoothed = in_float32(smooth_norms())
     return {
-        "w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", transform=smoothed),
+        "w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", transform=in_float32(smooth_norms())),
         "w4a16": make_w4a16(folder / "w4a16", 32, symmetric=False),
     }

@@ -62,16 +62,13 @@ def tried(
 @pytest.mark.parametrize(
     ("architecture", "eight"), [("llama", "w8a8"), ("qwen3_moe", "w8a8"), ("qwen2", "fp8")]
 )
-def test_the_shape_is_that_of_the_quantised_checkpoint(
-    architecture: str, eight: str, devices: int, tmp_path: Path
-) -> None:
+def test_the_shape_is_that_of_the_quantised_checkpoint(architecture, eight, devices, tmp_path):
     """A quantised model's own config is read too."""
     sources = {
         name: make_checkpoint(tmp_path / name, architecture, name, tie_word_embeddings=eight == "fp8")
         for name in (eight, "w4a16")
     }
-    policy = "fp8-phase-batch" if eight == "fp8" else None
-    merge_checkpoints(sources, tmp_path / "merged", policy=policy)
+    merge_checkpoints(sources, tmp_path / "merged", policy="fp8-phase-batch" if eight == "fp8" else None)
     checkpoint = MergedCheckpoint.open(tmp_path / "merged")
     stored = report_checkpoint(checkpoint.merged, 2, checkpoint.tensors)
     for folder in (sources["w4a16"], tmp_path / "merged"):
@@ -82,14 +79,13 @@ def test_the_shape_is_that_of_the_quantised_checkpoint(
         assert found.resident_bytes * devices == pytest.approx(stored.total_bytes, rel=0.05)
 
 
-def test_bytes_of_a_known_model(tmp_path: Path) -> None:
+def test_bytes_of_a_known_model(tmp_path):
     """Llama-3.1-8B has 6.98e9 weights in decoder layers; INT4 in groups of 128 is 4.125 bits each."""
     model = planned(tmp_path, LLAMA_8B)
     weights, outside = 32 * (4096 * (4096 + 6144 + 28672) + 14336 * 4096), 2 * 128256 * 4096
     shape = model.shape(("w4a16",), 1, {})
     assert shape.resident_bytes == pytest.approx(weights * 4.125 / 8 + 2 * outside, rel=1e-3)
-    half = model.shape(("w8a8",), 2, {})
-    assert half.resident_bytes == pytest.approx(weights / 2 + outside, rel=2e-3)
+    assert model.shape(("w8a8",), 2, {}).resident_bytes == pytest.approx(weights / 2 + outside, rel=2e-3)
     # Groups are as small as the inputs need, 576 = 9 x 64; a head that is tied to the embedding is no more.
     model = planned(tmp_path, SMOLLM2)
     weights = 30 * (576 * (576 + 960 + 3072) + 1536 * 576)
@@ -97,7 +93,7 @@ def test_bytes_of_a_known_model(tmp_path: Path) -> None:
     assert model.shape(("w4a16",), 1, {}).resident_bytes == pytest.approx(expected, rel=1e-3)
 
 
-def test_what_a_nested_config_leaves_out_is_the_default(tmp_path: Path) -> None:
+def test_what_a_nested_config_leaves_out_is_the_default(tmp_path):
     """Llama's defaults are those of Llama-2-7B; what reads images is not counted, and this is said."""
     nested = {"model_type": "llava", "text_config": {"model_type": "llama"}}
     model = planned(tmp_path, {**nested, "vision_config": {"model_type": "clip_vision_model"}})
@@ -116,7 +112,7 @@ def test_what_a_nested_config_leaves_out_is_the_default(tmp_path: Path) -> None:
         ({}, "config.json: transformers cannot build the model"),
     ],
 )
-def test_a_config_that_is_no_language_model_is_refused(config: Any, problem: str, tmp_path: Path) -> None:
+def test_a_config_that_is_no_language_model_is_refused(config, problem, tmp_path):
     with refused(problem):
         planned(tmp_path, config)
     with refused("no such folder"):
@@ -126,7 +122,7 @@ def test_a_config_that_is_no_language_model_is_refused(config: Any, problem: str
 # what is possible
 
 
-def test_what_a_device_cannot_run_is_said(tmp_path: Path) -> None:
+def test_what_a_device_cannot_run_is_said(tmp_path):
     a100, b200 = tried(tmp_path, LLAMA_8B, "a100"), tried(tmp_path, LLAMA_8B, "b200")
     assert [name for name, found in a100.items() if not found.loads] == ["stock FP8"]
     assert a100["stock FP8"].problem == "the device has no FP8 arithmetic"
@@ -135,7 +131,7 @@ def test_what_a_device_cannot_run_is_said(tmp_path: Path) -> None:
     assert b200[TWO_COPIES].way.schemes == ("fp8", "w4a16")
 
 
-def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_said(tmp_path):
     """W4A16 and W8A8 of Llama-3.1-8B fit into 24 GB, both in twelve layers more do not."""
     found = tried(tmp_path, {**LLAMA_8B, "num_hidden_layers": 72}, "rtx-4090")
     assert found[TWO_COPIES].problem == "does not fit into 0.9 of 24 GiB"
@@ -146,7 +142,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     assert tried(tmp_path, {**LLAMA_8B, "num_hidden_layers": 72}, "rtx-4090", 4)[TWO_COPIES].loads
 
 
-def test_linears_that_do_not_fill_marlin_have_no_one_copy_on_a_gpu(tmp_path: Path) -> None:
+def test_linears_that_do_not_fill_marlin_have_no_one_copy_on_a_gpu(tmp_path):
     from flexquant.serving.worker.one_copy import gpu_layouts
 
     assert gpu_layouts.MARLIN.multiples == MARLIN_TILES
@@ -155,7 +151,7 @@ def test_linears_that_do_not_fill_marlin_have_no_one_copy_on_a_gpu(tmp_path: Pat
     assert tried(tmp_path, LLAMA_8B, "l20")[ONE_COPY].loads
 
 
-def test_w4a8_is_a_way_where_the_device_file_has_its_kernels(tmp_path: Path) -> None:
+def test_w4a8_is_a_way_where_the_device_file_has_its_kernels(tmp_path):
     """Alone it takes the memory of W4A16, beside it twice that."""
     found, without = tried(tmp_path, LLAMA_8B, "h200"), tried(tmp_path, LLAMA_8B, "l20")
     assert found.keys() - without.keys() == {"stock W4A8", INT4_TWICE}
@@ -177,9 +173,7 @@ def test_w4a8_is_a_way_where_the_device_file_has_its_kernels(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("device", ["h200", "l20", "cpu-2-core"])
-def test_from_16_bit_decodes_as_stock_16_bit_and_has_its_prompts_in_8_bit(
-    device: str, tmp_path: Path
-) -> None:
+def test_from_16_bit_decodes_as_stock_16_bit_and_has_its_prompts_in_8_bit(device, tmp_path):
     """A GPU rounds each linear's weights in each pass; a CPU has a copy of all of them in INT8."""
     on_cpu = device == "cpu-2-core"
     found = tried(tmp_path, SMOLLM2 if on_cpu else LLAMA_8B, device)
@@ -187,11 +181,10 @@ def test_from_16_bit_decodes_as_stock_16_bit_and_has_its_prompts_in_8_bit(
     assert ours.loads[1].tpot == pytest.approx(stock.loads[1].tpot)
     more = 30 * (576 * (576 + 960 + 3072) + 1536 * 576) if on_cpu else 4096 * 28672
     assert ours.weights_gib == pytest.approx(stock.weights_gib + more / 2**30, rel=1e-2)
-    ttft = ours.loads[8].ttft
-    assert eight.loads[8].ttft * (1 if on_cpu else 1.01) <= ttft < 0.9 * stock.loads[8].ttft
+    assert eight.loads[8].ttft * (1 if on_cpu else 1.01) <= ours.loads[8].ttft < 0.9 * stock.loads[8].ttft
 
 
-def test_the_limits_of_int4_are_those_of_a_ranks_shapes(tmp_path: Path) -> None:
+def test_the_limits_of_int4_are_those_of_a_ranks_shapes(tmp_path):
     """8 ranks share the 11008 = 8 x 1376 inputs of Llama-2-7B's down_proj: no whole groups of 128."""
     llama2 = {"model_type": "llama"}
     shared = tried(tmp_path, llama2, "l20", 8)
@@ -208,7 +201,7 @@ def test_the_limits_of_int4_are_those_of_a_ranks_shapes(tmp_path: Path) -> None:
     assert halved["stock W4A16"].loads
 
 
-def test_experts_of_one_copy_take_the_time_of_int4(tmp_path: Path) -> None:
+def test_experts_of_one_copy_take_the_time_of_int4(tmp_path):
     """Attention alone is faster, and experts are most of this model."""
     found = tried(tmp_path, MIXTURE, "l20")
     alone, one, two = (found[name].loads[32].ttft for name in ("stock W4A16", ONE_COPY, TWO_COPIES))
@@ -222,9 +215,7 @@ def test_experts_of_one_copy_take_the_time_of_int4(tmp_path: Path) -> None:
     ("config", "device", "folder"),
     [(LLAMA_8B, "h100", "llama-3.1-8b-h100"), (SMOLLM2, "cpu-2-core", "smollm2-135m-cpu")],
 )
-def test_latencies_relate_as_measured(
-    config: dict[str, Any], device: str, folder: str, tmp_path: Path
-) -> None:
+def test_latencies_relate_as_measured(config, device, folder, tmp_path):
     """Every ratio of two ways' TTFT or TPOT is within 35 % of the committed runs', for each batch.
 
     What two copies save against the better static precision is within the margin of what they saved. W4A16
@@ -238,8 +229,7 @@ def test_latencies_relate_as_measured(
     batches = {w: found for w, found in by_workload(cells, "serving").items() if w.rate is None}
     assert len(batches) > 1
     for load, measured in batches.items():
-        traffic = Batches(load.input, load.output, (load.requests,))
-        outcomes = tried(tmp_path, config, as_run, traffic=traffic)
+        outcomes = tried(tmp_path, config, as_run, traffic=Batches(load.input, load.output, (load.requests,)))
         for metric in ("ttft", "tpot"):
             by_subject = {}
             for subject, name in names.items():
@@ -259,7 +249,7 @@ def test_latencies_relate_as_measured(
         assert abs(saved - expected) < MARGIN, (load, saved, expected)
 
 
-def test_a_full_kv_cache_makes_requests_wait(tmp_path: Path) -> None:
+def test_a_full_kv_cache_makes_requests_wait(tmp_path):
     """In 24 GB, 64 layers of W4A16 leave room for few requests: the others come after them."""
     big = {**LLAMA_8B, "num_hidden_layers": 128}
     little, much = tried(tmp_path, big, "rtx-4090"), tried(tmp_path, big, "rtx-4090", 4)
@@ -308,7 +298,7 @@ def made(seconds: Mapping[str, float | None], device: str = "l20") -> list[Outco
         ((None,) * 5, None, "None of these can serve the model .* --tensor-parallel-size"),
     ],
 )
-def test_the_choice_and_why(seconds: tuple[float | None, ...], choice: str | None, text: str) -> None:
+def test_the_choice_and_why(seconds, choice, text):
     outcomes = made(dict(zip(FIVE, seconds, strict=True)))
     found = choose(outcomes)
     assert (found and found.way.name) == choice
@@ -323,14 +313,14 @@ def test_the_choice_and_why(seconds: tuple[float | None, ...], choice: str | Non
         (FROM_16_BIT, "prompts compute in 8 bit, from the 16-bit weights that answers read"),
     ],
 )
-def test_each_way_may_be_the_choice(name: str, text: str) -> None:
+def test_each_way_may_be_the_choice(name, text):
     outcomes = made(dict.fromkeys(FIVE, 2) | {name: 1}, "h200")
     found = choose(outcomes)
     assert found is not None and found.way.name == name
     assert text in explain(outcomes)
 
 
-def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
+def test_notes_are_of_the_model_and_the_device(tmp_path):
     def notes(config: dict[str, Any], device: str) -> str:
         model = planned(tmp_path, config)
         loaded = load_device(device)
@@ -358,7 +348,7 @@ def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
 # the command
 
 
-def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command(capsys, tmp_path):
     planned(tmp_path, LLAMA_8B)
     command = ["advise", str(tmp_path), "--device", "l20", "--tensor-parallel-size"]
     options = "--concurrency 1,4 --input-len 512 --output-len 128 --gpu-memory-utilization 0.5 --json"

@@ -35,7 +35,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "peers"
 
 
-def test_peers_are_subjects_that_serve_the_16_bit_checkpoint(tmp_path: Path) -> None:
+def test_peers_are_subjects_that_serve_the_16_bit_checkpoint(tmp_path):
     assert (LLAMA_CPP.peer, LLAMA_CPP.quantisation, LLAMA_CPP.checkpoint) == ("llama.cpp", "Q4_0", "bf16")
     assert OPENVINO.describe() == {"subject": "openvino:Q8_0"}
     model = open_model(["tiny"], tmp_path)
@@ -45,13 +45,13 @@ def test_peers_are_subjects_that_serve_the_16_bit_checkpoint(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["llama.cpp", "llama.cpp:Q3_K", "openvino:", "openvino:w8a8"])
-def test_an_unknown_quantisation_is_named_with_the_allowed_ones(name: str) -> None:
+def test_an_unknown_quantisation_is_named_with_the_allowed_ones(name):
     peer = name.partition(":")[0]
     with pytest.raises(FlexQuantError, match=f"'{name}' does not name a quantisation; .*{peer}:Q8_0"):
         parse_subject(name)
 
 
-def test_a_peer_that_is_not_set_up_or_does_not_fit_is_refused(environment: Path) -> None:
+def test_a_peer_that_is_not_set_up_or_does_not_fit_is_refused(environment):
     missing = "'openvino:Q8_0' needs .*peers, .*run `make .venv/peers/.done`, or leave openvino:Q8_0 out"
     with pytest.raises(FlexQuantError, match=missing):
         check_peer(OPENVINO, on_gpu=False)
@@ -65,7 +65,7 @@ def test_a_peer_that_is_not_set_up_or_does_not_fit_is_refused(environment: Path)
         check_peer(OPENVINO, on_gpu=True)
 
 
-def test_peers_have_the_threads_and_the_kv_cache_of_vllms_worker() -> None:
+def test_peers_have_the_threads_and_the_kv_cache_of_vllms_worker():
     bytes_of_a_sequence = SHAPES["0.5b"].kv_bytes_per_token * 2048
     command = peer_arguments(LLAMA_CPP, Path("Q4_0.gguf"), OPTIONS, SHAPES["0.5b"], 80)
     told = dict(zip(command[4::2], command[5::2], strict=True))
@@ -79,9 +79,7 @@ def test_peers_have_the_threads_and_the_kv_cache_of_vllms_worker() -> None:
     assert OPTIONS.environment(parse_subject("w8a8"))["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
 
 
-def test_a_model_that_cannot_be_converted_is_named_with_what_was_said(
-    environment: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_cannot_be_converted_is_named_with_what_was_said(environment, tmp_path):
     (environment / "llama_cpp_python-0.3.36/vendor/llama.cpp").mkdir(parents=True)
     write_checkpoint(tmp_path / "model", SHAPES["tiny"], "bf16")
     said = r"does not make .*F16.gguf of this model: .*gguf.*; leave llama.cpp:Q4_0 out of --subjects"
@@ -89,7 +87,7 @@ def test_a_model_that_cannot_be_converted_is_named_with_what_was_said(
         make_gguf(tmp_path / "model", LLAMA_CPP, tmp_path / "gguf")
 
 
-def test_gguf_files_are_made_once_and_those_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_gguf_files_are_made_once_and_those_of_another_model_are_refused(tmp_path):
     for name in ("model", "other"):
         write_checkpoint(tmp_path / name, SHAPES["tiny"], "bf16")
     (tmp_path / "gguf").mkdir()
@@ -106,7 +104,7 @@ class Request:
     output_len: int
 
 
-def test_prompts_go_out_as_the_models_token_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_go_out_as_the_models_token_ids(tmp_path, monkeypatch):
     folder = make_checkpoint(tmp_path / "model", scheme=None)
     asked = []
 

@@ -27,7 +27,7 @@ from flexquant.evaluation.comparison import Effort
 from tests.checkpoints import make_checkpoint
 
 
-def test_a_call_leaves_nothing_that_is_never_collected(tmp_path: Path) -> None:
+def test_a_call_leaves_nothing_that_is_never_collected(tmp_path):
     model = str(make_checkpoint(tmp_path / "model", scheme=None))
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))
@@ -43,7 +43,7 @@ full avg10=0.10 avg60=19.99 avg300=30.56 total=186911466
 """
 
 
-def test_measurements_that_were_disturbed_are_counted(tmp_path: Path) -> None:
+def test_measurements_that_were_disturbed_are_counted(tmp_path):
     (tmp_path / "memory").write_text(TOLD)
     assert stalled_seconds(tmp_path / "memory") == 186.911466
     assert stalled_seconds(tmp_path / "missing") == 0
@@ -186,8 +186,7 @@ def left(folder: Path, rounds: int, times: Callable[[int], float], *more: str) -
 
     ``more`` names subjects that have no rounds.
     """
-    subjects = [parse_subject(name) for name in ("w8a8", "flexquant:phase", *more)]
-    plan = Plan([SMALL], subjects, Effort(6, 8))
+    plan = Plan([SMALL], [parse_subject(name) for name in ("w8a8", "flexquant:phase", *more)], Effort(6, 8))
     model = Model("tiny", SHAPES["tiny"], None, folder / "work")
     options = ServerOptions(64, 8, eager=True, kv_cache_gib=1, memory_share=0.5)
     timeouts = {"deadline": 0.0, "start_timeout": 1.0, "cell_timeout": 1.0}

@@ -44,7 +44,7 @@ def merged(folder: Path, nested: bool = False, num_layers: int = 6, **section: A
 
 
 @pytest.mark.parametrize("argv", [["list", "--json"], ["--json", "list"]])
-def test_list(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+def test_list(capsys, argv):
     assert cli.main(["policy", *argv]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == builtin_policies()
@@ -54,9 +54,7 @@ def test_list(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     assert result["policies"][-2] == {"name": "w8a8", "description": "W8A8 for every forward pass"}
 
 
-def test_show_without_a_model_has_layers_as_written_and_ends_at_max_tokens(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_show_without_a_model_has_layers_as_written_and_ends_at_max_tokens(capsys):
     lines, result = run(capsys, "show", "phase-batch-layer")
     assert [line.split() for line in lines[2:]] == [
         ["prefill", "1", "or", "more", "tokens", "w8a8"],
@@ -72,9 +70,7 @@ def test_show_without_a_model_has_layers_as_written_and_ends_at_max_tokens(
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["num_hidden_layers", "text_config"])
-def test_show_with_a_model_resolves_layers(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, nested: bool
-) -> None:
+def test_show_with_a_model_resolves_layers(capsys, tmp_path, nested):
     command = ["show", "phase-batch-layer", "--model", merged(tmp_path, nested)]
     assert run(capsys, *command, "--max-tokens", "40")[1]["routes"][-1]["max_tokens"] == 40
     lines, result = run(capsys, *command)
@@ -83,7 +79,7 @@ def test_show_with_a_model_resolves_layers(
     assert result["plans"]["w8a8+w4a16[4]"] == ["w8a8"] * 4 + ["w4a16", "w8a8"]
 
 
-def test_show_tells_the_times_beside_the_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_show_tells_the_times_beside_the_plans(capsys, tmp_path):
     decode, prefill = {1: 0.01, 32: 0.02, 33: 0.02}, {1: 0.01}
     times = make_times({"w8a8": (decode, prefill), "w4a16": (decode, prefill)})
     document = load_policy("phase-batch").document | {"measured": times.to_data()}
@@ -93,18 +89,15 @@ def test_show_tells_the_times_beside_the_plans(capsys: pytest.CaptureFixture[str
     assert [(row[0], row[-1]) for row in rows] == [("1", "w4a16"), ("32", "w4a16"), ("33", "w8a8")]
 
 
-def test_show_takes_the_stored_policy_of_the_model_or_the_default(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_show_takes_the_stored_policy_of_the_model_or_the_default(capsys, tmp_path):
     assert run(capsys, "show")[1]["policy"] == "phase-batch"
     assert run(capsys, "show", "--model", merged(tmp_path))[1]["policy"] == "phase-batch"
-    folder = merged(tmp_path, policy=load_policy("w4a16").document)
-    _, result = run(capsys, "show", "--model", folder)
+    _, result = run(capsys, "show", "--model", merged(tmp_path, policy=load_policy("w4a16").document))
     assert result["policy"] == "the checkpoint's policy"
     assert {route["plan"] for route in result["routes"]} == {"w4a16"}
 
 
-def test_validate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_validate(capsys, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("schema: flexquant.policy/v1\nrules: [{when: {phase: decode}, use: fp8}, {use: w8a8}]\n")
     lines, result = run(capsys, "validate", str(path))
@@ -114,19 +107,16 @@ def test_validate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert f"error: {path}, line 3: rules[0].use is 8;" in fail(capsys, "validate", str(path))
 
 
-def test_the_schema_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_is_printed_once(capsys):
     assert run(capsys, "schema") == ([], json_schema())
 
 
-def test_show_refuses_an_unknown_policy_and_one_that_does_not_fit(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_show_refuses_an_unknown_policy_and_one_that_does_not_fit(capsys, tmp_path):
     assert "unknown policy 'fast'" in fail(capsys, "show", "fast")
     layered = "show", "phase-batch-layer", "--model"
     few = merged(tmp_path, num_layers=3)
     assert "names layer 3, but the model has 3 layers" in fail(capsys, *layered, few)
-    apart = merged(tmp_path, mixable=(("w8a8",), ("w4a16",)))
-    assert "without 'layers'" in fail(capsys, *layered, apart)
+    assert "without 'layers'" in fail(capsys, *layered, merged(tmp_path, mixable=(("w8a8",), ("w4a16",))))
 
 
 @pytest.mark.parametrize(
@@ -138,9 +128,7 @@ def test_show_refuses_an_unknown_policy_and_one_that_does_not_fit(
         ('{"text_config": null, "num_hidden_layers": 2}', "names no architecture"),
     ],
 )
-def test_show_refuses_a_folder_that_is_not_merged(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | None, problem: str
-) -> None:
+def test_show_refuses_a_folder_that_is_not_merged(capsys, tmp_path, content, problem):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     message = fail(capsys, "show", "w8a8", "--model", str(tmp_path))
@@ -150,14 +138,14 @@ def test_show_refuses_a_folder_that_is_not_merged(
 @pytest.mark.parametrize(
     "argv", [[], ["unknown"], ["validate"], ["show", "--max-tokens", "0"], ["show", "--max-tokens", "many"]]
 )
-def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_2(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["policy", *argv])
     assert exit_.value.code == 2
     assert "usage: flexquant policy" in capsys.readouterr().err
 
 
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_examples(capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["policy", "--help"])
     assert exit_.value.code == 0

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,7 +42,7 @@ from tests.programs import run
     [("5GB", 5 * 10**9), ("500mb", 500 * 10**6), ("2 GiB", 2 * 1024**3), ("1.5K", 1500)]
     + [("3TiB", 3 * 1024**4), ("1.5MiB", 3 * 1024**2 // 2), ("7", 7), ("7B", 7)],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes(text, size):
     assert parse_size(text) == size
 
 
@@ -55,7 +54,7 @@ BAD = ["", "nan", "inf", "-inf", "1e999", "-1", "0x5", MANY, "1" * 5000, f"0.{'0
 @pytest.mark.parametrize(
     "parse", [parse_count, parse_counts, parse_seed, parse_size, parse_number, parse_percent]
 )
-def test_no_text_is_a_number_that_is_none(parse: Callable[[str], object], text: str) -> None:
+def test_no_text_is_a_number_that_is_none(parse, text):
     """Whatever is taken is finite."""
     try:
         found = parse(text)
@@ -66,7 +65,7 @@ def test_no_text_is_a_number_that_is_none(parse: Callable[[str], object], text: 
         assert isinstance(number, int | float) and math.isfinite(number) and abs(number) < 1e30
 
 
-def test_shares_and_numbers() -> None:
+def test_shares_and_numbers():
     assert (parse_share("1"), parse_share("0.25"), parse_number("2.5"), parse_seed("0")) == (1, 0.25, 2.5, 0)
     for text in ("0", "1.1", "nan", "-0.5", "half"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a share above 0"):
@@ -96,9 +95,7 @@ LINES = r"""\[1/2\] reading \.\.\.
 """
 
 
-def test_a_file_gets_a_line_when_a_stage_begins_and_ends_and_for_each_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_gets_a_line_when_a_stage_begins_and_ends_and_for_each_note(tmp_path, monkeypatch):
     with (tmp_path / "log").open("w") as log:
         monkeypatch.setattr(sys, "stderr", log)
         two_stages()
@@ -116,7 +113,7 @@ def read_all(terminal: int) -> str:
     return written.decode()
 
 
-def test_a_terminal_also_sees_the_running_line_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_also_sees_the_running_line_change(monkeypatch):
     master, slave = os.openpty()
     termios.tcsetwinsize(slave, (24, 100))
     with os.fdopen(slave, "w") as terminal:

@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -28,7 +25,7 @@ from tests.refusals import refused
 
 
 @pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
-def test_gptq_gives_the_same_tensors_back(form: str, w4a16: Path, tmp_path: Path) -> None:
+def test_gptq_gives_the_same_tensors_back(form, w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq", checkpoint_format=form)
     result = convert_checkpoint(foreign, tmp_path / "converted")
     assert_equal(tensors_of(tmp_path / "converted"), tensors_of(w4a16))
@@ -42,9 +39,7 @@ def test_gptq_gives_the_same_tensors_back(form: str, w4a16: Path, tmp_path: Path
     ("method", "settings", "format_tensors", "dtype"),
     [("awq", {}, awq_tensors, torch.float16), ("gptq", {"sym": False}, gptq_tensors, torch.bfloat16)],
 )
-def test_values_scales_and_zero_points_are_kept(
-    method: str, settings: Any, format_tensors: Any, dtype: torch.dtype, w4a16: Path, tmp_path: Path
-) -> None:
+def test_values_scales_and_zero_points_are_kept(method, settings, format_tensors, dtype, w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / method, method, **settings)
     module = "model.layers.1.mlp.down_proj"
     generator = torch.Generator().manual_seed(0)
@@ -60,9 +55,7 @@ def test_values_scales_and_zero_points_are_kept(
         assert torch.equal(tensor.to(expected.dtype), expected)
 
 
-def test_another_dtype_is_asked_for_where_the_variants_differ(
-    w4a16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_dtype_is_asked_for_where_the_variants_differ(w4a16, tmp_path, capsys):
     half = make_checkpoint(tmp_path / "half", scheme="w4a16")
     edits.in_half(half)
     foreign = write_foreign(half, tmp_path / "gptq", "gptq")
@@ -85,25 +78,24 @@ without_g_idx = edits.without(r"\.g_idx$")
 
 
 @pytest.mark.parametrize(("scheme", "found"), [(None, "not quantised"), ("w8a8", "tensors already")])
-def test_what_a_merge_reads_as_it_is_needs_no_conversion(scheme: Any, found: str, tmp_path: Path) -> None:
+def test_what_a_merge_reads_as_it_is_needs_no_conversion(scheme, found, tmp_path):
     folder = make_checkpoint(tmp_path / "made", scheme=scheme, num_layers=1)
     with refused(f"{found}; merge it as it is"):
         convert_checkpoint(folder, tmp_path / "converted")
     assert not (tmp_path / "converted").exists()
 
 
-def test_without_g_idx_inputs_are_in_order(w4a16: Path, tmp_path: Path) -> None:
+def test_without_g_idx_inputs_are_in_order(w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq")
     without_g_idx(foreign)
     convert_checkpoint(foreign, tmp_path / "converted")
     assert_equal(tensors_of(tmp_path / "converted"), tensors_of(w4a16))
 
 
-def test_one_group_of_all_inputs_has_one_order(w4a16: Path, tmp_path: Path) -> None:
+def test_one_group_of_all_inputs_has_one_order(w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq", group_size=-1, desc_act=True)
     for inputs in (128, 256):
-        pattern = ".*down_proj" if inputs == 256 else "(?!.*down_proj)"
-        edits.requantised(pattern, group_size=inputs)(foreign)
+        edits.requantised(".*down_proj" if inputs == 256 else "(?!.*down_proj)", group_size=inputs)(foreign)
     for has_order in (True, False):
         if not has_order:
             without_g_idx(foreign)
@@ -114,7 +106,7 @@ def test_one_group_of_all_inputs_has_one_order(w4a16: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_groups_of_an_unstated_size_have_128_inputs(method: str, tmp_path: Path) -> None:
+def test_groups_of_an_unstated_size_have_128_inputs(method, tmp_path):
     made = make_checkpoint(tmp_path / "made", scheme="w4a16", group_size=128)
     foreign = write_foreign(made, tmp_path / "foreign", method)
     edits.edit_json("config.json", lambda content: content["quantization_config"].pop("group_size"))(foreign)
@@ -123,7 +115,7 @@ def test_groups_of_an_unstated_size_have_128_inputs(method: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_what_is_left_in_16_bit_is_found_in_the_tensors(method: str, w4a16: Path, tmp_path: Path) -> None:
+def test_what_is_left_in_16_bit_is_found_in_the_tensors(method, w4a16, tmp_path):
     """A name to leave out may be a part of other names, as AutoAWQ has it."""
     settings = {"modules_to_not_convert": ["gate"]} if method == "awq" else {}
     foreign = write_foreign(w4a16, tmp_path / method, method, **settings)
@@ -131,13 +123,12 @@ def test_what_is_left_in_16_bit_is_found_in_the_tensors(method: str, w4a16: Path
     router = {f"{left}.weight": torch.zeros(4, 128, dtype=torch.bfloat16)}
     edits.tensors(lambda state: state.update(router))(foreign)
     assert convert_checkpoint(foreign, tmp_path / "converted")["linears"] == 2 * 7
-    section = config_of(tmp_path / "converted")["quantization_config"]
-    assert sorted(section["ignore"]) == ["lm_head", left]
+    assert sorted(config_of(tmp_path / "converted")["quantization_config"]["ignore"]) == ["lm_head", left]
     packed = {key for key in tensors_of(tmp_path / "converted") if key.endswith(".weight_packed")}
     assert packed == {key for key in tensors_of(w4a16) if key.endswith(".weight_packed")}
 
 
-def test_each_expert_is_converted_and_routers_stay_in_16_bit(tmp_path: Path) -> None:
+def test_each_expert_is_converted_and_routers_stay_in_16_bit(tmp_path):
     made = make_checkpoint(tmp_path / "compressed", "qwen2_moe", "w4a16", num_layers=1)
     convert_checkpoint(write_foreign(made, tmp_path / "gptq", "gptq"), tmp_path / "converted")
     assert_equal(tensors_of(tmp_path / "converted"), tensors_of(made))
@@ -148,7 +139,7 @@ def test_each_expert_is_converted_and_routers_stay_in_16_bit(tmp_path: Path) -> 
     ]
 
 
-def test_files_that_a_variant_needs_are_taken_along_and_no_others(w4a16: Path, tmp_path: Path) -> None:
+def test_files_that_a_variant_needs_are_taken_along_and_no_others(w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq")
     needed = ("tekken.json", "chat_template.jinja", "LICENSE", "generation_config.json")
     others = (".git/objects/pack/a", "original/consolidated.00.pth", "quantize_config.json", "model.bin")
@@ -212,9 +203,7 @@ def widen(state: dict[str, torch.Tensor]) -> None:
         ({"dynamic": {"+:.*o_proj": {"desc_act": True}}}, without_g_idx, "o_proj .*desc_act"),
     ],
 )
-def test_what_cannot_be_converted_leaves_nothing(
-    settings: dict[str, Any], change: Any, message: str, w4a16: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_converted_leaves_nothing(settings, change, message, w4a16, tmp_path):
     method = "awq" if settings.get("quant_method") == "awq" else "gptq"
     foreign = write_foreign(w4a16, tmp_path / "foreign", method, **settings)
     if change:

@@ -28,14 +28,14 @@ def nested(depth: int, inside: str = "1") -> str:
     return '{"a":' * (depth % 2) + '[{"a":' * (depth // 2) + inside + "}]" * (depth // 2) + "}" * (depth % 2)
 
 
-def test_the_bound_is_a_depth_of_64() -> None:
+def test_the_bound_is_a_depth_of_64():
     assert MAX_DEPTH == 64
     for text in (nested(MAX_DEPTH), "[[], {}, 1]", "1"):
         assert parse_json(text) == json.loads(text) == from_yaml(text.encode(), "it", "policy", []).data
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_what_nests_deeper_is_refused(depth: int, tmp_path: Path) -> None:
+def test_what_nests_deeper_is_refused(depth, tmp_path):
     for read in (parse_json, lambda text: from_yaml(text.encode(), "it", "policy", [])):
         with pytest.raises((ValueError, FlexQuantError), match="^it(: nested too deep| has more than 64)"):
             read(nested(depth))
@@ -62,9 +62,7 @@ def test_what_nests_deeper_is_refused(depth: int, tmp_path: Path) -> None:
         ("merge", "model.safetensors"),
     ],
 )
-def test_a_deep_file_of_a_checkpoint_is_named(
-    command: str, name: str, depth: int, sources: dict, merged: Path, tmp_path: Path, capsys
-) -> None:
+def test_a_deep_file_of_a_checkpoint_is_named(command, name, depth, sources, merged, tmp_path, capsys):
     folder = Path(shutil.copytree(merged if command == "inspect" else sources["w4a16"], tmp_path / "source"))
     text = f'{{"b": {nested(depth)}}}'.encode()
     header = len(text).to_bytes(8, "little") if name.endswith(".safetensors") else b""
@@ -75,7 +73,7 @@ def test_a_deep_file_of_a_checkpoint_is_named(
     assert re.search(rf"error: .*{name} .*more than 64 lists and mappings", said) and said.count("\n") == 1
 
 
-def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+def test_a_huge_file_is_not_read(tmp_path):
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(100_000_001)
     with refused("config.json has 100000001 bytes, and 100000000 are allowed"):

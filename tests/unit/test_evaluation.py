@@ -55,10 +55,9 @@ def test_what_a_config_leaves_out_is_transformers_default(folder, tmp_path):
 
 
 def schedule(subject, names, batch_sizes=(4, 8), questions_tokens=None):
-    candidates = find_candidates(subject, names)
     return {
         (run.name, run.batch_size): run
-        for run in make_schedule(candidates, subject, batch_sizes, 16, questions_tokens)
+        for run in make_schedule(find_candidates(subject, names), subject, batch_sizes, 16, questions_tokens)
     }
 
 

@@ -32,8 +32,7 @@ def make_document(**changes) -> dict:
         "answers": {"questions": 3, "identical": 1, "matched": 0.5, "same_as": None},
         "deviations": ["mixed passes were 1 of w8a8, but none were meant"],
     }
-    where = {"machine": {"cpu": "a CPU", "cores": 2, "gpu": None}, "versions": {"vllm": "0.32.0"}}
-    return where | {
+    return {"machine": {"cpu": "a CPU", "cores": 2, "gpu": None}, "versions": {"vllm": "0.32.0"}} | {
         "checkpoint": "merged",
         "reference": "model",
         "settings": {"samples": 2, "prompt_tokens": 8, "tokens": 2, "seed": 0, "answer_tokens": 4},

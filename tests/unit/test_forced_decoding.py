@@ -32,8 +32,7 @@ def test_each_step_is_scored_before_its_own_token_is_forced(tmp_path):
     assert run(policy, POLICY) == FORCED
 
     assert np.load(tmp_path / "stored.npy") == pytest.approx(REFERENCE.log().numpy(), abs=1e-6)
-    stored = np.load(tmp_path / "reference.npz")
-    assert stored["nll"] == pytest.approx(-np.log([0.25, 0.25, 0.125]), abs=1e-6)
+    assert np.load(tmp_path / "reference.npz")["nll"] == pytest.approx(-np.log([0.25, 0.25, 0.125]), abs=1e-6)
     compared = np.load(tmp_path / "policy.npz")
     assert compared["nll"] == pytest.approx(-np.log([0.5, 0.5, 0.25]), abs=1e-6)
     kl = (REFERENCE * (REFERENCE / POLICY).log()).sum(dim=1)

@@ -64,8 +64,7 @@ def test_settings_that_are_not_served_are_refused(method, settings, named, w4a16
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_null_stands_for_the_default(method, w4a16, tmp_path):
     nulls = dict.fromkeys(("sym", "desc_act", "zero_point", "dynamic", "checkpoint_format"))
-    foreign = write_foreign(w4a16, tmp_path / "foreign", method, **nulls)
-    open_source("w4a16", foreign)
+    open_source("w4a16", write_foreign(w4a16, tmp_path / "foreign", method, **nulls))
 
 
 def test_a_section_that_is_no_object_is_refused(tmp_path):

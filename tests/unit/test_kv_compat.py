@@ -288,8 +288,7 @@ def test_what_all_layers_compute_with_has_to_be_equal(tmp_path):
 
 
 def test_another_model_is_caught(tmp_path):
-    found = report(tmp_path, seed=1)
-    assert "not copies of one model" in found.message
+    assert "not copies of one model" in report(tmp_path, seed=1).message
 
 
 def test_one_token_that_was_trained_further_is_caught(tmp_path):

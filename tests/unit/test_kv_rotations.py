@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,18 +23,17 @@ DOWN = "model.layers.{}.mlp.down_proj"
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16", "fp8"])
-def test_the_matrix_and_its_noise_are_those_before_the_rotation(tmp_path: Path, scheme: str) -> None:
+def test_the_matrix_and_its_noise_are_those_before_the_rotation(tmp_path, scheme):
     plain = load_file(make_checkpoint(tmp_path / "plain", scheme=None) / "model.safetensors")
     reader = WeightReader(open_source("rotated", make_rotated(tmp_path / "rotated", scheme)))
     for layer in range(2):
         read, expected = reader.open(DOWN.format(layer)).read(), plain[f"{DOWN.format(layer)}.weight"].float()
-        error = (read.matrix() - expected).square()
-        assert 0.7 < error.mean() / read.variances().mean() < 1.4
+        assert 0.7 < (read.matrix() - expected).square().mean() / read.variances().mean() < 1.4
     part = reader.open(DOWN.format(0)).read([range(3, 9)]).matrix()
     assert torch.equal(part, reader.open(DOWN.format(0)).read().matrix()[3:9])
 
 
-def test_layers_of_rotated_and_plain_linears_mix(tmp_path: Path) -> None:
+def test_layers_of_rotated_and_plain_linears_mix(tmp_path):
     sources = {
         "w8a8": make_rotated(tmp_path / "w8a8", "w8a8"),
         "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16"),
@@ -50,7 +48,7 @@ def test_layers_of_rotated_and_plain_linears_mix(tmp_path: Path) -> None:
         merge_checkpoints(sources, tmp_path / "nested", nested="near")
 
 
-def test_rotations_that_vllm_leaves_out_are_refused(tmp_path: Path) -> None:
+def test_rotations_that_vllm_leaves_out_are_refused(tmp_path):
     folder = make_rotated(tmp_path / "w8a8", "w8a8")
     config = json.loads((folder / "config.json").read_text())
     (group,) = config["quantization_config"]["transform_config"]["config_groups"].values()
@@ -70,9 +68,7 @@ def test_rotations_that_vllm_leaves_out_are_refused(tmp_path: Path) -> None:
     ],
     ids=["another", "of another size"],
 )
-def test_a_matrix_that_does_not_belong_to_the_weights_is_found(
-    tmp_path: Path, matrix: torch.Tensor, problem: str
-) -> None:
+def test_a_matrix_that_does_not_belong_to_the_weights_is_found(tmp_path, matrix, problem):
     sources = {
         "w8a8": make_rotated(tmp_path / "w8a8", "w8a8", matrix),
         "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16"),

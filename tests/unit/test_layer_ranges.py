@@ -110,8 +110,7 @@ def test_a_copy_of_the_embedding_is_stored_and_not_loaded(heads, tmp_path, capsy
     found = []
     for copies in (heads, (None, None)):
         folder = tmp_path / str(copies)
-        sources = make_tied_pair(folder, *copies)
-        merge_checkpoints(sources, folder / "merged")
+        merge_checkpoints(make_tied_pair(folder, *copies), folder / "merged")
         found.append(inspect(folder / "merged", capsys))
     with_copy, without = found
     assert with_copy["total_bytes"] > without["total_bytes"]

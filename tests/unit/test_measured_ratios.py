@@ -148,8 +148,7 @@ def test_a_live_server(policy: str, way: str, run: str, as_served: Device, tmp_p
     model = planned(tmp_path, QWEN_32B)
     shape, limits = model.shape(("w8a8", "w4a16"), 1, {}), Limits.of(as_served)
     left_out = []
-    cells = json.loads((RESULTS / run / "policies.json").read_text())["cells"]
-    for name, by_policy in cells.items():
+    for name, by_policy in json.loads((RESULTS / run / "policies.json").read_text())["cells"].items():
         load = Workload.parse(name)
         together = load.most_at_once
         batches = Batches(load.input, load.output, (together,))

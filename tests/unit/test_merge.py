@@ -239,8 +239,7 @@ def test_command_line(sources, tmp_path, capsys):
     output = str(tmp_path / "merged")
     argv = ["merge", *(f"{name}={folder}" for name, folder in sources.items()), "--output", output]
     assert main([*argv, "--json", "--max-shard-size", "0.1MB"]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    result = json.loads(printed[-1])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["output"] == output and set(result["variants"]) == {"w8a8", "w4a16"}
     bits = {name: variant["bits_per_parameter"] for name, variant in result["variants"].items()}
     assert bits["w8a8"] > bits["w4a16"]

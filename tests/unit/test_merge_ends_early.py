@@ -158,8 +158,7 @@ def test_a_file_that_does_not_fit(tmp_path):
     file.write_text("old")
     with programs.small_files(2), pytest.raises(OSError) as refused, staged_file(file) as partial:
         partial.write_text("new")
-    said = str(cli.explain_os_error(refused.value))
-    assert "the disk is full (File too large); free some space" in said
+    assert "the disk is full (File too large); free some space" in str(cli.explain_os_error(refused.value))
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
 
 
@@ -169,9 +168,7 @@ LARGER = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 32768, "n
 
 @pytest.mark.full
 @pytest.mark.parametrize("over_another", [False, True])
-def test_a_killed_merge_leaves_nothing_half_done_and_can_run_again(
-    over_another: bool, tmp_path: Path
-) -> None:
+def test_a_killed_merge_leaves_nothing_half_done_and_can_run_again(over_another, tmp_path):
     sources = make_pair(tmp_path, **LARGER)
 
     def prepare(output: Path) -> None:
@@ -189,7 +186,7 @@ OLD, NEW = ({f"merged/{n}": f"{age} {n}" for n in ("config.json", "weights")} fo
 
 
 @pytest.mark.parametrize("left", [{}, OLD, NEW | {".merged.flexquant-tmp/weights": "half"}])
-def test_what_may_be_left(left: dict[str, str]) -> None:
+def test_what_may_be_left(left):
     check_left(left, OLD, NEW)
 
 
@@ -203,6 +200,6 @@ def test_what_may_be_left(left: dict[str, str]) -> None:
         {**NEW, "merged.new": "half"},
     ],
 )
-def test_what_must_not_be_left(left: dict[str, str]) -> None:
+def test_what_must_not_be_left(left):
     with pytest.raises(AssertionError, match="is half done"):
         check_left(left, OLD, NEW)

@@ -76,8 +76,7 @@ def test_another_number_of_experts_is_another_model(tmp_path):
 
 def test_other_experts_cannot_be_mixed(tmp_path):
     def other(state: StateDict) -> StateDict:
-        name = "model.layers.0.mlp.experts.3.down_proj.weight"
-        state[name][::20] *= 1.5
+        state["model.layers.0.mlp.experts.3.down_proj.weight"][::20] *= 1.5
         return state
 
     merge_checkpoints(make_pair(tmp_path, "qwen3_moe", other), tmp_path / "merged")

@@ -21,7 +21,7 @@ from flexquant.policy.rules import parse_policy
 from tests.checkpoints import make_checkpoint, make_pair
 from tests.foreign import config_of
 from tests.refusals import refused
-from tests.unit.edits import Edit, in_float32, rotate_residual, scale_up_to_down, smooth_norms
+from tests.unit.edits import in_float32, rotate_residual, scale_up_to_down, smooth_norms
 
 VARIANTS = ("w8a8", "w4a16", "spin")
 
@@ -98,9 +98,7 @@ def test_groups_are_stored_and_said_not_to_be_one(odd_one_out):
     ],
     ids=["plain", "norms smoothed", "up to down smoothed", "rotated"],
 )
-def test_a_variant_whose_linears_take_other_inputs_is_noted(
-    tmp_path: Path, edit: Edit, expected: tuple[str, ...], scheme: str
-) -> None:
+def test_a_variant_whose_linears_take_other_inputs_is_noted(tmp_path, edit, expected, scheme):
     sources = {
         "w4a16": make_checkpoint(tmp_path / "first", scheme="w4a16"),
         "w8a8": make_checkpoint(tmp_path / "alike", scheme="w8a8"),

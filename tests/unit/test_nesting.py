@@ -101,8 +101,7 @@ def test_what_is_stored_gives_the_integers_as_the_format_says(tmp_path, nested_p
     }
     merge_checkpoints(sources, tmp_path / "merged", nested="near")
     split_checkpoint(tmp_path / "merged", "w8a8", tmp_path / "split")
-    folders = tmp_path / "merged", sources["w8a8"], tmp_path / "split"
-    stored, source, split = map(tensors_of, folders)
+    stored, source, split = map(tensors_of, (tmp_path / "merged", sources["w8a8"], tmp_path / "split"))
     quantised = [name.removesuffix(".weight") for name in source if source[name].dtype == torch.int8]
     changed, squared, weights, lowest, widths = 0, 0.0, 0, 0, set[float]()
     for module in quantised:
@@ -174,8 +173,7 @@ def test_factors_of_rows_and_columns_are_found_again():
     weight8 = row * column * weight4
     found = fit_column(lambda: [(weight8[:25], weight4[:25]), (weight8[25:], weight4[25:])], 64)
     assert torch.allclose(found.double(), column / column.max(), rtol=1e-3)
-    rows = fit_rows(weight8, weight4, found.double())
-    assert torch.allclose(rows, row[:, 0] * column.max(), rtol=1e-3)
+    assert torch.allclose(fit_rows(weight8, weight4, found.double()), row[:, 0] * column.max(), rtol=1e-3)
 
 
 def test_rows_and_columns_of_zeros_have_finite_factors():
@@ -191,8 +189,7 @@ def test_rows_and_columns_of_zeros_have_finite_factors():
 def test_a_row_that_predicts_too_much_is_shrunk_and_no_other():
     values = torch.tensor([[[-8.0, 7.0]], [[-8.0, 7.0]], [[0.0, 1.0]]])
     scale, column = torch.ones(3, 1, 1), torch.tensor([1.0, 2.0])
-    row = torch.tensor([[9.0], [10.0], [torch.inf]])
-    shrunk = shrink_rows(row, values, scale, column)
+    shrunk = shrink_rows(torch.tensor([[9.0], [10.0], [torch.inf]]), values, scale, column)
     assert shrunk[0] == 9 and shrunk.isfinite().all()
     assert predict(values, scale, shrunk, column).abs().amax(1)[:2].tolist() == [126, 134]
 

@@ -178,8 +178,7 @@ def test_verify_compares_with_the_sources(nested_pair, merged, tmp_path):
 def test_a_part_that_is_missing_or_of_another_shape_is_one_sentence(merged, tmp_path, part):
     variant, name = part.split()
     key = f"{variant}.{LINEAR}.{name}"
-    checkpoint = MergedCheckpoint.open(merged)
-    shard = checkpoint.tensors[key].file
+    shard = MergedCheckpoint.open(merged).tensors[key].file
     tensors = load_file(shard)
     for damaged in (None, tensors[key].flatten()[:-1].clone()):
         changed = {k: v for k, v in tensors.items() if k != key} | ({} if damaged is None else {key: damaged})

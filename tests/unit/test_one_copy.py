@@ -69,9 +69,7 @@ def kinds() -> list[Any]:
 @pytest.mark.parametrize("tokens", [0, 1, 6, 7, 70])
 @pytest.mark.parametrize("group, zeros", [(32, True), (64, False), (128, True), (256, False)])
 @pytest.mark.parametrize("kind", kinds())
-def test_the_int4_kernels_multiply_by_the_stored_weights(
-    kind: Any, group: int, zeros: bool, tokens: int
-) -> None:
+def test_the_int4_kernels_multiply_by_the_stored_weights(kind, group, zeros, tokens):
     """Some round weights to 16 bit; PyTorch's and FlexQuant's round only their sums."""
     kernel, linear, weight = made(kind, 128, group, None, zeros)
     x = torch.randn(tokens, INPUTS, dtype=torch.bfloat16)
@@ -98,9 +96,7 @@ def int8_weights(*arguments: Any) -> torch.Tensor:
 @pytest.mark.parametrize("group", [32, 128, 256])
 @pytest.mark.parametrize("outputs", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("kind", kinds())
-def test_the_int8_weights_are_the_nearest_or_corrected(
-    kind: Any, outputs: int, group: int, zeros: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_int8_weights_are_the_nearest_or_corrected(kind, outputs, group, zeros, compiled, monkeypatch):
     if compiled:
         assert one_copy.has_loops()
     else:
@@ -134,9 +130,7 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("kind", kinds())
-def test_nested_weights_take_activations_with_zero_points(
-    kind: Any, tokens: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nested_weights_take_activations_with_zero_points(kind, tokens, compiled, monkeypatch):
     if not compiled:
         monkeypatch.setattr(one_copy, "has_loops", lambda: False)
     outputs, layout = 128, cpu_layouts.layout_of(kind)
@@ -168,9 +162,7 @@ def test_nested_weights_take_activations_with_zero_points(
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("kind", kinds())
-def test_weights_for_amx_are_those_that_vllm_would_pack(
-    kind: Any, zeros: bool, is_nested: bool, dtype: torch.dtype
-) -> None:
+def test_weights_for_amx_are_those_that_vllm_would_pack(kind, zeros, is_nested, dtype):
     kernel, linear, _ = made(kind, outputs=128, group=64, zeros=zeros)
     layout = cpu_layouts.layout_of(kind)
     packed, scale, zero = one_copy.CPUInt8Product(kernel, layout)._weights(linear)
@@ -193,9 +185,7 @@ def test_weights_for_amx_are_those_that_vllm_would_pack(
 
 @pytest.mark.skipif(not one_copy.has_amx_product(), reason="this CPU has no AMX, or vLLM no product for it")
 @pytest.mark.parametrize("kind", kinds())
-def test_slices_for_amx_and_other_types_give_the_same_outputs(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_for_amx_and_other_types_give_the_same_outputs(kind, monkeypatch):
     kernel, linear, _ = made(kind, outputs=192, group=64)
     layout = cpu_layouts.layout_of(kind)
     assert layout is not None
@@ -211,7 +201,7 @@ def test_slices_for_amx_and_other_types_give_the_same_outputs(
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("bias", [None, torch.randn(96)], ids=["no bias", "bias"])
-def test_sums_are_scaled_without_the_zero_points(bias: torch.Tensor | None, zeros: bool) -> None:
+def test_sums_are_scaled_without_the_zero_points(bias, zeros):
     assert one_copy.has_loops()
     sums = torch.randint(-(1 << 30), 1 << 30, (5, 96), dtype=torch.int32)
     row, column = torch.rand(5, 1), torch.rand(96)
@@ -227,7 +217,7 @@ LOADED = "from flexquant.serving.kernels.cpu_loops import has_loops; print(has_l
 
 
 @pytest.mark.parametrize("compiler", ["false", "no such compiler"])
-def test_a_compiler_that_fails_leaves_the_operators_of_pytorch(compiler: str, tmp_path: Path) -> None:
+def test_a_compiler_that_fails_leaves_the_operators_of_pytorch(compiler, tmp_path):
     own = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "CXX": compiler}
     done = programs.run([sys.executable, "-c", LOADED], timeout=90, environment={**os.environ, **own})
     assert done.stdout.splitlines()[-1] == "False"
@@ -249,12 +239,8 @@ only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fil
     ],
 )
 def test_loops_that_are_damaged_or_that_others_can_change_are_compiled_anew(
-    change: Any,
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    change, reason, tmp_path, monkeypatch, caplog
+):
     """The compiler is a copy of what it has made before."""
     assert cpu_loops.has_loops()
     key = cpu_loops.digest_of(cpu_loops.loops_key())[:16]
@@ -285,7 +271,7 @@ def test_loops_that_are_damaged_or_that_others_can_change_are_compiled_anew(
 
 
 @pytest.mark.full
-def test_the_loops_are_compiled_after_a_process_was_killed_while_it_compiled(tmp_path: Path) -> None:
+def test_the_loops_are_compiled_after_a_process_was_killed_while_it_compiled(tmp_path):
     slow = tmp_path / "slow"
     slow.write_text('#!/bin/sh\ncase "$*" in *-c\\ *) sleep 60;; *) exec c++ "$@";; esac\n')
     slow.chmod(0o755)

@@ -51,8 +51,7 @@ print(json.dumps(found))
 def instructions() -> dict[str, Counter[str]]:
     """Return capability, zero points, nested -> instruction -> how often it is in the PTX."""
     program = COMPILE.replace("CAPABILITIES", str(CAPABILITIES))
-    done = programs.run([sys.executable, "-c", program], timeout=300)
-    ptx = json.loads(done.stdout.splitlines()[-1])
+    ptx = json.loads(programs.run([sys.executable, "-c", program], timeout=300).stdout.splitlines()[-1])
     pattern = re.compile(r"^\s+(?:@\S+ )?([a-z][a-z0-9_.:]*)\s", re.MULTILINE)
     return {name: Counter(pattern.findall(text)) for name, text in ptx.items()}
 
@@ -60,9 +59,7 @@ def instructions() -> dict[str, Counter[str]]:
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_the_kernel_rounds_as_its_reference_and_reads_each_word_once(
-    instructions: dict[str, Counter[str]], capability: int, zeros: bool, nested: bool
-) -> None:
+def test_the_kernel_rounds_as_its_reference_and_reads_each_word_once(instructions, capability, zeros, nested):
     found = instructions[f"{capability} {zeros} {nested}"]
     divisions = {name for name in found if name.startswith("div.") and name.endswith("f32")}
     assert not divisions, "one takes as long as several weights"

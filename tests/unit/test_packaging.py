@@ -77,8 +77,7 @@ def test_wheel_contents(tmp_path):
     (wheel,) = tmp_path.glob("flexquant-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        metadata = next(n for n in names if n.endswith("entry_points.txt"))
-        entry_points = archive.read(metadata).decode()
+        entry_points = archive.read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
     for folder in ("flexquant", "flexquant/merge", "flexquant/policies"):
         kinds = ("*.py", "*.yaml", "*.txt", "*.cpp", "*.html")
         files = [file for kind in kinds for file in (programs.ROOT / folder).rglob(kind)]

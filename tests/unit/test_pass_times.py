@@ -50,8 +50,7 @@ def test_some_variants_alone() -> None:
 
 
 def test_the_table() -> None:
-    lines = format_times(TIMES, lambda phase, size: f"{phase[0]}{size}")
-    assert [line.split() for line in lines] == [
+    assert [line.split() for line in format_times(TIMES, lambda phase, size: f"{phase[0]}{size}")] == [
         ["decode,", "ms", "w8a8", "w4a16", "plan"],
         ["1", "sequence", "20", "10", "(9.5-11)", "d1"],
         ["4", "sequences", "40", "(39-42)", "30", "d4"],

@@ -44,24 +44,24 @@ def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         ("(?i)LM_", NAMES[:1]),
     ],
 )
-def test_an_expression_fits_from_the_start_of_a_name(expression: str, fits: list[str]) -> None:
+def test_an_expression_fits_from_the_start_of_a_name(expression, fits):
     assert patterns.fitting({"it": expression}, NAMES, "a model") == {"it": set(fits)}
 
 
-def test_the_first_pattern_counts_also_of_names_that_were_not_announced() -> None:
+def test_the_first_pattern_counts_also_of_names_that_were_not_announced():
     found = patterns.Patterns(["re:.*down", NAMES[2], "re:.*1", "new"], NAMES[:-1], "a model")
     first = {name: found.first(name) for name in (*NAMES, "new", "new 1", "newer")}
     assert list(first.values()) == [None, None, "re:.*down", "re:.*1", "re:.*down", "new", "re:.*1", None]
 
 
 @pytest.mark.parametrize("case", SLOW)
-def test_an_expression_that_reaches_a_bound_is_named(case: str, bounds: None) -> None:
+def test_an_expression_that_reaches_a_bound_is_named(case, bounds):
     given = {"fast": ".*proj", "slow": SLOW[case], "next": ".*"}
     with pytest.raises(FlexQuantError, match="^a model .* be used: 'slow' takes more than 1 s or 128 MiB"):
         patterns.fitting(given, [name * 2 for name in NAMES], "a model")
 
 
-def test_one_of_100000_levels_is_no_regular_expression() -> None:
+def test_one_of_100000_levels_is_no_regular_expression():
     with pytest.raises(FlexQuantError, match=r"^a model has .*: 'deep' is no regular expression \(.*recurs"):
         patterns.fitting({"deep": "(" * 100_000 + ")" * 100_000}, NAMES, "a model")
 
@@ -79,9 +79,7 @@ def pattern_in(section: JsonObject, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["config_groups", "ignore", "transform_config", "dynamic"])
-def test_a_slow_pattern_is_refused_wherever_it_stands(
-    place: str, w4a16: Path, merged: Path, tmp_path: Path, bounds: None
-) -> None:
+def test_a_slow_pattern_is_refused_wherever_it_stands(place, w4a16, merged, tmp_path, bounds):
     refused = "cannot be used: '(re:)?\\(\\(.* more than 1 s or 128 MiB to match"
     make = write_foreign if place == "dynamic" else lambda of, to, _: Path(shutil.copytree(of, to))
     source, served = make(w4a16, tmp_path / "source", "gptq"), tmp_path / "merged"

@@ -180,8 +180,7 @@ def test_a_stored_policy_that_breaks_the_schema_is_named() -> None:
 
 @pytest.mark.parametrize("stored", [None, STORED])
 def test_the_default_is_found_among_the_policies_that_are_compared(stored: dict | None) -> None:
-    name = default_name(stored)
-    (policy,) = find_policies([name], ["w8a8", "w4a16"], "merged", stored).values()
+    (policy,) = find_policies([default_name(stored)], ["w8a8", "w4a16"], "merged", stored).values()
     assert policy.document == choose_policy(None, stored).document
 
 

@@ -65,7 +65,7 @@ def other() -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
-def test_the_key_follows_no_redirect(code: int, other: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_follows_no_redirect(code, other, monkeypatch):
     monkeypatch.setenv(ADMIN_KEY, KEY)
     named = Server(code, f"{other.url}/flexquant/policy")
     with named, pytest.raises(FlexQuantError, match=f"sends on to '{other.url}/flexquant/policy' .{code}.*"):
@@ -77,16 +77,14 @@ def test_the_key_follows_no_redirect(code: int, other: Server, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("key", [KEY, f"{KEY}\n", f"\t {KEY} \r\n"])
-def test_space_around_the_key_is_none_of_it(key: str, other: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_around_the_key_is_none_of_it(key, other, monkeypatch):
     monkeypatch.setenv(ADMIN_KEY, key)
     assert apply_policy(other.url, load_policy("w8a8")) == {}
     assert other.keys == [f"Bearer {key.strip()}"]
 
 
 @pytest.mark.parametrize("key", ["a\nkey", "a\x7fkey", "a k\u00e9y", "a key\u2026"])
-def test_a_key_that_is_not_printable_ascii_is_refused_and_not_shown(
-    key: str, other: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_is_not_printable_ascii_is_refused_and_not_shown(key, other, monkeypatch):
     monkeypatch.setenv(ADMIN_KEY, key)
     with pytest.raises(FlexQuantError) as refused:
         apply_policy(other.url, load_policy("w8a8"))
@@ -96,7 +94,7 @@ def test_a_key_that_is_not_printable_ascii_is_refused_and_not_shown(
     assert other.keys == []
 
 
-def test_nothing_but_space_is_no_key(other: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_but_space_is_no_key(other, monkeypatch):
     monkeypatch.setenv(ADMIN_KEY, " \n")
     with pytest.raises(FlexQuantError, match=f"the environment has no {ADMIN_KEY}"):
         apply_policy(other.url, load_policy("w8a8"))
@@ -117,14 +115,7 @@ def test_nothing_but_space_is_no_key(other: Server, monkeypatch: pytest.MonkeyPa
         ),
     ],
 )
-def test_the_command_tells_which_plan_comes_after_which(
-    options: list[str],
-    first: str,
-    last: str,
-    other: Server,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_tells_which_plan_comes_after_which(options, first, last, other, monkeypatch, capsys):
     monkeypatch.setenv(ADMIN_KEY, KEY)
     change = {"phase": "decode", "min_tokens": 1, "max_tokens": 64, "before": "w4a16", "after": "w8a8"}
     other.answer = {

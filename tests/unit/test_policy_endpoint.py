@@ -147,7 +147,7 @@ async def posting(app: FastAPI) -> AsyncIterator[asyncio.Task[httpx.Response]]:
         yield asyncio.create_task(client.post("/flexquant/policy?name=mine", content=POLICY, headers=HEADERS))
 
 
-def test_a_policy_that_does_not_fit_is_refused_before_an_engine_is_asked(post: Post) -> None:
+def test_a_policy_that_does_not_fit_is_refused_before_an_engine_is_asked(post):
     engine = Engine()
     use = {"default": "w8a8", "layers": {"99": "w4a16"}}
     code, told = post(engine, policy=json.dumps({"schema": "flexquant.policy/v1", "rules": [{"use": use}]}))
@@ -157,8 +157,8 @@ def test_a_policy_that_does_not_fit_is_refused_before_an_engine_is_asked(post: P
 
 @pytest.mark.parametrize(("consent", "code"), [({}, 409), ({"allow_incompatible_kv": True}, 200)])
 def test_a_policy_of_variants_that_cannot_share_a_cache_needs_the_servers_consent(
-    consent: dict[str, bool], code: int, app: FastAPI, tmp_path: Path
-) -> None:
+    consent, code, app, tmp_path
+):
     apart = {"compatible": False, "message": "k_proj is doubled"}
     config = configured(tmp_path, {"policy": "w8a8", **consent}, kv_compatibility=apart)
     app.state.flexquant_engine = EnginesClient([Engine()], config)
@@ -170,7 +170,7 @@ def test_a_policy_of_variants_that_cannot_share_a_cache_needs_the_servers_consen
             assert expected == 200 or "allow_incompatible_kv" in reply.json()["detail"]
 
 
-def test_an_engine_that_has_taken_another_meanwhile_keeps_it_and_the_answer_says_so(post: Post) -> None:
+def test_an_engine_that_has_taken_another_meanwhile_keeps_it_and_the_answer_says_so(post):
     engines = [Engine(), Engine(lambda: setattr(engines[1], "policy", "theirs"))]
     code, told = post(*engines)
     assert (code, told["detail"]) == (
@@ -188,22 +188,20 @@ class RefusingEngine(Engine):
         return {"refused": "it has no memory for graphs"}
 
 
-def test_what_one_engine_refuses_when_first_asked_no_other_has_taken(post: Post) -> None:
+def test_what_one_engine_refuses_when_first_asked_no_other_has_taken(post):
     engines = [Engine(), RefusingEngine()]
     code, told = post(*engines)
     assert (code, told["detail"], engines[0].policy) == (409, "it has no memory for graphs", "before")
 
 
-def test_one_engine_that_has_taken_another_meanwhile_refuses(post: Post) -> None:
+def test_one_engine_that_has_taken_another_meanwhile_refuses(post):
     engine = Engine(lambda: setattr(engine, "policy", "theirs"))
     code, told = post(engine)
     assert (code, told["detail"], engine.policy) == (409, "theirs has been taken", "theirs")
 
 
 @pytest.mark.parametrize("captures", [False, True])
-def test_a_change_that_takes_long_goes_on(
-    captures: bool, app: FastAPI, vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_that_takes_long_goes_on(captures, app, vllm_config, monkeypatch):
     async def scenario() -> None:
         monkeypatch.setattr(endpoints, "CAPTURE_TIMEOUT", 0.01)
         slow, fast = both = [Engine(), Engine()]
@@ -225,7 +223,7 @@ def test_a_change_that_takes_long_goes_on(
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_an_operators_own_pause_stays(paused: bool, app: FastAPI, vllm_config: VllmConfig) -> None:
+def test_an_operators_own_pause_stays(paused, app, vllm_config):
     engine = Engine()
     engine.captures = True
     app.state.flexquant_engine = client = EnginesClient([engine], vllm_config)
@@ -235,7 +233,7 @@ def test_an_operators_own_pause_stays(paused: bool, app: FastAPI, vllm_config: V
     assert (engine.policy, client.paused) == ("mine", paused)
 
 
-def test_the_status_says_where_engines_disagree() -> None:
+def test_the_status_says_where_engines_disagree():
     one, other, namesake = (
         {"policy": policy, "counted": [{"plan": "p", "phase": "decode", "forward": 2}]}
         for policy in (described("one"), described("other"), described("one") | {"digest": "edited"})
@@ -251,9 +249,7 @@ def test_the_status_says_where_engines_disagree() -> None:
 
 
 @pytest.mark.parametrize(("key", "code"), [(KEYS[0], 404), (KEYS[1], 404), (KEYS[0] + KEYS[1], 401)])
-def test_every_key_of_vllms_is_taken(
-    app: FastAPI, key: str, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_key_of_vllms_is_taken(app, key, code, monkeypatch):
     """With a key of vLLM's, by an option or else a variable, the answer is that nothing merged is served."""
     not_merged = SimpleNamespace(
         model_config=SimpleNamespace(quantization=None),
@@ -270,5 +266,5 @@ def test_every_key_of_vllms_is_taken(
 
 
 @pytest.mark.parametrize("app", [f"{ADMIN}\n", f" {ADMIN}\t"], indirect=True)
-def test_space_around_the_administrators_key_is_none_of_it(post: Post) -> None:
+def test_space_around_the_administrators_key_is_none_of_it(post):
     assert post(Engine())[0] == 200

@@ -163,7 +163,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("text", "told"), BAD.values(), ids=BAD)
-def test_bad_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_bad_file_is_refused(tmp_path, text, told):
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(FlexQuantError) as error:
@@ -185,7 +185,7 @@ def test_bad_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
     ],
     ids=["not utf-8", "control character", "alias to itself"],
 )
-def test_unreadable_yaml_is_refused(tmp_path: Path, text: bytes, problem: str) -> None:
+def test_unreadable_yaml_is_refused(tmp_path, text, problem):
     path = tmp_path / "bad.yaml"
     path.write_bytes(text)
     with pytest.raises(FlexQuantError) as error:
@@ -205,13 +205,13 @@ def test_unreadable_yaml_is_refused(tmp_path: Path, text: bytes, problem: str) -
         ({1: 2}, "model's policy: 1 is an unknown key"),
     ],
 )
-def test_bad_document_is_refused_without_a_line(document: dict, message: str) -> None:
+def test_bad_document_is_refused_without_a_line(document, message):
     with pytest.raises(FlexQuantError) as error:
         parse_policy(document, source="model's policy")
     assert str(error.value).startswith(message)
 
 
-def test_characters_that_json_writes_as_two_escapes_are_one() -> None:
+def test_characters_that_json_writes_as_two_escapes_are_one():
     description = "fast \U0001f680, caf\u00e9"
     document = {"schema": "flexquant.policy/v1", "description": description, "rules": [{"use": "w8a8"}]}
     policy = parse_policy_text(json.dumps(document).encode(), "posted", "posted")
@@ -229,7 +229,7 @@ def test_characters_that_json_writes_as_two_escapes_are_one() -> None:
         (f'"measured": {"59:" * 20}59', "which cannot be read (a number of more than 63 bit)"),
     ],
 )
-def test_what_no_other_process_could_be_told_is_refused(entry: str, problem: str) -> None:
+def test_what_no_other_process_could_be_told_is_refused(entry, problem):
     text = f'{{"schema": "flexquant.policy/v1", "rules": [{{"use": "w8a8"}}],\n{entry}}}'
     with pytest.raises(FlexQuantError, match=re.escape(problem)) as error:
         parse_policy_text(text.encode(), "posted", "posted")
@@ -237,20 +237,20 @@ def test_what_no_other_process_could_be_told_is_refused(entry: str, problem: str
 
 
 @pytest.mark.parametrize("key", ["9" * 5000, "x" * 201])
-def test_a_key_of_a_stored_policy_that_is_too_long_is_refused(key: str) -> None:
+def test_a_key_of_a_stored_policy_that_is_too_long_is_refused(key):
     use = {"default": "w8a8", "layers": {key: "w8a8"}}
     with pytest.raises(FlexQuantError, match=f"stored policy: a key has {len(key)} characters.*at most 200"):
         parse_policy({"schema": "flexquant.policy/v1", "rules": [{"use": use}]}, "stored policy")
 
 
-def test_a_size_of_more_digits_than_python_reads_is_refused() -> None:
+def test_a_size_of_more_digits_than_python_reads_is_refused():
     measured = {"decode_ms": {"w8a8": {"9" * 5000: [1, 1, 1]}}}
     document = {"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}], "measured": measured}
     with pytest.raises(FlexQuantError, match="a key has 5000 characters"):
         parse_policy(document, "stored policy")
 
 
-def test_a_few_lines_that_aliases_make_endless_are_refused(tmp_path: Path) -> None:
+def test_a_few_lines_that_aliases_make_endless_are_refused(tmp_path):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
     (tmp_path / "bomb.yaml").write_text("\n".join([rules("- use: w8a8"), *lines]))
@@ -258,7 +258,7 @@ def test_a_few_lines_that_aliases_make_endless_are_refused(tmp_path: Path) -> No
         load_policy(str(tmp_path / "bomb.yaml"))
 
 
-def test_a_policy_of_very_many_rules_is_refused() -> None:
+def test_a_policy_of_very_many_rules_is_refused():
     entries = [{"when": {"tokens": {"max": i}}, "use": "w8a8"} for i in range(1, 64)]
     document = {"schema": "flexquant.policy/v1", "rules": [*entries, {"use": "w4a16"}]}
     assert len(parse_policy(document, "stored policy").rules) == 64
@@ -270,25 +270,23 @@ def test_a_policy_of_very_many_rules_is_refused() -> None:
 
 
 @pytest.mark.parametrize("path", ["missing.yaml", "missing.yml", "sub/missing"])
-def test_missing_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_missing_file_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FlexQuantError, match=rf"^{path}: .*No such file.*w8a8, w8a8-from-int4$"):
         load_policy(path)
 
 
-def test_folder_is_refused(tmp_path: Path) -> None:
+def test_folder_is_refused(tmp_path):
     with pytest.raises(FlexQuantError, match="Is a directory"):
         load_policy(str(tmp_path))
 
 
-def test_unknown_name_lists_the_builtin_ones() -> None:
+def test_unknown_name_lists_the_builtin_ones():
     with pytest.raises(FlexQuantError, match=f"'fast': .* {', '.join(builtin_policies())};"):
         load_policy("fast")
 
 
-def test_file_without_suffix_is_found_unless_a_builtin_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_without_suffix_is_found_unless_a_builtin_has_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("mine", "w8a8"):
         Path(name).write_text(rules("- use: fp8"))

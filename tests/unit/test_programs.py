@@ -127,8 +127,7 @@ def test_a_server_that_is_stopped_answers_with_its_end(tmp_path):
 
 
 def test_another_exit_code_fails_with_what_was_printed():
-    code = "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)"]
     for status in (3, None):
         done = programs.run(command, timeout=60, status=status)
         assert (done.returncode, done.stdout, done.stderr) == (3, "one\n", "two\n")

@@ -17,8 +17,7 @@ from tests.stock import one_rank, refusal_of_stock
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_a_pair_becomes_what_the_page_says(shape: Shape, tmp_path: Path) -> None:
-    outcome = outcome_of(shape, tmp_path)
-    assert row(shape, outcome) in PAGE.read_text(encoding="utf-8").splitlines()
+    assert row(shape, outcome_of(shape, tmp_path)) in PAGE.read_text(encoding="utf-8").splitlines()
 
 
 def test_the_page_counts_its_rows() -> None:

@@ -58,7 +58,7 @@ def converted(quark: Path, folder: Path) -> Iterator[tuple[str, bool, set[str]]]
 
 @pytest.mark.parametrize("by", ["per_tensor", "per_channel"])
 @pytest.mark.parametrize(("static", "symmetric"), [(True, True), (True, False), (False, True)])
-def test_numbers_are_those_of_quarks_rule(by: str, static: bool, symmetric: bool, tmp_path: Path) -> None:
+def test_numbers_are_those_of_quarks_rule(by, static, symmetric, tmp_path):
     quark = exported(tmp_path / "quark", by=by, static=static, symmetric=symmetric)
     kept = {"weight", "weight_scale"} | ({"input_scale"} if static else set())
     kept |= set() if symmetric else {"input_zero_point"}
@@ -92,7 +92,7 @@ def schemes_of(quark: Path, linears: Iterable[str]) -> dict[str, tuple[str, bool
     return found
 
 
-def test_vllm_reads_the_same_scheme(tmp_path: Path) -> None:
+def test_vllm_reads_the_same_scheme(tmp_path):
     """vLLM gives a linear the same kernel for Quark's settings as for those that they are read as."""
     for by in ("per_tensor", "per_channel"):
         for static, symmetric in ((True, True), (True, False), (False, True), (False, False)):
@@ -111,7 +111,7 @@ BY_LAYER = {
 """The second pattern fits what the first does, and the third as well."""
 
 
-def test_vllm_reads_the_same_scheme_of_every_layer(tmp_path: Path) -> None:
+def test_vllm_reads_the_same_scheme_of_every_layer(tmp_path):
     quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=BY_LAYER)
     edits.section(
         layer_quant_config={
@@ -129,7 +129,7 @@ def test_vllm_reads_the_same_scheme_of_every_layer(tmp_path: Path) -> None:
     assert len(set(found.values())) == 3
 
 
-def test_numbers_of_layers_with_settings_of_their_own_are_kept(tmp_path: Path) -> None:
+def test_numbers_of_layers_with_settings_of_their_own_are_kept(tmp_path):
     quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=BY_LAYER)
     for module, by_channel, parts in converted(quark, tmp_path / "converted"):
         assert by_channel is (
@@ -156,16 +156,13 @@ def layer_settings(folder: Path) -> JsonObject:
         ("qkv", {}, ["model.layers.0.self_attn.k_proj"]),
     ],
 )
-def test_parts_of_what_vllm_fuses_need_one_setting(
-    parts: str, layers: dict[str, Any], exclude: list[str], tmp_path: Path
-) -> None:
+def test_parts_of_what_vllm_fuses_need_one_setting(parts, layers, exclude, tmp_path):
     quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=layers)
     edits.section(exclude=["lm_head", *exclude])(quark)
     in_16_bit = {f"{module}.weight": torch.zeros(64, 128).bfloat16() for module in exclude}
     edits.tensors(lambda state: state.update(in_16_bit))(quark)
     either = f"({'|'.join(parts.split('_') if '_' in parts else parts)})_proj"
-    message = rf"{either} and .*{either} quantised in different ways"
-    with refused(message):
+    with refused(rf"{either} and .*{either} quantised in different ways"):
         convert_checkpoint(quark, tmp_path / "converted")
     theirs = QuarkConfig.from_config(config_of(quark)["quantization_config"])
     theirs.packed_modules_mapping = FUSED
@@ -218,7 +215,7 @@ INT8 = {"dtype": "int8", "qscheme": "per_tensor", "is_dynamic": False, "symmetri
         (edits.tensors(lambda state: state.update(fake_quantized(state))), "no linear in INT8"),
     ],
 )
-def test_what_is_not_served_is_refused_by_its_setting(edit: edits.Edit, message: str, tmp_path: Path) -> None:
+def test_what_is_not_served_is_refused_by_its_setting(edit, message, tmp_path):
     quark = exported(tmp_path / "quark", by="per_tensor", static=True)
     edit(quark)
     with refused(message):

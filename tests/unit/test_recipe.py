@@ -52,13 +52,12 @@ def test_every_shipped_recipe_fits_a_model(name: str) -> None:
 
 
 def test_a_file_is_read_back_as_written(tmp_path: Path) -> None:
-    section = {**W4A16, "scale_distillation": {"epochs": 2}}
     document = {
         "schema": SCHEMA,
         "description": "mine",
         "policy": "phase",
         "calibration": {"data": "chats.jsonl", "samples": 4},
-        "variants": {"int4": section, "w8a8": W8A8},
+        "variants": {"int4": {**W4A16, "scale_distillation": {"epochs": 2}}, "w8a8": W8A8},
         "made_with": {"anything": [1, 2]},
     }
     file = tmp_path / "mine.yaml"

@@ -79,9 +79,7 @@ def edited(section: dict[str, Any], path: str, value: object) -> dict[str, Any]:
         ("policy", ["phase", []], "wrong 'policy'"),
     ],
 )
-def test_a_value_that_is_wrong_is_refused(
-    merged: Path, path: str, values: list[object], problem: str
-) -> None:
+def test_a_value_that_is_wrong_is_refused(merged, path, values, problem):
     section = config_of(merged)[SECTION]
     for value in values:
         with refused(f"^the merged checkpoint.*{problem}.*merge"):
@@ -89,14 +87,14 @@ def test_a_value_that_is_wrong_is_refused(
 
 
 @pytest.mark.parametrize("name", ["shared", "W8A8", "w8.a8", ""])
-def test_a_variant_has_a_name_that_a_merge_gives(merged: Path, name: str) -> None:
+def test_a_variant_has_a_name_that_a_merge_gives(merged, name):
     section = config_of(merged)[SECTION]
     variants = {name: section["variants"]["w8a8"], "w4a16": section["variants"]["w4a16"]}
     with refused(f"^'{name}' is not a variant name: use lower-case letters"):
         MergedConfig.from_json(section | {"variants": variants, "mixable": [[*variants]]})
 
 
-def test_what_is_missing_is_taken_for_the_worst(merged: Path) -> None:
+def test_what_is_missing_is_taken_for_the_worst(merged):
     section = config_of(merged)[SECTION]
     for key in ("kv_compatibility", "rescaled", "shared_modules", "shared_prefix", "layered_plans", "policy"):
         section.pop(key, None)
@@ -114,9 +112,7 @@ def test_what_is_missing_is_taken_for_the_worst(merged: Path) -> None:
         (False, [["a", "b", "c"]], []),
     ],
 )
-def test_variants_share_a_cache_as_far_as_the_merge_compared_them(
-    merged: Path, compatible: bool, mixable: list[list[str]], may: list[str]
-) -> None:
+def test_variants_share_a_cache_as_far_as_the_merge_compared_them(merged, compatible, mixable, may):
     section = config_of(merged)[SECTION]
     variants = {name: section["variants"]["w8a8"] | {"prefix": f"{name}."} for name in "abc"}
     known = {"variants": variants, "mixable": mixable, "kv_compatibility": {"compatible": compatible}}
@@ -133,26 +129,22 @@ def test_variants_share_a_cache_as_far_as_the_merge_compared_them(
         (PROVENANCE_FILE, "schema", "flexquant.provenance/v2", "a wrong 'schema'.*provenance/v1"),
     ],
 )
-def test_what_the_tensors_contradict_is_refused(
-    merged: Path, tmp_path: Path, file: str, path: str, value: object, problem: str
-) -> None:
+def test_what_the_tensors_contradict_is_refused(merged, tmp_path, file, path, value, problem):
     folder = shutil.copytree(merged, tmp_path / "merged")
-    content = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps(edited(content, path, value)))
+    (folder / file).write_text(json.dumps(edited(json.loads((folder / file).read_text()), path, value)))
     with refused(problem):
         MergedCheckpoint.open(folder).variant_tensors("w8a8")
 
 
-def test_a_worker_loads_no_tensor_of_one_variant_into_a_shared_module(merged: Path) -> None:
-    section = config_of(merged)[SECTION] | {"shared_modules": ["model.layers.0.mlp"]}
-    read = MergedConfig.from_json(section)
+def test_a_worker_loads_no_tensor_of_one_variant_into_a_shared_module(merged):
+    read = MergedConfig.from_json(config_of(merged)[SECTION] | {"shared_modules": ["model.layers.0.mlp"]})
     routes = build_route_table(load_policy("phase"), read.variants, num_layers=2, max_tokens=64)
     loader = VariantLoader({name: torch.nn.Module() for name in read.variants}, read, routes)
     with refused("which is of one variant, though shared_modules has its module"):
         loader.load([("w4a16.model.layers.0.mlp.up_proj.weight_scale", torch.ones(1))])
 
 
-def test_the_page_says_of_every_key_what_reads_it(merged: Path) -> None:
+def test_the_page_says_of_every_key_what_reads_it(merged):
     rows = set(re.findall(r"^\| `([\w.<>]+)` \|", PAGE.partition("## What reads a key")[2], re.MULTILINE))
     section = config_of(merged)[SECTION]
     variant = {f"variants.<name>.{key}" for key in (*section["variants"]["w8a8"], "nested_in")}

@@ -56,7 +56,7 @@ def check(
     assert found == pytest.approx(sum(parts) + overhead_us * 1e-6, rel=1e-12, abs=0)
 
 
-def test_a_dense_model_in_int4() -> None:
+def test_a_dense_model_in_int4():
     shape = model("dense").shape(("w4a16",), 1, {})
     # 5 sequences: their tokens, 5 logits of 1001; 3 layers read 2 KV heads of 48, keys and values, 2 bytes.
     read = 5 * 77 * 3 * 2 * 2 * 48 * 2 / BF16[1]
@@ -87,7 +87,7 @@ MANY = {(576, 320): 28, (320, 384): 21, (1280, 320): 56, (320, 640): 21}
 
 
 @pytest.mark.parametrize(("tokens", "tiles", "tile"), [(17, FEW, 16 * 64), (200, MANY, 64 * 96)])
-def test_a_dense_model_in_int8(tokens: int, tiles: dict[tuple[int, int], int], tile: int) -> None:
+def test_a_dense_model_in_int8(tokens, tiles, tile):
     """17 tokens are two rows of tiles of 16, which 7 processors take in other waves than one row."""
     if tokens == 17:
         tiles = {(576, 320): 21, (320, 384): 14, (1280, 320): 42, (320, 640): 14}
@@ -97,18 +97,17 @@ def test_a_dense_model_in_int8(tokens: int, tiles: dict[tuple[int, int], int], t
     check(shape, "w8a8", prefill(tokens), total(layers, in_16_bit(1)(1001, 320), (0, pairs)))
 
 
-def test_a_dense_model_in_fp8() -> None:
+def test_a_dense_model_in_fp8():
     shape = model("dense").shape(("fp8", "w4a16"), 1, {})
 
     def fp8(outputs: int, inputs: int) -> Parts:
         moved = outputs * inputs + 2 * outputs + 5 * (inputs + 2 * outputs)
         return moved / FP8[1] + 3 * 5 * inputs / BF16[1], 2 * 5 * outputs * inputs / FP8[0]
 
-    parts = total(times(3, dense_layer(fp8)), in_16_bit(5)(1001, 320))
-    check(shape, "fp8", decode(5, 0), parts)
+    check(shape, "fp8", decode(5, 0), total(times(3, dense_layer(fp8)), in_16_bit(5)(1001, 320)))
 
 
-def test_one_copy_of_a_dense_model() -> None:
+def test_one_copy_of_a_dense_model():
     """Each linear reads its INT4 weight and writes an INT8 one without scales, in a call of its own."""
     shape = model("dense").shape(("w4a16",), 1, load_policy("one-copy").derived)
 
@@ -124,7 +123,7 @@ def test_one_copy_of_a_dense_model() -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_mixture_of_experts(devices: int) -> None:
+def test_a_mixture_of_experts(devices):
     """Three tokens of 2 experts each use 6 (1 - (4 / 6)^3) = 38 / 9, which Marlin runs.
 
     Each rank has the router. Of a linear whose inputs are shared, a rank counts half of the scales' bytes.
@@ -159,7 +158,7 @@ def test_a_mixture_of_experts(devices: int) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_hybrid(devices: int) -> None:
+def test_a_hybrid(devices):
     """One of three layers attends; the others have two linears around a convolution. The head is tied.
 
     A convolution's state, two columns of 256, is read and written in every pass.
@@ -180,7 +179,7 @@ def test_a_hybrid(devices: int) -> None:
     check(shape, "w4a16", prefill(5), parts, calls=4)
 
 
-def test_what_a_device_file_may_tell_of_kernels_and_of_what_is_between() -> None:
+def test_what_a_device_file_may_tell_of_kernels_and_of_what_is_between():
     """Humming, if there, is a choice; parts overlap; inputs and outputs move; INT8 takes its own time."""
     tokens, sizes = 5, (576, 320)
     alone = square("w4a16", *sizes)
@@ -209,12 +208,12 @@ def test_what_a_device_file_may_tell_of_kernels_and_of_what_is_between() -> None
     assert both[0] - both[1] == pytest.approx(nested.difference_bytes / BF16[1])
 
 
-def test_a_call_alone_has_an_overhead_of_its_own() -> None:
+def test_a_call_alone_has_an_overhead_of_its_own():
     alone, in_pass = (linear_seconds(square("w8a8"), 3, UNLIKE, in_pass=which) for which in (False, True))
     assert alone - in_pass == pytest.approx((11 - 3) * 1e-6)
 
 
-def test_experts_in_use_may_be_a_fraction_and_their_tiles_are_whole() -> None:
+def test_experts_in_use_may_be_a_fraction_and_their_tiles_are_whole():
     """97 tokens use all 6 experts for 32.3 rows each, or 33; 3 use 38 / 9 of them, and 22 tiles."""
     experts = Linear(320, 256, 0, "w8a8", experts=6, active_experts=2)
     for tokens, tile in ((97, 64 * 96), (3, 16 * 64)):
@@ -223,7 +222,7 @@ def test_experts_in_use_may_be_a_fraction_and_their_tiles_are_whole() -> None:
         assert linear_seconds(experts, tokens, UNLIKE) == pytest.approx(expected, rel=1e-12)
 
 
-def test_bytes_of_the_weights() -> None:
+def test_bytes_of_the_weights():
     """Beside the linears lie norms, the embedding, the head, routers and convolutions, 2 bytes a number."""
     linears = 576 * 320 + 320 * 384 + 1280 * 320 + 320 * 640
     outputs = 576 + 320 + 1280 + 320
@@ -248,7 +247,7 @@ def test_bytes_of_the_weights() -> None:
     assert in_int4.shared_bytes == 2 * (1000 * 256 + 3 * 2 * 256 + 2 * 256 * 3 + 2 * 64 + 256)
 
 
-def test_tokens_that_the_cache_holds() -> None:
+def test_tokens_that_the_cache_holds():
     """0.85 of 2 GiB, less 0.3 GiB and the weights, in whole tokens of 3 x 2 x 2 x 48 numbers.
 
     Requests of two layers that keep two columns of 256 numbers have these beside their tokens.
@@ -281,9 +280,7 @@ TWO_THEN_ONE = [Batch(20, 2, pairs=110), Batch(2, 2, 21), Batch(10, 1, pairs=55)
         (3, 10, 3, (100, 8), 38, TWO_THEN_ONE, Load(2, 1, 4)),
     ],
 )
-def test_passes_of_a_load(
-    count: int, prompt: int, answer: int, limits: tuple[int, int], cache: int, passes: list[Batch], load: Load
-) -> None:
+def test_passes_of_a_load(count, prompt, answer, limits, cache, passes, load):
     """All passes take a second."""
     found = []
 
@@ -296,7 +293,7 @@ def test_passes_of_a_load(
     assert found == passes
 
 
-def test_latencies_of_a_load() -> None:
+def test_latencies_of_a_load():
     """Three requests of 4 + 201 tokens take a pass for prompts and 200 that read 4 to 203 tokens each."""
     way = find_way(try_ways(model("dense"), UNLIKE, Batches(4, 201, (3,)), 1, 0.85), "stock W4A16")
     shape = model("dense").shape(("w4a16",), 1, {})
@@ -310,7 +307,7 @@ def test_latencies_of_a_load() -> None:
     assert way.kv_cache_tokens == kv_cache_tokens(shape, UNLIKE, 0.85, 205)
 
 
-def test_a_cache_has_to_hold_a_request() -> None:
+def test_a_cache_has_to_hold_a_request():
     """What is left may be a fraction of a token."""
     weights = model("dense").shape(("w4a16",), 1, {}).resident_bytes
     for spare, tokens in ((0.5, 202), (0, 202), (-0.5, None)):
@@ -320,7 +317,7 @@ def test_a_cache_has_to_hold_a_request() -> None:
         assert (way.kv_cache_tokens, bool(way.loads)) == (tokens, tokens is not None)
 
 
-def test_default_limits_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_limits_are_those_of_vllm(monkeypatch):
     """vLLM's own rules say so, once told the names and memory of the shipped devices."""
     pytest.importorskip("vllm")
     from vllm.engine.arg_utils import EngineArgs

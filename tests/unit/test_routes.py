@@ -26,8 +26,7 @@ def policy(*rules: dict[str, Any]) -> Policy:
 def table(by: str | Policy, num_layers: int = 2, max_tokens: int = 64, **options: Any) -> RouteTable:
     """Return the table of a policy, for VARIANTS unless ``variants`` names others."""
     by = load_policy(by) if isinstance(by, str) else by
-    variants = options.pop("variants", VARIANTS)
-    return build_route_table(by, variants, num_layers, max_tokens, **options)
+    return build_route_table(by, options.pop("variants", VARIANTS), num_layers, max_tokens, **options)
 
 
 def decode(use: Any, **batch_size: int) -> dict[str, Any]:

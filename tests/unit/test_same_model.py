@@ -61,8 +61,7 @@ def test_the_table_has_what_the_installed_vllm_reads() -> None:
 def test_variants_saved_by_transformers_4_and_5_merge(tmp_path, architecture, options, old):
     sources = make_pair(tmp_path, architecture, **options)
     save_as_transformers_4(sources[old])
-    report = merge_checkpoints(sources, tmp_path / "merged")
-    assert report.layered_plans
+    assert merge_checkpoints(sources, tmp_path / "merged").layered_plans
     verify_checkpoint(tmp_path / "merged", sources)
     for name, source in sources.items():
         split_checkpoint(tmp_path / "merged", name, tmp_path / f"{name} again")
@@ -115,8 +114,7 @@ def test_a_default_that_one_release_leaves_out_is_no_difference_but_another_valu
 @pytest.mark.parametrize("value", [False, True])
 def test_an_absent_key_has_no_value_where_its_readers_have_several_defaults(value):
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    found = model_differences(config, config | {"use_sep_token": value})
-    assert found == [("use_sep_token", None, value)]
+    assert model_differences(config, config | {"use_sep_token": value}) == [("use_sep_token", None, value)]
 
 
 def test_keys_that_no_server_reads_may_differ(tmp_path):
@@ -171,8 +169,7 @@ def test_a_choice_says_whose_config_a_model_gets(tmp_path):
     with refused(message):
         merge_checkpoints(sources, tmp_path / "merged")
     arguments = [f"{name}={folder}" for name, folder in sources.items()]
-    merging = ["merge", *arguments, "--output", str(tmp_path / "merged"), "--config-from", "w4a16"]
-    assert main(merging) == 0
+    assert main(["merge", *arguments, "--output", str(tmp_path / "merged"), "--config-from", "w4a16"]) == 0
     assert read_config(tmp_path / "merged")["rope_parameters"]["rope_theta"] == 5e4
     verify_checkpoint(tmp_path / "merged", sources)
     with refused("--config-from names 'fp8', but the variants are w8a8, w4a16"):

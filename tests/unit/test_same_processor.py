@@ -64,15 +64,14 @@ def opened(variants: dict[str, Path]) -> list[Source]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_releases_of_transformers_write_one_processor(tmp_path: Path, kind: str) -> None:
+def test_both_releases_of_transformers_write_one_processor(tmp_path, kind):
     processor = deepcopy(KINDS[kind].processor)
     if video := processor.get("video_processor"):
         video["size"]["shortest_edge"] //= 4
     variants = sources(tmp_path, kind, of_transformers_4(processor))
     write(variants["w8a8"], {"processor_config": processor})
     assert processor_difference(*opened(variants)) is None
-    plan = plan_merge(opened(variants))
-    assert plan.sidecars.files["processor_config.json"].parent == variants["w8a8"]
+    assert plan_merge(opened(variants)).sidecars.files["processor_config.json"].parent == variants["w8a8"]
 
 
 EDITS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,7 +92,7 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("named", EDITS)
-def test_processors_that_do_something_else_need_a_choice(tmp_path: Path, named: str) -> None:
+def test_processors_that_do_something_else_need_a_choice(tmp_path, named):
     files = of_transformers_4(KINDS["idefics3"].processor)
     file, edit = EDITS[named]
     files[file] |= edit
@@ -107,16 +106,14 @@ def test_processors_that_do_something_else_need_a_choice(tmp_path: Path, named: 
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5"])
-def test_videos_are_compared_with_the_defaults_of_a_class_that_needs_torchvision(
-    tmp_path: Path, kind: str
-) -> None:
+def test_videos_are_compared_with_the_defaults_of_a_class_that_needs_torchvision(tmp_path, kind):
     files = of_transformers_4(KINDS[kind].processor)
     files["video_preprocessor_config"]["max_frames"] = 7
     difference = processor_difference(*opened(sources(tmp_path, kind, files)))
     assert difference == "video_processor, 'max_frames': 768 against 7"
 
 
-def test_a_processor_that_one_source_has_comes_along(tmp_path: Path) -> None:
+def test_a_processor_that_one_source_has_comes_along(tmp_path):
     variants = sources(tmp_path, "idefics3", {})
     write(variants["w8a8"], {})
     parts = of_transformers_4(KINDS["idefics3"].processor)
@@ -125,7 +122,7 @@ def test_a_processor_that_one_source_has_comes_along(tmp_path: Path) -> None:
     assert {path.stem for path in (tmp_path / "merged").glob("*processor_config.json")} == parts.keys()
 
 
-def test_the_files_come_from_the_source_that_has_more_parts(tmp_path: Path) -> None:
+def test_the_files_come_from_the_source_that_has_more_parts(tmp_path):
     whole = KINDS["idefics3"].processor
     variants = sources(tmp_path, "idefics3", {"processor_config": whole})
     write(variants["w8a8"], {"processor_config": of_transformers_4(whole)["processor_config"]})
@@ -133,14 +130,14 @@ def test_the_files_come_from_the_source_that_has_more_parts(tmp_path: Path) -> N
     assert json.loads((tmp_path / "merged" / "processor_config.json").read_text()) == whole
 
 
-def test_settings_that_no_class_takes_are_refused_with_the_choice(tmp_path: Path) -> None:
+def test_settings_that_no_class_takes_are_refused_with_the_choice(tmp_path):
     files = of_transformers_4(KINDS["idefics3"].processor)
     files["preprocessor_config"]["size"] = "wide"
     with refused(r"the processor in .*w4a16 cannot be read .*--processor-from"):
         merge_checkpoints(sources(tmp_path, "idefics3", files), tmp_path / "merged")
 
 
-def test_code_that_a_processor_names_is_not_run(tmp_path: Path) -> None:
+def test_code_that_a_processor_names_is_not_run(tmp_path):
     files = of_transformers_4(KINDS["idefics3"].processor)
     kind = {"image_processor_type": "Mine", "auto_map": {"AutoImageProcessor": "mine.Mine"}}
     files["preprocessor_config"] |= kind

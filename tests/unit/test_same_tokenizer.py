@@ -143,8 +143,7 @@ SLOW |= {"pattern": {"Regex": "^(([a-zA-Z ]|[., !])+)+[?]$"}}
 
 
 def with_a_slow_pattern(content: JsonObject) -> None:
-    parts = [SLOW, content["pre_tokenizer"]]
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [SLOW, content["pre_tokenizer"]]}
 
 
 OF_TEXT = "token ids of the text "

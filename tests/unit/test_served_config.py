@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ SETTINGS_FILES = {
 }
 
 
-def test_settings_in_a_file_of_their_own_are_read(w4a16: Path, tmp_path: Path) -> None:
+def test_settings_in_a_file_of_their_own_are_read(w4a16, tmp_path):
     expected_parse = []
     for method, move in SETTINGS_FILES.items():
         whole = write_foreign(w4a16, tmp_path / f"{method} whole", method)
@@ -74,9 +73,7 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("section", "expected"), SETTINGS)
-def test_settings_are_read_alike_by_all(
-    section: dict[str, Any], expected: dict[str, Any], tmp_path: Path
-) -> None:
+def test_settings_are_read_alike_by_all(section, expected, tmp_path):
     """All are serving, compressed-tensors' own reader, merging, and vLLM, which knows no defaults."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
@@ -108,9 +105,7 @@ def test_settings_are_read_alike_by_all(
         (AWQ | {"zero_point": "no"}, "zero_point 'no', expected true or false"),
     ],
 )
-def test_settings_that_are_not_understood_are_named_once(
-    section: dict[str, Any], problem: str, tmp_path: Path
-) -> None:
+def test_settings_that_are_not_understood_are_named_once(section, problem, tmp_path):
     config = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "quantization_config": section}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with refused(f"^{tmp_path} has {problem}, in its quantization_config"):

@@ -29,7 +29,7 @@ def weights_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_values_of_a_layer_with_more_bits_are_kept(symmetric: bool, w4a16: Path, tmp_path: Path) -> None:
+def test_values_of_a_layer_with_more_bits_are_kept(symmetric, w4a16, tmp_path):
     dynamic = {"-:.*lm_head": {}, r"+:.*\.1\.mlp\.down": {"bits": 8, "group_size": 32, "sym": symmetric}}
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq", dynamic=dynamic)
     generator = torch.Generator().manual_seed(0)
@@ -49,8 +49,7 @@ def test_values_of_a_layer_with_more_bits_are_kept(symmetric: bool, w4a16: Path,
         assert torch.equal(
             unpack_from_int32(stored, 8, torch.Size((128, 8)), packed_dim=0).int() + 128, zeros.int()
         )
-    others = {key: t for key, t in tensors_of(w4a16).items() if not key.startswith(DOWN)}
-    assert_equal(found, others)
+    assert_equal(found, {key: t for key, t in tensors_of(w4a16).items() if not key.startswith(DOWN)})
     read = weights_of(tmp_path / "converted")
     assert len(read) == 2 * 7
     down = read.pop(DOWN)
@@ -58,7 +57,7 @@ def test_values_of_a_layer_with_more_bits_are_kept(symmetric: bool, w4a16: Path,
     assert {(w["num_bits"], w["group_size"], w["symmetric"]) for w in read.values()} == {(4, 64, True)}
 
 
-def test_the_first_pattern_that_fits_from_the_start_holds(w4a16: Path, tmp_path: Path) -> None:
+def test_the_first_pattern_that_fits_from_the_start_holds(w4a16, tmp_path):
     dynamic = {
         "mlp": {"bits": 8},
         r"+:.*\.0\.mlp\.down_proj": {"group_size": 32},
@@ -77,7 +76,7 @@ def test_the_first_pattern_that_fits_from_the_start_holds(w4a16: Path, tmp_path:
     assert {(w["num_bits"], w["group_size"]) for w in read.values()} == {(4, 64)}
 
 
-def test_vllm_reads_the_same_scheme_of_every_layer(w4a16: Path, tmp_path: Path) -> None:
+def test_vllm_reads_the_same_scheme_of_every_layer(w4a16, tmp_path):
     from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
@@ -105,7 +104,7 @@ def test_vllm_reads_the_same_scheme_of_every_layer(w4a16: Path, tmp_path: Path) 
             ), prefix
 
 
-def test_experts_have_settings_of_their_own(tmp_path: Path) -> None:
+def test_experts_have_settings_of_their_own(tmp_path):
     made = make_checkpoint(tmp_path / "compressed", "qwen2_moe", "w4a16", num_layers=1, group_size=32)
     attention, model = r".*\.(q|k|v|o)_proj", {"architecture": "qwen2_moe", "num_layers": 1, "group_size": 32}
     dynamic = {f"+:{attention}": {"bits": 8}}
@@ -142,9 +141,7 @@ def test_experts_have_settings_of_their_own(tmp_path: Path) -> None:
         ({"+:.*down_proj": {"group_size": 32}}, r"down_proj\.scales is BF16 \[4, 128\] instead .*\[8, 128\]"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(
-    dynamic: Any, message: str | None, w4a16: Path, tmp_path: Path
-) -> None:
+def test_settings_that_do_not_fit_are_refused(dynamic, message, w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq", dynamic=dynamic)
     if message is None:  # the inputs are in order, and what is left out has no settings
         assert open_source("w4a16", foreign)

@@ -90,8 +90,7 @@ def test_split_refuses(merged, tmp_path):
 
 
 def test_verify_accepts_what_merge_wrote(sources, merged):
-    hashes = verify_checkpoint(merged)["tensors_compared_with"]["recorded hashes"]
-    assert hashes == len(read_tensors(merged))
+    assert verify_checkpoint(merged)["tensors_compared_with"]["recorded hashes"] == len(read_tensors(merged))
     compared = verify_checkpoint(merged, sources)["tensors_compared_with"]
     assert compared == {name: len(read_tensors(folder)) for name, folder in sources.items()}
 

@@ -99,8 +99,7 @@ def test_the_choice_beside_w8a8_that_takes_a_second(w4a16, noise, objective, cho
 
 @pytest.mark.parametrize("crossover", [3, 5.5, 9, 11, 15, 24, 40])
 def test_thresholds_lie_at_the_crossover(crossover):
-    decision = decided(measured(crossing_at(crossover)))
-    first, second = decision.ranges["decode"]
+    first, second = decided(measured(crossing_at(crossover))).ranges["decode"]
     assert (first.variant, second.variant) == ("w4a16", "w8a8")
     low, high = first.between
     assert low <= first.last < high
@@ -390,8 +389,7 @@ def test_another_run_does_not_overwrite_what_an_interrupted_one_measured(merged,
     file = tmp_path / "samples.json"
 
     def begin(*names, **options):
-        variants = find_variants(config, names)
-        return Measurement(merged, variants, QUICK_CPU.up_to(2, 16), file, **options)
+        return Measurement(merged, find_variants(config, names), QUICK_CPU.up_to(2, 16), file, **options)
 
     begin("w8a8", "w4a16")._save()  # as a run does after every size
     kept = file.read_bytes()
@@ -420,8 +418,7 @@ def test_grids_are_cut_and_extended(grid):
     cut = grid.up_to(max_batch=3, max_tokens=100)
     assert (cut.decode[0], cut.decode[-1]) == (1, 3)
     assert cut.prefill[-1] == 100
-    fitting = grid.fitting(200)
-    assert fitting.prefill[-1] <= 199
+    assert grid.fitting(200).prefill[-1] <= 199
     with pytest.raises(UsageError, match="at most 32 tokens"):
         grid.fitting(32)
 
@@ -441,5 +438,4 @@ def test_what_was_measured_on_real_machines_is_decided_as_it_was_there(name):
             for size, time in curve.items():
                 samples.add(variant, phase, size, time.median)
     goal, text = policy.description.removeprefix("tuned for ").split(": ", 1)
-    found = decided(samples, goal, policy.measured.variants)
-    assert describe_decision(found) == text
+    assert describe_decision(decided(samples, goal, policy.measured.variants)) == text

@@ -145,8 +145,7 @@ def test_a_private_import_is_found(code: str) -> None:
 
 def without_reason(code: str) -> list[str]:
     """Return the imports from vLLM that stand before the first reason of their block."""
-    block = code.partition("if TYPE_CHECKING:\n")[2].partition("\n\n\n")[0]
-    groups = re.split(r"\n\n+", block)
+    groups = re.split(r"\n\n+", code.partition("if TYPE_CHECKING:\n")[2].partition("\n\n\n")[0])
     return [group for group in groups if not re.match(r" +# Goes when \w.*\.\n", group)]
 
 
@@ -169,8 +168,7 @@ def test_every_import_is_asked_for() -> None:
 def test_every_row_and_every_untyped_name_is_used() -> None:
     code = "\n".join(file.read_text() for file in files("flexquant", "merge", "benchmarks"))
     of_rows = {name.split(".")[-1] for names in NAMES for name in names.mentions}
-    functions = ast.parse(USES.read_text())
-    reached = {node.attr for node in ast.walk(functions) if isinstance(node, ast.Attribute)}
+    reached = {node.attr for node in ast.walk(ast.parse(USES.read_text())) if isinstance(node, ast.Attribute)}
     assert {name for name in of_rows | reached if name not in code} == set()
 
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,12 +44,11 @@ def kernels() -> list[Any]:
 @pytest.mark.parametrize("tokens", [1, 3, 70])
 @pytest.mark.parametrize("sign", SIGNS)
 @pytest.mark.parametrize("kind", kernels())
-def test_group_scales_below_zero_are_multiplied_with(kind: Any, sign: str, tokens: int) -> None:
+def test_group_scales_below_zero_are_multiplied_with(kind, sign, tokens):
     kernel, linear, weight = made(kind, OUTPUTS, GROUP, SIGNS[sign])
     x = torch.randn(tokens, INPUTS, dtype=torch.bfloat16)
     expected = x.double() @ weight.t()
-    found = kernel.apply_weights(linear, x, None).double()
-    assert (found - expected).norm() < 0.02 * expected.norm()
+    assert (kernel.apply_weights(linear, x, None).double() - expected).norm() < 0.02 * expected.norm()
 
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
@@ -67,8 +65,7 @@ REORDERED = ("group", "GROUP", "dynamic", "Dynamic", True)
 
 def derive(*weights: dict[str, Any], negative_scales: bool = False) -> None:
     groups = {f"group_{i}": {"targets": ["Linear"], "weights": w} for i, w in enumerate(weights)}
-    source = StoredVariant("w4a16.", {"config_groups": groups}, True, negative_scales)
-    check_derivable(DERIVES, W4A8, source)
+    check_derivable(DERIVES, W4A8, StoredVariant("w4a16.", {"config_groups": groups}, True, negative_scales))
 
 
 @pytest.mark.parametrize(
@@ -83,12 +80,12 @@ def derive(*weights: dict[str, Any], negative_scales: bool = False) -> None:
         ([FP8], "no symmetric INT4 weights"),
     ],
 )
-def test_weights_without_w4a8_are_refused_with_the_policy(weights: Any, problem: str) -> None:
+def test_weights_without_w4a8_are_refused_with_the_policy(weights, problem):
     with pytest.raises(FlexQuantError, match=f"p.yaml:3.* derives 'fast' from 'w4a16', .*{problem}"):
         derive(*weights)
 
 
-def test_published_weights_in_a_format_of_their_own_have_no_w4a8() -> None:
+def test_published_weights_in_a_format_of_their_own_have_no_w4a8():
     """vLLM keeps the kernels of such layers elsewhere, so that they would go on as W4A16."""
     section = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
     config = as_merged({"architectures": ["LlamaForCausalLM"], "quantization_config": section}, "model")
@@ -99,7 +96,7 @@ def test_published_weights_in_a_format_of_their_own_have_no_w4a8() -> None:
 
 
 @pytest.mark.parametrize("order", REORDERED)
-def test_groups_in_the_order_of_activations_have_no_one_copy(order: object) -> None:
+def test_groups_in_the_order_of_activations_have_no_one_copy(order):
     groups = {"group_0": {"weights": {**INT4, "actorder": order}}}
     source = StoredVariant("w4a16.", {"config_groups": groups}, True, False)
     with pytest.raises(FlexQuantError, match="derives 'fast' from 'w4a16', whose groups are ordered by act"):
@@ -107,17 +104,17 @@ def test_groups_in_the_order_of_activations_have_no_one_copy(order: object) -> N
 
 
 @pytest.mark.parametrize("order", ["static", "STATIC", "weight", "Weight", False, None])
-def test_an_order_of_quantising_alone_is_none(order: object) -> None:
+def test_an_order_of_quantising_alone_is_none(order):
     derive({**INT4, "actorder": order})
     assert layer_problem({"actorder": order}) is None
 
 
-def test_symmetric_int4_in_groups_is_taken_beside_other_schemes() -> None:
+def test_symmetric_int4_in_groups_is_taken_beside_other_schemes():
     derive(INT4, FP8)
     derive({key: INT4[key] for key in ("num_bits", "group_size")}, negative_scales=True)
 
 
-def test_merging_tells_of_scales_below_zero(tmp_path: Path) -> None:
+def test_merging_tells_of_scales_below_zero(tmp_path):
     sources, scale = make_pair(tmp_path), "model.layers.1.mlp.up_proj.weight_scale"
     for name, expected in (("before", False), ("after", True)):
         merge_checkpoints(sources, tmp_path / name)
@@ -126,9 +123,7 @@ def test_merging_tells_of_scales_below_zero(tmp_path: Path) -> None:
         edits.tensors(lambda state: state[scale][5, 1].neg_())(sources["w4a16"])
 
 
-def test_scales_below_zero_are_refused_where_marlin_would_multiply_with_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_scales_below_zero_are_refused_where_marlin_would_multiply_with_them(monkeypatch):
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     derive(INT4)
     with pytest.raises(FlexQuantError, match="variant 'w4a16' has scales below zero.*Marlin"):

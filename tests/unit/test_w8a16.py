@@ -40,9 +40,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_products_are_those_of_the_stored_weights(
-    kernel: CPUW8A16LinearKernel, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_are_those_of_the_stored_weights(kernel, dtype, monkeypatch):
     monkeypatch.setattr(cpu_w8a16, "SLICE", 64 * INPUTS)
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(-128, 128, (OUTPUTS, INPUTS), generator=generator, dtype=torch.int8)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
@@ -35,9 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("command", ["merge", "convert", "inspect", "advise"])
-def test_what_is_named_is_not_touched(
-    found: dict[str, dict[str, tuple[int, str, str]]], command: str, key: str
-) -> None:
+def test_what_is_named_is_not_touched(found, command, key):
     status, said, touched = found[command][key]
     assert not touched
     if key not in MAY_REFUSE:
@@ -51,7 +48,7 @@ def test_what_is_named_is_not_touched(
     ["attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"]
     + ["auto_map", "transformers_weights", "quantization_config"],
 )
-def test_a_config_is_built_without(key: str) -> None:
+def test_a_config_is_built_without(key):
     layer = {"intermediate_size": 96, key: KERNEL}
     config = {"model_type": "llama", "num_hidden_layers": 1, key: KERNEL, "per_layer_config": {"0": layer}}
     built = build_config(config)
@@ -59,7 +56,7 @@ def test_a_config_is_built_without(key: str) -> None:
     assert built.per_layer_config[0].intermediate_size == 96
 
 
-def test_infinities_are_numbers(tmp_path: Path) -> None:
+def test_infinities_are_numbers(tmp_path):
     from transformers import AutoConfig
 
     AutoConfig.for_model("mamba2").save_pretrained(tmp_path)
@@ -69,7 +66,7 @@ def test_infinities_are_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["LICENSE.txt", "additional_chat_templates/a.jinja", "vocab.json", "pipe.model"]
 )
-def test_what_is_not_a_file_of_the_folder_is_not_copied(name: str, tmp_path: Path) -> None:
+def test_what_is_not_a_file_of_the_folder_is_not_copied(name, tmp_path):
     sources = {n: make_checkpoint(tmp_path / n, scheme=n, num_layers=1) for n in ("w8a8", "w4a16")}
     merge_checkpoints(sources, tmp_path / "merged")
     (tmp_path / "secret").write_text("{}")

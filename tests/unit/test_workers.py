@@ -48,9 +48,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Work
 
 
 @pytest.mark.parametrize("ends_by_itself", [False, True])
-def test_a_worker_without_a_process_group_is_ended_also_as_it_ends(
-    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, ends_by_itself: bool
-) -> None:
+def test_a_worker_without_a_process_group_is_ended_also_as_it_ends(start, monkeypatch, ends_by_itself):
     worker = start(hang_without_a_group)
     worker.wait_until_ready()
     if ends_by_itself:
@@ -63,7 +61,7 @@ def test_a_worker_without_a_process_group_is_ended_also_as_it_ends(
     assert not worker._process.is_alive()
 
 
-def test_a_worker_is_ended_with_what_it_started(start: Callable[..., Worker]) -> None:
+def test_a_worker_is_ended_with_what_it_started(start):
     worker = start(hang_with_a_child)
     child = worker._receive(60)
     worker.close()
