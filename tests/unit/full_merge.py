@@ -34,8 +34,7 @@ def compare_and_refuse(sources: Sequence[Source], folder: Path) -> KVReport:
         folders = {source.name: source.folder for source in sources}
         with pytest.raises(FlexQuantError) as refused:
             merge_checkpoints(folders, folder / "merged", policy=str(policy))
-        assert str(refused.value) == found.message
-        assert not list(folder.iterdir())
+        assert str(refused.value) == found.message and not list(folder.iterdir())
     return found
 
 

@@ -98,8 +98,7 @@ def test_what_a_nested_config_leaves_out_is_the_default(tmp_path):
     nested = {"model_type": "llava", "text_config": {"model_type": "llama"}}
     model = planned(tmp_path, {**nested, "vision_config": {"model_type": "clip_vision_model"}})
     assert model.shape(("w8a8",), 1, {}).resident_bytes == pytest.approx(6.74e9, rel=0.05)
-    assert model.has_towers
-    assert not planned(tmp_path, LLAMA_8B).has_towers
+    assert model.has_towers and not planned(tmp_path, LLAMA_8B).has_towers
 
 
 @pytest.mark.parametrize(
@@ -165,8 +164,7 @@ def test_w4a8_is_a_way_where_the_device_file_has_its_kernels(tmp_path):
     h200 = load_device("h200")
     kernels = {scheme: kernel for scheme, kernel in h200.kernels.items() if scheme != W4A8}
     by_int8 = tried(tmp_path, LLAMA_8B, h200.model_copy(update={"kernels": kernels}))
-    assert "stock W4A8" not in by_int8
-    assert by_int8[INT4_TWICE].loads[1].ttft > 1.5 * twice.loads[1].ttft
+    assert "stock W4A8" not in by_int8 and by_int8[INT4_TWICE].loads[1].ttft > 1.5 * twice.loads[1].ttft
     for config in (MIXTURE, SMOLLM2):
         problem = tried(tmp_path, config, "h200")["stock W4A8"].problem
         assert problem == "W4A8 is priced without experts, in groups of 128"
@@ -316,8 +314,7 @@ def test_the_choice_and_why(seconds, choice, text):
 def test_each_way_may_be_the_choice(name, text):
     outcomes = made(dict.fromkeys(FIVE, 2) | {name: 1}, "h200")
     found = choose(outcomes)
-    assert found is not None and found.way.name == name
-    assert text in explain(outcomes)
+    assert found is not None and found.way.name == name and text in explain(outcomes)
 
 
 def test_notes_are_of_the_model_and_the_device(tmp_path):

@@ -44,8 +44,7 @@ from tests.policies import THRESHOLD
     ],
 )
 def test_workloads_are_read_and_named(text, workload):
-    assert Workload.parse(text) == workload
-    assert Workload.parse(workload.name) == workload
+    assert Workload.parse(text) == workload and Workload.parse(workload.name) == workload
     assert Workload(**workload.describe()) == workload
 
 
@@ -144,8 +143,7 @@ def test_end_of_a_log_has_no_folders_of_this_machine():
     lines = [f"line {number}" for number in range(40)]
     text = "\n".join([*lines, f"(Worker pid=1) ERROR in {ROOT}/flexquant/model.py", f"at {Path.home()}/x"])
     end = end_of_log(text).splitlines()
-    assert len(end) == 30
-    assert end[-2] == "ERROR in ./flexquant/model.py"
+    assert len(end) == 30 and end[-2] == "ERROR in ./flexquant/model.py"
     assert str(Path.home()) not in end[-1]
 
 
@@ -164,8 +162,7 @@ def test_a_saved_cell_is_found_again(tmp_path):
     assert results.find("kernels", PARAMETERS) == saved
     before = (results.folder / CELLS).read_bytes()
     again = Results(results.folder, "tiny", "abc")
-    assert again.find("kernels", PARAMETERS) == saved
-    assert read_cells(results.folder) == [saved]
+    assert again.find("kernels", PARAMETERS) == saved and read_cells(results.folder) == [saved]
     assert again.find("serving", PARAMETERS) is None
     assert again.find("kernels", {**PARAMETERS, "tokens": 5}) is None
     assert Results(results.folder, "tiny", "other").find("kernels", PARAMETERS) is None
@@ -196,12 +193,10 @@ def test_a_torn_last_line_is_left_out_and_its_cell_measured_again(tmp_path, caps
     # Reading changes nothing, but the next run mends the end.
     assert (tmp_path / CELLS).read_bytes() == whole + torn
     again = Results(tmp_path, "tiny", "abc")
-    assert again.find("kernels", other) is None
-    assert (tmp_path / CELLS).read_bytes() == whole
+    assert again.find("kernels", other) is None and (tmp_path / CELLS).read_bytes() == whole
     measured = again.save("kernels", other, 1, result={"n": 2})
     capsys.readouterr()
-    assert read_cells(tmp_path) == [saved, measured]
-    assert capsys.readouterr().out == ""
+    assert read_cells(tmp_path) == [saved, measured] and capsys.readouterr().out == ""
 
 
 def test_a_last_line_without_its_line_break_is_kept(tmp_path, capsys):
@@ -210,8 +205,7 @@ def test_a_last_line_without_its_line_break_is_kept(tmp_path, capsys):
     again = Results(tmp_path, "tiny", "abc")
     assert again.find("kernels", PARAMETERS) == saved
     again.save("kernels", {**PARAMETERS, "tokens": 5}, 1, result={})
-    assert len(read_cells(tmp_path)) == 2
-    assert capsys.readouterr().out == ""
+    assert len(read_cells(tmp_path)) == 2 and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "7", '{"part": "kernels"}'])
@@ -233,8 +227,7 @@ def test_a_failed_cell_is_kept_but_not_found(tmp_path):
     assert Results(tmp_path, "tiny", "abc").find("kernels", PARAMETERS) is None
     assert read_cells(tmp_path) == [failed]
     saved = results.save("kernels", PARAMETERS, 1, result={})
-    assert results.find("kernels", PARAMETERS) == saved
-    assert read_cells(tmp_path) == [saved]
+    assert results.find("kernels", PARAMETERS) == saved and read_cells(tmp_path) == [saved]
 
 
 def test_the_newest_of_equal_cells_counts(tmp_path):

@@ -69,8 +69,7 @@ def rows(table: str) -> list[list[str]]:
 
 def test_prefill_ends_with_the_last_first_token_and_decode_follows_it():
     result = {"ttfts": [0.4, 0.9, 0.5], "tpots": [0.1, 0.025, 0.2]}
-    assert prefill_ms(result) == pytest.approx(900)
-    assert decode_ms(result) == pytest.approx(25)
+    assert prefill_ms(result) == pytest.approx(900) and decode_ms(result) == pytest.approx(25)
 
 
 def test_latency_table_by_hand():
@@ -134,8 +133,7 @@ def test_report_of_hand_made_cells(tmp_path):
     assert write_report(tmp_path) == tmp_path / "report.md"
     report = (tmp_path / "report.md").read_text()
     assert report.startswith("# Speed of tiny\n")
-    assert "- commit: abc123\n" in report
-    assert "- 3 cells, " in report and ", 4 s of measuring" in report
+    assert "- commit: abc123\n" in report and "- 3 cells, " in report and ", 4 s of measuring" in report
     assert "| 2x100+50 | `flexquant:phase` / `w8a8` | 1.000, too few rounds | 1.000, too" in report
     assert "## Not measured\n\n- start, fp8: GPUs only" in report
     assert {path.name for path in tmp_path.iterdir()} == {"cells.jsonl", "report.md"}
@@ -168,8 +166,7 @@ def test_servers_of_the_same_subject_widen_the_interval_by_their_ratio(again, fo
     comparison = compare_beside(ratios, again)
     apart = max(compare(again).ratio, 1 / compare(again).ratio)
     assert (comparison.low, comparison.high) == pytest.approx((1.03 / apart, 1.2 * apart))
-    assert comparison.ratio == compare(ratios).ratio
-    assert comparison.verdict == found
+    assert comparison.ratio == compare(ratios).ratio and comparison.verdict == found
 
 
 def test_more_tokens_a_second_are_faster():

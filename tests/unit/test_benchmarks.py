@@ -46,8 +46,7 @@ full avg10=0.10 avg60=19.99 avg300=30.56 total=186911466
 def test_measurements_that_were_disturbed_are_counted(tmp_path):
     (tmp_path / "memory").write_text(TOLD)
     assert stalled_seconds(tmp_path / "memory") == 186.911466
-    assert stalled_seconds(tmp_path / "missing") == 0
-    assert stalled_seconds() >= 0
+    assert stalled_seconds(tmp_path / "missing") == 0 and stalled_seconds() >= 0
     calm = {"duration": 2.0, STALLED: 0.01}
     assert short_of_memory([calm, {"duration": 2.0}]) == ""
     told = short_of_memory([calm, {"duration": 2.0, STALLED: 0.3}])
@@ -94,10 +93,8 @@ def command(capsys):
 def test_command_line_errors_take_one_line_and_leave_nothing(command, tmp_path, arguments, message):
     folders = ["--work", tmp_path / "work", "--output", tmp_path / "results"]
     code, error = command("run", *arguments, *folders)
-    assert code == 1
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert message in error
-    assert list(tmp_path.iterdir()) == []
+    assert code == 1 and error.startswith("error: ") and error.count("\n") == 1
+    assert message in error and list(tmp_path.iterdir()) == []
 
 
 def test_a_variant_that_is_not_given_is_missed_before_anything_is_measured(command, checkpoints, tmp_path):

@@ -131,15 +131,13 @@ def test_the_seed_chooses_the_rows(tokenizer):
     def rows(seed: int) -> list[list[int]]:
         return draw_rows([text], tokenizer, samples=8, length=64, seed=seed)
 
-    assert rows(0) == rows(0)
-    assert rows(0) != rows(1)
+    assert rows(0) == rows(0) and rows(0) != rows(1)
 
 
 def test_rows_are_drawn_from_more_text_than_they_need_and_not_from_all(tokenizer):
     endless = (chr(character) * 15 for character in itertools.cycle(range(33, 127)))
     rows = draw_rows(endless, tokenizer, samples=2, length=16, seed=0)
-    assert len(rows) == 2
-    assert max(ord(tokenizer.decode(row[:1])) for row in rows) > 34
+    assert len(rows) == 2 and max(ord(tokenizer.decode(row[:1])) for row in rows) > 34
 
 
 def test_messages_take_the_chat_template(tokenizer):

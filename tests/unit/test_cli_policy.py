@@ -74,8 +74,7 @@ def test_show_with_a_model_resolves_layers(capsys, tmp_path, nested):
     command = ["show", "phase-batch-layer", "--model", merged(tmp_path, nested)]
     assert run(capsys, *command, "--max-tokens", "40")[1]["routes"][-1]["max_tokens"] == 40
     lines, result = run(capsys, *command)
-    assert lines[3].split()[-1] == "w8a8+w4a16[4]"
-    assert result["num_layers"] == 6
+    assert lines[3].split()[-1] == "w8a8+w4a16[4]" and result["num_layers"] == 6
     assert result["plans"]["w8a8+w4a16[4]"] == ["w8a8"] * 4 + ["w4a16", "w8a8"]
 
 
@@ -141,15 +140,13 @@ def test_show_refuses_a_folder_that_is_not_merged(capsys, tmp_path, content, pro
 def test_wrong_usage_exits_with_2(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["policy", *argv])
-    assert exit_.value.code == 2
-    assert "usage: flexquant policy" in capsys.readouterr().err
+    assert exit_.value.code == 2 and "usage: flexquant policy" in capsys.readouterr().err
 
 
 def test_help_has_examples(capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["policy", "--help"])
-    assert exit_.value.code == 0
-    assert "flexquant policy show phase-batch" in capsys.readouterr().out
+    assert exit_.value.code == 0 and "flexquant policy show phase-batch" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     assert "List policies, check one, show which plan" in capsys.readouterr().out

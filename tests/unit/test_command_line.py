@@ -202,8 +202,7 @@ def test_a_reader_that_goes_away_is_no_traceback(merged):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    assert process.stderr.read() == ""
-    assert process.wait() == 1
+    assert process.stderr.read() == "" and process.wait() == 1
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,7 @@ def test_to_stop_when_narrow_costs_little_and_to_stop_when_1_is_left_out_a_lot()
     def different(rng: random.Random) -> bool:
         return stopped(rng, 0.02, lambda found: found.verdict != EQUAL).verdict == EQUAL
 
-    assert share(200, narrow) > 0.91
-    assert share(200, different) < 0.88
+    assert share(200, narrow) > 0.91 and share(200, different) < 0.88
 
 
 # how many rounds
@@ -150,8 +149,7 @@ def effort_of(*arguments: str) -> Effort:
 
 
 def test_rounds_as_they_are_asked_for():
-    assert effort_of() == Effort(6, 20, 0.03)
-    assert effort_of("--rounds", "8") == Effort(8, 8, 0.03)
+    assert effort_of() == Effort(6, 20, 0.03) and effort_of("--rounds", "8") == Effort(8, 8, 0.03)
     assert effort_of("--max-rounds", "30") == Effort(6, 30, 0.03)
     assert effort_of("--max-rounds", "4") == Effort(4, 4, 0.03)
     assert effort_of("--rounds", "8", "--max-rounds", "9", "--width", "0.5%") == Effort(8, 9, 0.005)

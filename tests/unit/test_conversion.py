@@ -48,7 +48,6 @@ def test_values_scales_and_zero_points_are_kept(method, settings, format_tensors
     scales = torch.rand((128, 4), generator=generator).to(dtype)
     own = {f"{module}.{part}": tensor for part, tensor in format_tensors(values, zeros, scales).items()}
     edits.tensors(lambda state: state.update(own))(foreign)
-
     convert_checkpoint(foreign, tmp_path / "converted")
     found = unpacked(tensors_of(tmp_path / "converted"), module)
     for tensor, expected in zip(found, (values, zeros, scales), strict=True):
@@ -60,7 +59,6 @@ def test_another_dtype_is_asked_for_where_the_variants_differ(w4a16, tmp_path, c
     edits.in_half(half)
     foreign = write_foreign(half, tmp_path / "gptq", "gptq")
     w8a8 = make_checkpoint(tmp_path / "w8a8")
-
     command = ["convert", str(foreign), "--output", str(tmp_path / "converted"), "--overwrite"]
     convert_checkpoint(foreign, tmp_path / "converted")
     assert main(command[:-1]) == 1 and main([*command, "--dtype", "bfloat16"]) == 0

@@ -102,8 +102,7 @@ def test_bad_device_file_is_refused(tmp_path, old, new, line, problem, advice):
     with pytest.raises(FlexQuantError) as error:
         load_device(str(path))
     message = str(error.value)
-    assert message.startswith(f"{path}, line {line}: ")
-    assert problem in message
+    assert message.startswith(f"{path}, line {line}: ") and problem in message
     assert advice in message.partition(problem)[2]
 
 

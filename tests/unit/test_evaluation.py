@@ -67,8 +67,7 @@ def test_answers_are_the_same_only_if_smaller_batches_are(subject, folder):
     threshold = runs["threshold.yaml", 8]
     assert threshold.same_as == ("w8a8", 8) and threshold.answers_same_as is None
     assert threshold.needs_engine  # its last answers are decoded in W4A16
-    assert runs["phase-batch", 8].answers_same_as == "phase"
-    assert not runs["phase-batch", 8].needs_engine
+    assert runs["phase-batch", 8].answers_same_as == "phase" and not runs["phase-batch", 8].needs_engine
     assert {size for (_, size), run in runs.items() if run.answers} == {8}
 
 
@@ -308,6 +307,5 @@ def test_without_questions_no_answer_has_to_fit(folder, tmp_path, capsys, monkey
     command = ["eval", str(folder / "merged"), "--text", str(tmp_path / "short.txt")]
     command += ["--reference", str(folder / "model"), "--answer-tokens", "3000"]
     for options, said in (([], "a question and its answer"), (["--no-questions"], "has 5 tokens, but")):
-        assert main([*command, *options]) == 1
-        assert said in capsys.readouterr().err
+        assert main([*command, *options]) == 1 and said in capsys.readouterr().err
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"

@@ -30,7 +30,6 @@ def test_each_step_is_scored_before_its_own_token_is_forced(tmp_path):
     assert run(reference, REFERENCE) == FORCED
     policy = ForcedRow(FORCED, str(tmp_path / "policy.npz"), compare_with=str(tmp_path / "stored.npy"))
     assert run(policy, POLICY) == FORCED
-
     assert np.load(tmp_path / "stored.npy") == pytest.approx(REFERENCE.log().numpy(), abs=1e-6)
     assert np.load(tmp_path / "reference.npz")["nll"] == pytest.approx(-np.log([0.25, 0.25, 0.125]), abs=1e-6)
     compared = np.load(tmp_path / "policy.npz")

@@ -41,15 +41,13 @@ def test_paired_difference_is_newcombes_and_can_be_turned_round():
     assert (found.number, found.only_first, found.only_second) == (50, 12, 2)
     assert found.difference == pytest.approx(0.2)
     assert (found.low, found.high) == pytest.approx((0.0569, 0.3404), abs=1e-4)
-    assert (found.low, found.high) == pytest.approx((-turned.high, -turned.low))
-    assert found.p == turned.p
+    assert (found.low, found.high) == pytest.approx((-turned.high, -turned.low)) and found.p == turned.p
 
 
 @pytest.mark.parametrize("counts", [(10, 0, 0, 0), (0, 0, 0, 10), (5, 0, 0, 5)])
 def test_the_same_answers_differ_by_nothing(counts):
     found = paired(*counts)
-    assert found.difference == 0 and found.p == 1
-    assert found.low <= 0 <= found.high
+    assert found.difference == 0 and found.p == 1 and found.low <= 0 <= found.high
 
 
 def test_the_interval_holds_the_true_difference_as_often_as_it_says():
@@ -63,8 +61,7 @@ def test_the_interval_holds_the_true_difference_as_often_as_it_says():
 
 
 def test_mcnemar_counts_coin_throws():
-    assert mcnemar(5, 0) == 2 / 2**5
-    assert mcnemar(1, 8) == pytest.approx(2 * (1 + 9) / 2**9)
+    assert mcnemar(5, 0) == 2 / 2**5 and mcnemar(1, 8) == pytest.approx(2 * (1 + 9) / 2**9)
     assert mcnemar(3, 3) == mcnemar(0, 0) == 1
 
 
@@ -111,8 +108,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[ass
 @pytest.mark.parametrize("make", KINDS)
 def test_a_seed_gives_the_same_different_tasks_however_many_and_another_others(make):
     first, fewer, other = ([t.question for t in make(n, seed)] for n, seed in ((20, 3), (12, 3), (20, 4)))
-    assert first[:12] == fewer and first != other
-    assert len(set(first)) == 20
+    assert first[:12] == fewer and first != other and len(set(first)) == 20
 
 
 def test_more_than_there_are_is_refused():
@@ -143,8 +139,7 @@ def test_examples_end_with_their_result_and_do_not_give_the_answer_away(make):
     ],
 )
 def test_last_number(text, number):
-    assert last_number(text) == number
-    assert has_result(11)(text) == (number == 11)
+    assert last_number(text) == number and has_result(11)(text) == (number == 11)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +164,7 @@ def test_forms_of_answers(check, right, wrong):
 
 
 def test_an_empty_answer_is_never_right():
-    assert on.has_no_comma("")
-    assert not any(is_right(task, "") for task in instructions(20, 0))
+    assert on.has_no_comma("") and not any(is_right(task, "") for task in instructions(20, 0))
 
 
 def test_a_prompt_is_a_conversation_where_the_model_has_a_template():
@@ -191,5 +185,4 @@ def test_questions_that_a_model_without_a_template_asks_itself_are_left_out():
     ids = tokenizer(" 11.\n\nQuestion: What is 2 + 2?\nAnswer: 4")["input_ids"]
     assert text_of(ids, tokenizer) == "11."
     tokenizer.chat_template = TEMPLATE
-    assert text_of(ids, tokenizer).endswith("Answer: 4")
-    assert text_of([257], tokenizer) == ""
+    assert text_of(ids, tokenizer).endswith("Answer: 4") and text_of([257], tokenizer) == ""

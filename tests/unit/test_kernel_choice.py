@@ -114,8 +114,7 @@ def remember(cache: Path, layer: dict, **changes: object) -> Path:
 
 def test_a_trial_that_fails_leaves_vllms_first_kernel_and_nothing_behind(cache, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/nowhere")
-    assert find_fastest([{**LAYER, "kernels": [STOCK, TORCH]}]) == [STOCK]
-    assert not cache.exists()
+    assert find_fastest([{**LAYER, "kernels": [STOCK, TORCH]}]) == [STOCK] and not cache.exists()
 
 
 @pytest.mark.parametrize(
@@ -142,8 +141,7 @@ def test_the_first_kernel_is_kept_unless_another_is_clearly_faster():
     def times(*microseconds: float) -> dict[str, dict[str, float]]:
         return {name: {"1": t, "64": t} for name, t in zip((STOCK, TORCH), microseconds, strict=True)}
 
-    assert trial._least(times(100, 96), STOCK) == STOCK
-    assert trial._least(times(100, 90), STOCK) == TORCH
+    assert trial._least(times(100, 96), STOCK) == STOCK and trial._least(times(100, 90), STOCK) == TORCH
 
 
 @pytest.mark.parametrize(
@@ -267,8 +265,7 @@ def test_a_trial_takes_the_fastest_that_runs(cache, monkeypatch, caplog):
         f"{kind.__module__}:{kind.__name__}" for kind in (BrokenKernel, TorchCPUInt4LinearKernel, OtherKernel)
     ]
     found = trial.measure({**LAYER, "kernels": kinds})
-    assert list(found) == kinds[1:]
-    assert trial._least(found, kinds[0]) == kinds[2]
+    assert list(found) == kinds[1:] and trial._least(found, kinds[0]) == kinds[2]
     assert trial._least({}, kinds[0]) == kinds[0]
     assert "BrokenKernel" in caplog.text and "no compiler" in caplog.text
 
@@ -279,8 +276,7 @@ def test_of_two_trials_at_once_both_take_the_first_that_is_kept(cache):
     file = cache / f"{trial.digest_of(key)[:32]}.json"
     for chosen in (TORCH, STOCK):
         trial._write(file, {"key": key, "chosen": chosen, "microseconds": {}})
-    assert find_fastest([layer]) == [TORCH]
-    assert [path.name for path in cache.iterdir()] == [file.name]
+    assert find_fastest([layer]) == [TORCH] and [path.name for path in cache.iterdir()] == [file.name]
 
 
 def test_a_kernel_can_be_named(cache):

@@ -26,8 +26,7 @@ from tests.tied_heads import make_tied_pair
 
 def test_neighbours_are_one_range():
     assert describe_ranges([29, 3, 0, 2, 1, 31]) == "0-3,29,31"
-    assert by_range({0: 1, 1: 2, 3: 4, None: 8}) == {"0-1": 3, "3": 4, "": 8}
-    assert by_range({}) == {}
+    assert by_range({0: 1, 1: 2, 3: 4, None: 8}) == {"0-1": 3, "3": 4, "": 8} and by_range({}) == {}
 
 
 def test_bytes_are_told_with_the_layers():
@@ -84,8 +83,7 @@ def test_inspect_says_what_the_default_policy_loads(tmp_path, capsys):
         return sizes[prefix, layer, False] + sizes[prefix, layer, True]
 
     assert loaded["w8a8"] == {"1": stored("w8a8", 1), "3": stored("w8a8", 3)}
-    assert loaded["w4a16"] == {"2": stored("w4a16", 2)}
-    assert loaded["w4a8"] == {"0": stored("w4a16", 0)}
+    assert loaded["w4a16"] == {"2": stored("w4a16", 2)} and loaded["w4a8"] == {"0": stored("w4a16", 0)}
     assert sum(loaded["shared"].values()) == sum(size for key, size in sizes.items() if key[0] == "shared")
 
 

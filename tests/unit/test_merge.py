@@ -74,8 +74,7 @@ def test_config_and_files(sources, tmp_path):
     files = contents(output)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         assert files[name] == (sources["w8a8"] / name).read_bytes()
-    assert files["recipe.w4a16.yaml"] == b"scheme: w4a16\n"
-    assert "recipe.yaml" not in files
+    assert files["recipe.w4a16.yaml"] == b"scheme: w4a16\n" and "recipe.yaml" not in files
     assert str(sources["w8a8"].parent).encode() not in b"".join(files.values())
     card = files["README.md"].decode()
     assert "`w8a8`" in card and "vllm serve" in card
@@ -142,8 +141,7 @@ def test_same_inputs_give_the_same_bytes(sources, tmp_path):
 
 def test_one_variant_gets_a_constant_policy(sources, tmp_path):
     report = merge_checkpoints({"w8a8": sources["w8a8"]}, tmp_path / "merged")
-    assert report.policy["rules"] == [{"use": "w8a8"}]
-    assert report.shared_bytes == 0
+    assert report.policy["rules"] == [{"use": "w8a8"}] and report.shared_bytes == 0
 
 
 def test_policy_is_stored_and_checked(sources, tmp_path):
@@ -167,8 +165,7 @@ def test_incompatible_kv_caches_are_refused_or_recorded(tmp_path):
     named = [f"{name}={folder}" for name, folder in pair.items()]
     assert main(["merge", *named, "--output", str(tmp_path / "merged"), "--allow-incompatible-kv"]) == 0
     section = config_of(tmp_path / "merged")["quantization_config"]
-    assert section["kv_compatibility"]["compatible"] is False
-    assert section["layered_plans"] is False
+    assert section["kv_compatibility"]["compatible"] is False and section["layered_plans"] is False
     assert "NOT interchangeable" in (tmp_path / "merged" / "README.md").read_text()
 
 
@@ -242,10 +239,8 @@ def test_command_line(sources, tmp_path, capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["output"] == output and set(result["variants"]) == {"w8a8", "w4a16"}
     bits = {name: variant["bits_per_parameter"] for name, variant in result["variants"].items()}
-    assert bits["w8a8"] > bits["w4a16"]
-    assert main(["inspect", output]) == 0
-    assert "int4 weights (group 64), 16-bit activations" in capsys.readouterr().out
-    assert main(argv) == 1
+    assert bits["w8a8"] > bits["w4a16"] and main(["inspect", output]) == 0
+    assert "int4 weights (group 64), 16-bit activations" in capsys.readouterr().out and main(argv) == 1
     assert "merge: error:" in capsys.readouterr().err
     for part in ("config", "tokenizer", "generation", "processor"):
         assert main([*argv, "--overwrite", f"--{part}-from", "fp8"]) == 1
@@ -279,8 +274,7 @@ def merge(mib: int, folder: Path, hidden: int, awq: bool) -> tuple[int, int]:
 )
 def test_four_times_the_model_takes_the_same_memory(hidden: int, awq: bool, tmp_path: Path) -> None:
     (small, peak), (large, higher) = (merge(mib, tmp_path / str(mib), hidden, awq) for mib in (64, 256))
-    assert large - small > 150 * MIB
-    assert higher - peak < 48 * MIB
+    assert large - small > 150 * MIB and higher - peak < 48 * MIB
 
 
 @pytest.mark.full

@@ -73,7 +73,6 @@ def test_block_fp8_keeps_every_byte(tmp_path):
     split_checkpoint(tmp_path / "merged", "fp8", tmp_path / "split")
     renamed = {k.replace("_scale_inv", "_scale"): t.view(torch.uint8) for k, t in tensors_of(fp8).items()}
     assert_equal({k: t.view(torch.uint8) for k, t in tensors_of(tmp_path / "split").items()}, renamed)
-
     for wrong in ({"weight_block_size": None}, {"activation_scheme": "static"}):
         edits.section(**wrong)(fp8)
         with refused("only blocks with dynamic activations"):
@@ -88,7 +87,6 @@ def test_auto_rounds_fp8_is_block_fp8(tmp_path):
     source, expected = (open_source("fp8", tmp_path / name) for name in ("auto_round", "deepseek"))
     assert source.quantization_config == expected.quantization_config
     assert source.tensors.keys() == expected.tensors.keys()
-
     served = config_of(tmp_path / "auto_round")["quantization_config"]
     assert INCConfig.from_config(served).group_size == (32, 32)
     wrongs = [("bits", 4), ("group_size", 32), ("group_size", [32]), ("sym", False), ("act_bits", 16)]
@@ -171,7 +169,6 @@ def test_what_vllm_skips_is_left_out(w4a16, tmp_path):
     merge_checkpoints(sources, tmp_path / "merged")
     verify_checkpoint(tmp_path / "merged", sources)
     assert not [key for key in tensors_of(tmp_path / "merged") if key.endswith((".bias", "inv_freq"))]
-
     edits.tensors(lambda state: state["model.layers.1.mlp.up_proj.bias"].fill_(1))(foreign)
     with refused(r"'w4a16' has parameter 'model.layers.1.mlp.up_proj.bias'"):
         merge_checkpoints(sources, tmp_path / "again")

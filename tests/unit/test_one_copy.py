@@ -113,7 +113,6 @@ def test_the_int8_weights_are_the_nearest_or_corrected(kind, outputs, group, zer
     # Ties fall either way, by the last bit of a scale.
     assert (found.t() - weight / expected_scale).abs().max() < 0.5 + 1e-4
     assert found.abs().amax(0).eq(127).all()
-
     column = torch.rand(INPUTS) / 2 + 0.4
     codes = cpu_layouts.unpacked(packed, layout, INPUTS, outputs).view(len(ratio), -1, outputs)
     near = ((codes - zeros[:, None]) * ratio[:, None]).view(INPUTS, outputs) * column[:, None]

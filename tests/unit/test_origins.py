@@ -168,7 +168,6 @@ def test_a_tokenizer_in_mistrals_format_is_taken_along(tmp_path: Path) -> None:
     split_checkpoint(tmp_path / "merged", "w4a16", tmp_path / "split")
     for name in names:
         assert (tmp_path / "merged" / name).is_file() and (tmp_path / "split" / name).is_file()
-
     (sources["w4a16"] / "tekken.json").write_text('{"vocab": []}')
     with refused(r"tokenizers of 'w8a8' and 'w4a16' differ: tekken\.json"):
         merge_checkpoints(sources, tmp_path / "again")

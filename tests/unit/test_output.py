@@ -54,8 +54,7 @@ def test_of_two_writers_the_later_one_has_the_output_whole(tmp_path):
             (other / "config.json").write_text("second")
             (other / "weights").write_text("second")
         (stage / "weights").write_text("first")
-    assert contents(output) == whole("second")
-    assert list(tmp_path.iterdir()) == [output]
+    assert contents(output) == whole("second") and list(tmp_path.iterdir()) == [output]
 
 
 def test_two_outputs_in_one_folder_are_written_side_by_side(tmp_path):

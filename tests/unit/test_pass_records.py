@@ -139,8 +139,7 @@ def ends(file: Path, reason: str) -> list[str]:
 
 
 def test_all_passes_are_there_while_there_is_room(tmp_path, caplog):
-    assert write(tmp_path / "trace.jsonl", 100) == [*range(1, 101)]
-    assert caplog.messages == []
+    assert write(tmp_path / "trace.jsonl", 100) == [*range(1, 101)] and caplog.messages == []
 
 
 def test_the_first_line_takes_the_place_of_an_earlier_trace(tmp_path):
@@ -148,8 +147,7 @@ def test_the_first_line_takes_the_place_of_an_earlier_trace(tmp_path):
     assert write(file, 3) == [1, 2, 3]
     before = file.read_bytes()
     Trace(str(file), 1)  # as by a start that does not get as far as serving
-    assert file.read_bytes() == before
-    assert write(file, 2) == [1, 2]
+    assert file.read_bytes() == before and write(file, 2) == [1, 2]
 
 
 def test_a_full_disk_ends_it(tmp_path, caplog):
@@ -181,6 +179,5 @@ def test_a_file_that_fails_once_more_when_it_is_closed_ends_it(tmp_path, caplog)
 def test_it_ends_at_the_size_that_it_may_have(tmp_path, caplog):
     file = tmp_path / "trace.jsonl"
     told = write(file, 10_000)
-    assert told == [*range(1, len(told) + 1)]
-    assert (1 << 20) - 300 < file.stat().st_size <= 1 << 20
+    assert told == [*range(1, len(told) + 1)] and (1 << 20) - 300 < file.stat().st_size <= 1 << 20
     assert caplog.messages == ends(file, "it may have 1 MiB ('flexquant.trace_mib')")

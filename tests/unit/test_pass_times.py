@@ -26,8 +26,7 @@ TIMES = PassTimes.model_validate(DOCUMENT)
 
 def test_times_are_in_seconds_and_go_back_as_they_were() -> None:
     assert TIMES.decode["w8a8"] == {1: (0.02, 0.02, 0.02), 4: (0.04, 0.039, 0.042)}
-    assert list(TIMES.decode["w8a8"]) == [1, 4]
-    assert TIMES.to_data() == DOCUMENT
+    assert list(TIMES.decode["w8a8"]) == [1, 4] and TIMES.to_data() == DOCUMENT
 
 
 def test_a_pass_between_and_beyond_the_sizes() -> None:

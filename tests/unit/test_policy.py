@@ -79,8 +79,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
 def test_document_survives_json() -> None:
     policy = parse_policy_text(FULL.encode(), "full.yaml", "mine")
     stored = parse_policy(json.loads(json.dumps(policy.document)), "stored policy")
-    assert stored.rules == policy.rules
-    assert stored.document == policy.document
+    assert stored.rules == policy.rules and stored.document == policy.document
 
 
 def test_stored_document_may_have_whole_numbers_as_layers() -> None:
@@ -120,8 +119,7 @@ def test_builtin_policies_are_complete() -> None:
     assert DEFAULT_POLICY in builtin_policies()
     for name in builtin_policies():
         policy = load_policy(name)
-        assert policy.name == name
-        assert policy.description
+        assert policy.name == name and policy.description
         assert parse_policy(policy.document, "stored policy").rules == policy.rules
 
 

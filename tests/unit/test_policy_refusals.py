@@ -170,10 +170,8 @@ def test_bad_file_is_refused(tmp_path, text, told):
         load_policy(str(path))
     line, _, parts = told.partition(": ")
     (problem, advice), message = parts.split(" ... "), str(error.value)
-    assert message.startswith(f"{path}, line {line}: ")
-    assert problem in message
-    assert advice in message.partition(problem)[2]
-    assert "\n" not in message
+    assert message.startswith(f"{path}, line {line}: ") and problem in message
+    assert advice in message.partition(problem)[2] and "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -190,8 +188,7 @@ def test_unreadable_yaml_is_refused(tmp_path, text, problem):
     path.write_bytes(text)
     with pytest.raises(FlexQuantError) as error:
         load_policy(str(path))
-    assert str(error.value).startswith(f"{path}: ")
-    assert problem in str(error.value)
+    assert str(error.value).startswith(f"{path}: ") and problem in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +287,5 @@ def test_file_without_suffix_is_found_unless_a_builtin_has_its_name(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     for name in ("mine", "w8a8"):
         Path(name).write_text(rules("- use: fp8"))
-    assert load_policy("mine").variants == ("fp8",)
-    assert load_policy("w8a8").variants == ("w8a8",)
+    assert load_policy("mine").variants == ("fp8",) and load_policy("w8a8").variants == ("w8a8",)
     assert load_policy("./w8a8").variants == ("fp8",)

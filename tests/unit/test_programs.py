@@ -73,8 +73,7 @@ def test_no_signal_goes_to_a_group_whose_number_is_free_again(start, program, en
     group.stop()
     assert len(signalled) == 2 and all(exists for _, exists in signalled)
     group.stop()
-    assert len(signalled) == 2
-    assert not Path(f"/proc/{signalled[0][0]}").exists()
+    assert len(signalled) == 2 and not Path(f"/proc/{signalled[0][0]}").exists()
 
 
 def test_threads_that_stop_one_group(start):

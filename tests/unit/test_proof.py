@@ -288,11 +288,9 @@ def test_policies_wait_at_a_gate_with_all_imported(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as run:
         assert run.stdout is not None and run.stderr is not None
-        assert run.stdout.readline() == "waits for gate\n"
-        assert run.poll() is None
+        assert run.stdout.readline() == "waits for gate\n" and run.poll() is None
         gate.touch()
-        assert run.wait(60) == 1
-        assert "http://127.0.0.1:1 names no model" in run.stderr.read()
+        assert run.wait(60) == 1 and "http://127.0.0.1:1 names no model" in run.stderr.read()
 
 
 def test_a_second_server_counts_if_it_had_the_same_shape(tmp_path):
@@ -317,8 +315,7 @@ def test_steps_are_written_as_they_end_and_commands_end_in_their_time(tmp_path):
     began = time.monotonic()
     slow = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
     log = tmp_path / "log.txt"
-    assert run_bounded(slow, 2, os.environ, log).state == OUT_OF_TIME
-    assert time.monotonic() - began < 60
+    assert run_bounded(slow, 2, os.environ, log).state == OUT_OF_TIME and time.monotonic() - began < 60
     failed = run_bounded([sys.executable, "-c", "print(1); print(2); exit(3)"], 60, os.environ, log)
     assert failed.note == "ended with 3, log.txt ends: 2"
     append_step(tmp_path, "one", failed, 1.25, {"commit": "a"})
@@ -381,5 +378,4 @@ def test_outcomes_are_there_when_a_run_is_stopped_and_what_passed_is_not_run_aga
 def test_a_line_cut_off_is_left_out(tmp_path):
     file = tmp_path / "tests.jsonl"
     file.write_text('{"test": "a", "outcome": "passed", "seconds": 1}\n{"test": "b", "ou')
-    assert list(read_outcomes(file)) == ["a"]
-    assert read_outcomes(tmp_path / "none.jsonl") == {}
+    assert list(read_outcomes(file)) == ["a"] and read_outcomes(tmp_path / "none.jsonl") == {}

@@ -229,18 +229,15 @@ def test_bytes_of_the_weights():
     rest = 2 * (2 * 1001 * 320 + 3 * (320 + 320 + 48 + 48) + 320)
     both = model("dense").shape(("w8a8", "w4a16"), 1, {})
     assert both.own_bytes["w8a8"] == 3 * (linears + 2 * outputs)
-    assert both.own_bytes["w4a16"] == 3 * (linears / 2 + linears / 32)
-    assert both.shared_bytes == rest
+    assert both.own_bytes["w4a16"] == 3 * (linears / 2 + linears / 32) and both.shared_bytes == rest
     assert both.resident_bytes == 3 * (linears * 1.53125 + 2 * outputs) + rest
     one = model("dense").shape(("w4a16",), 2, load_policy("one-copy").derived)
     assert one.resident_bytes == (3 * linears * 0.53125 + rest) / 2 + 640 * 320
-
     experts = 6 * (384 * 256 + 256 * 192)
     attention = 640 * 256 + 256 * 320
     in_int4 = model("mixture").shape(("w4a16",), 1, {})
     assert in_int4.own_bytes["w4a16"] == 2 * ((experts + attention) * 0.53125 + 2 * 6 * 256)
     assert in_int4.shared_bytes == 2 * (2 * 1000 * 256 + 2 * (256 + 256 + 80 + 80) + 256)
-
     in_int4 = model("hybrid").shape(("w4a16",), 1, {})
     mlps, convolved = 3 * 3 * 448 * 256, 2 * (768 * 256 + 256 * 256)
     assert in_int4.own_bytes["w4a16"] == (mlps + convolved + 512 * 256 + 256 * 256) * 0.53125
@@ -255,8 +252,7 @@ def test_tokens_that_the_cache_holds():
     shape = model("dense").shape(("w8a8", "w4a16"), 1, {})
     left = 0.85 * 2 * 2**30 - 0.3 * 2**30 - shape.resident_bytes
     token = 3 * 2 * 2 * 48 * 2
-    assert left % token
-    assert kv_cache_tokens(shape, UNLIKE, 0.85, 99) == int(left / token)
+    assert left % token and kv_cache_tokens(shape, UNLIKE, 0.85, 99) == int(left / token)
     hybrid = model("hybrid").shape(("w4a16",), 1, {})
     left, token, states = left + shape.resident_bytes - hybrid.resident_bytes, 2 * 2 * 64 * 2, 2 * 2 * 256 * 2
     assert (hybrid.kv_bytes_per_token, hybrid.state_bytes) == (token, states)

@@ -238,8 +238,7 @@ def test_reachable_plans_of_a_size_are_those_of_the_phases_that_it_can_hold() ->
     """One token is a decode pass; two may be a prompt; three a prompt beside a decoding sequence."""
     mixed = {"when": {"phase": "mixed"}, "use": layered(**{"0": "w8a8"})}
     table = table_of(PREFILL, mixed, {"use": "w4a16"}, max_decode_tokens=64)
-    assert names(table, 1) == ["w4a16"]
-    assert names(table, 2) == ["w8a8", "w4a16"]
+    assert names(table, 1) == ["w4a16"] and names(table, 2) == ["w8a8", "w4a16"]
     assert names(table, 3) == names(table, 64) == ["w8a8", "w4a16", "w4a16+w8a8[0]"]
     assert names(table, 65) == ["w8a8", "w4a16+w8a8[0]"]
 

@@ -143,5 +143,4 @@ def test_code_that_a_processor_names_is_not_run(tmp_path):
     files["preprocessor_config"] |= kind
     variants = sources(tmp_path, "idefics3", files)
     (variants["w4a16"] / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
-    assert processor_difference(*opened(variants))
-    assert not (tmp_path / "ran").exists()
+    assert processor_difference(*opened(variants)) and not (tmp_path / "ran").exists()

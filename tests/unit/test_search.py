@@ -87,8 +87,7 @@ def test_of_three_variants_a_layer_takes_what_wins_most_for_its_time(costs, midd
 def test_layers_that_are_raised_next_are_tried_in_place_of_the_last():
     chain = greedy_chain(lambda layer, variant: [0.1, 0.4, 0.2, 0.3][layer], SECONDS, 4)
     assert [*beside(chain, plan("LHLH"), 2)] == [plan("LHHL"), plan("HHLL")]
-    assert [*beside(chain, chain[0], 1)] == [plan("LHLL")]
-    assert [*beside(chain, chain[-1], 2)] == []
+    assert [*beside(chain, chain[0], 1)] == [plan("LHLL")] and [*beside(chain, chain[-1], 2)] == []
 
 
 PLANS = [

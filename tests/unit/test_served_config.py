@@ -47,7 +47,6 @@ def test_settings_in_a_file_of_their_own_are_read(w4a16, tmp_path):
         config, _ = read_model_config(apart)
         parsed = [config["architectures"], config["quantization_config"], config["architectures"]]
         expected_parse += [parsed] * 2
-
     hub = Hub({f"org/{method}": tmp_path / method for method in SETTINGS_FILES})
     models = [model for method in SETTINGS_FILES for model in (tmp_path / method, f"org/{method}")]
     command = [sys.executable, "-c", PARSE, *models]

@@ -38,7 +38,6 @@ def test_values_of_a_layer_with_more_bits_are_kept(symmetric, w4a16, tmp_path):
     scales = torch.rand((128, 8), generator=generator).bfloat16()
     own = gptq_tensors(values, zeros, scales, bits=8)
     edits.tensors(lambda state: state.update({f"{DOWN}.{part}": t for part, t in own.items()}))(foreign)
-
     convert_checkpoint(foreign, tmp_path / "converted")
     found = tensors_of(tmp_path / "converted")
     packed, scale, *_ = (found.pop(f"{DOWN}.weight_{part}") for part in ("packed", "scale", "shape"))
@@ -115,7 +114,6 @@ def test_experts_have_settings_of_their_own(tmp_path):
     assert len([name for name, w in read.items() if w["num_bits"] == 8 and "_attn." in name]) == 4
     assert {w["num_bits"] for name, w in read.items() if "_attn." not in name} == {4}
     assert len([name for name in read if ".experts." in name]) == 4 * 3
-
     one = r".*experts\.2\."
     edits.section(dynamic={**dynamic, f"+:{one}": {"bits": 8}})(foreign)
     edits.requantised(one, bits=8, **model)(foreign)

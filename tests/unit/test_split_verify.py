@@ -36,11 +36,9 @@ def test_split_gives_the_source_back(sources, merged, tmp_path, name, max_shard_
     assert_equal(tensors_of(output), tensors_of(source))
     config, original = config_of(output), config_of(source)
     original.pop("_name_or_path", None)
-    assert config == original
-    assert (output / "model.safetensors").exists() == (max_shard_size == 1 << 30)
+    assert config == original and (output / "model.safetensors").exists() == (max_shard_size == 1 << 30)
     files, expected = ({p.name for p in f.iterdir() if not p.match("model*")} for f in (output, source))
-    assert files == expected
-    assert (output / "recipe.yaml").read_text() == f"scheme: {name}\n"
+    assert files == expected and (output / "recipe.yaml").read_text() == f"scheme: {name}\n"
 
 
 def test_split_checkpoints_merge_into_the_same_bytes(sources, merged, tmp_path):
@@ -206,10 +204,8 @@ def test_command_line(sources, merged, tmp_path, capsys):
     assert main(["split", str(merged), "--variant", "w8a8", "--output", str(tmp_path / "plain")]) == 0
     assert "tensors of 'w8a8', " in capsys.readouterr().out
     again = ["split", str(merged), "--variant", "w8a8", "--output", str(tmp_path / "plain")]
-    assert main(again) == 1
-    assert main([*again, "--overwrite", "--max-shard-size", "50KB"]) == 0
+    assert main(again) == 1 and main([*again, "--overwrite", "--max-shard-size", "50KB"]) == 0
     assert len([*(tmp_path / "plain").glob("*.safetensors")]) > 1
     capsys.readouterr()
     flip_a_byte(merged, "shared.model.norm.weight")
-    assert main(["verify", str(merged)]) == 1
-    assert "verify: error: 1 of" in capsys.readouterr().err
+    assert main(["verify", str(merged)]) == 1 and "verify: error: 1 of" in capsys.readouterr().err

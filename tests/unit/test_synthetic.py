@@ -57,8 +57,7 @@ def test_all_schemes_have_the_same_weights_up_to_rounding(checkpoints):
             # A step of W4A16 is 16 steps of W8A8; 127 is at most 7 steps of W4A16.
             step = tensors["w8a8"][f"{name}.weight_scale"].float()
             off = ((found["w4a16"] - exact) / step).abs()
-            assert off.max() <= 15 and off[(exact / step).abs() <= 120].max() <= 8
-            assert off.mean() > 1
+            assert off.max() <= 15 and off[(exact / step).abs() <= 120].max() <= 8 and off.mean() > 1
     # other layers have other weights
     assert not torch.equal(*(tensors["w8a8"][f"model.layers.{n}.mlp.up_proj.weight"] for n in range(2)))
 
@@ -87,8 +86,7 @@ def test_synthetic_checkpoints_can_be_read(checkpoints):
             assert name in load_file(folder / file)
     tokenizer = AutoTokenizer.from_pretrained(checkpoints["w8a8"])
     assert tokenizer("t5 t511").input_ids == [5, 511]
-    assert tokenizer.decode([7, 8]).split() == ["t7", "t8"]
-    assert len(tokenizer) == TINY.vocabulary
+    assert tokenizer.decode([7, 8]).split() == ["t7", "t8"] and len(tokenizer) == TINY.vocabulary
 
 
 def test_prompts_of_a_synthetic_model_keep_their_length(tmp_path):
@@ -116,5 +114,4 @@ def test_synthetic_variants_merge_and_without_weights_say_the_same(tmp_path: Pat
     sections = [MergedConfig.from_json(config.pop("quantization_config")) for config in configs]
     assert configs[0] == configs[1]
     kept = [(s.base_architecture, s.variants, s.mixable, set(s.shared_modules)) for s in sections]
-    assert kept[0] == kept[1]
-    assert len(AutoTokenizer.from_pretrained(empty)) == TINY.vocabulary
+    assert kept[0] == kept[1] and len(AutoTokenizer.from_pretrained(empty)) == TINY.vocabulary

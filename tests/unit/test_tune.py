@@ -102,8 +102,7 @@ def test_thresholds_lie_at_the_crossover(crossover):
     first, second = decided(measured(crossing_at(crossover))).ranges["decode"]
     assert (first.variant, second.variant) == ("w4a16", "w8a8")
     low, high = first.between
-    assert low <= first.last < high
-    assert first.last == pytest.approx(crossover, rel=0.2, abs=1)
+    assert low <= first.last < high and first.last == pytest.approx(crossover, rel=0.2, abs=1)
 
 
 def test_tuned_twice_thresholds_agree():
@@ -237,8 +236,7 @@ def test_throughput_beyond_what_was_measured_is_told():
 
 def test_memory_is_divided_by_weights_and_evenly_beyond(merged):
     memory = Memory(total=900, shared=100, own={"w8a8": {"w8a8": 400}, "w4a16": {"w4a16": 200}})
-    assert memory.requests(["w8a8"], 10) == 40
-    assert memory.requests(["w8a8", "w4a16"], 10) == 20
+    assert memory.requests(["w8a8"], 10) == 40 and memory.requests(["w8a8", "w4a16"], 10) == 20
     shares = [memory.utilisation(name) for name in memory.own]
     assert shares == pytest.approx([0.9 * 550 / 900, 0.9 * 350 / 900])
     checkpoint = MergedCheckpoint.open(merged)
@@ -260,15 +258,13 @@ def test_one_copy_is_counted_once(merged):
         memory.requests(names, request=1)
         for names in (["w4a16"], ["w4a16", FROM_INT4], ["w4a16", "half"], ["w4a16", "half", "w8a8"])
     )
-    assert room == same > half_room > both
-    assert list(memory.saved([FROM_INT4])) == ["w8a8"]
+    assert room == same > half_room > both and list(memory.saved([FROM_INT4])) == ["w8a8"]
     assert memory.saved(["half"]) == {}
 
 
 def test_of_sets_that_fit_the_first_is_taken_unless_another_is_faster():
     curves = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 1.01, "w4a8": lambda n: 0.5}
     samples = measured(curves, noise=0.001)
-
     for together, chosen in (
         ([["w8a8"], ["w4a16"]], "w8a8"),
         ([["w4a16"], ["w8a8"]], "w4a16"),
@@ -297,8 +293,7 @@ def test_bounds_take_the_most_precise_that_keeps_them():
     drift = 1.25
     slo = f"tpot={11.5e3 * drift:g}ms"
     decision = decided(samples, slo=slo)
-    assert decision.variant("decode", 1) == "w8a8"
-    assert decision.variant("decode", 32) == "w4a16"
+    assert decision.variant("decode", 1) == "w8a8" and decision.variant("decode", 32) == "w4a16"
     assert decision.variant("prefill", 1) == "w4a16"  # without a bound the fastest variant is taken
     (note,) = bound_notes(samples, decision, parse_slo(slo))
     assert note.startswith(f"{slo} is kept up to")
@@ -416,8 +411,7 @@ def test_sizes_that_are_too_noisy_are_measured_anew(merged, config, tmp_path):
 @pytest.mark.parametrize("grid", [CPU, GPU, QUICK_CPU, QUICK_GPU])
 def test_grids_are_cut_and_extended(grid):
     cut = grid.up_to(max_batch=3, max_tokens=100)
-    assert (cut.decode[0], cut.decode[-1]) == (1, 3)
-    assert cut.prefill[-1] == 100
+    assert (cut.decode[0], cut.decode[-1]) == (1, 3) and cut.prefill[-1] == 100
     assert grid.fitting(200).prefill[-1] <= 199
     with pytest.raises(UsageError, match="at most 32 tokens"):
         grid.fitting(32)
