@@ -19,20 +19,8 @@ from flexquant import cli
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.merge import merge_checkpoints
-from flexquant.planning.advising import (
-    FROM_16_BIT,
-    INT4_TWICE,
-    MARGIN,
-    NESTED,
-    ONE_COPY,
-    TWO_COPIES,
-    Outcome,
-    choose,
-    explain,
-    format_advice,
-    try_ways,
-    ways,
-)
+from flexquant.planning import advising
+from flexquant.planning.advising import INT4_TWICE, MARGIN, ONE_COPY, TWO_COPIES, Outcome, try_ways, ways
 from flexquant.planning.device import HUMMING, MARLIN, W4A8, Device, load_device
 from flexquant.planning.planned_model import MARLIN_TILES, PlannedModel
 from flexquant.planning.roofline import Batches, Load
@@ -59,9 +47,7 @@ def tried(
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize(
-    ("architecture", "eight"), [("llama", "w8a8"), ("qwen3_moe", "w8a8"), ("qwen2", "fp8")]
-)
+@pytest.mark.parametrize("architecture, eight", [("llama", "w8a8"), ("qwen3_moe", "w8a8"), ("qwen2", "fp8")])
 def test_the_shape_is_that_of_the_quantised_checkpoint(architecture, eight, devices, tmp_path):
     """A quantised model's own config is read too."""
     sources = {
@@ -175,7 +161,7 @@ def test_from_16_bit_decodes_as_stock_16_bit_and_has_its_prompts_in_8_bit(device
     """A GPU rounds each linear's weights in each pass; a CPU has a copy of all of them in INT8."""
     on_cpu = device == "cpu-2-core"
     found = tried(tmp_path, SMOLLM2 if on_cpu else LLAMA_8B, device)
-    stock, ours, eight = (found[name] for name in ("stock BF16", FROM_16_BIT, "stock W8A8"))
+    stock, ours, eight = (found[name] for name in ("stock BF16", advising.FROM_16_BIT, "stock W8A8"))
     assert ours.loads[1].tpot == pytest.approx(stock.loads[1].tpot)
     more = 30 * (576 * (576 + 960 + 3072) + 1536 * 576) if on_cpu else 4096 * 28672
     assert ours.weights_gib == pytest.approx(stock.weights_gib + more / 2**30, rel=1e-2)
@@ -298,30 +284,30 @@ def made(seconds: Mapping[str, float | None], device: str = "l20") -> list[Outco
 )
 def test_the_choice_and_why(seconds, choice, text):
     outcomes = made(dict(zip(FIVE, seconds, strict=True)))
-    found = choose(outcomes)
+    found = advising.choose(outcomes)
     assert (found and found.way.name) == choice
-    assert re.search(text, explain(outcomes)), explain(outcomes)
+    assert re.search(text, advising.explain(outcomes)), advising.explain(outcomes)
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         (INT4_TWICE, "prompts compute in W4A8 and answers in W4A16, of whose INT4 weights"),
-        (NESTED, "in memory with INT8's differences from them"),
-        (FROM_16_BIT, "prompts compute in 8 bit, from the 16-bit weights that answers read"),
+        (advising.NESTED, "in memory with INT8's differences from them"),
+        (advising.FROM_16_BIT, "prompts compute in 8 bit, from the 16-bit weights that answers read"),
     ],
 )
 def test_each_way_may_be_the_choice(name, text):
     outcomes = made(dict.fromkeys(FIVE, 2) | {name: 1}, "h200")
-    found = choose(outcomes)
-    assert found is not None and found.way.name == name and text in explain(outcomes)
+    found = advising.choose(outcomes)
+    assert found is not None and found.way.name == name and text in advising.explain(outcomes)
 
 
 def test_notes_are_of_the_model_and_the_device(tmp_path):
     def notes(config: dict[str, Any], device: str) -> str:
         model = planned(tmp_path, config)
         loaded = load_device(device)
-        text = format_advice(try_ways(model, loaded, TRAFFIC, 1, 0.9), model, loaded, TRAFFIC)
+        text = advising.format_advice(try_ways(model, loaded, TRAFFIC, 1, 0.9), model, loaded, TRAFFIC)
         return " ".join(text.partition("note: ")[2].split())
 
     assert "one copy has been measured on one GPU alone" in notes(LLAMA_8B, "l20")

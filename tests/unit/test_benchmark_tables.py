@@ -9,22 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.speed import kernels
+from benchmarks.speed import kernels, tables
 from benchmarks.speed.comparing import compare_beside
 from benchmarks.speed.report import write_report
 from benchmarks.speed.results import ROOT, Results, read_lines
-from benchmarks.speed.tables import (
-    by_workload,
-    decode_ms,
-    kernel_results,
-    kernel_table,
-    latency_table,
-    memory_table,
-    prefill_ms,
-    ratio_table,
-    said,
-    start_results,
-)
+from benchmarks.speed.tables import by_workload, said
 from benchmarks.speed.workloads import Workload
 from flexquant.evaluation.comparison import EQUAL, HIGHER, compare
 
@@ -69,12 +58,12 @@ def rows(table: str) -> list[list[str]]:
 
 def test_prefill_ends_with_the_last_first_token_and_decode_follows_it():
     result = {"ttfts": [0.4, 0.9, 0.5], "tpots": [0.1, 0.025, 0.2]}
-    assert prefill_ms(result) == pytest.approx(900) and decode_ms(result) == pytest.approx(25)
+    assert tables.prefill_ms(result) == pytest.approx(900) and tables.decode_ms(result) == pytest.approx(25)
 
 
 def test_latency_table_by_hand():
     cells = [served("w8a8", n, median_ttft_ms=ttft) for n, ttft in enumerate((100.0, 130.0, 110.0))]
-    assert rows(latency_table(by_workload(cells, "serving")))[2:] == [
+    assert rows(tables.latency_table(by_workload(cells, "serving")))[2:] == [
         ["2x100+50", "`w8a8`", "110.0 (100.0 – 130.0)", "15.00 (15.00 – 15.00)"]
         + ["40.0 (40.0 – 40.0)", "80.0 (80.0 – 80.0)"]
     ]
@@ -91,7 +80,7 @@ def test_ratio_tables_pair_rounds_by_hand():
         # A constant policy is not compared.
         served("flexquant:w8a8", 0, median_ttft_ms=50.0, median_tpot_ms=5.0, output_throughput=100.0),
     ]
-    assert rows(ratio_table(by_workload(cells, "serving"))) == [
+    assert rows(tables.ratio_table(by_workload(cells, "serving"))) == [
         ["requests", "ratio", "TTFT", "TPOT", "tokens/s", "rounds"],
         ["---"] * 6,
         # The estimate of two ratios is their geometric mean.
@@ -115,13 +104,14 @@ def test_kernel_and_memory_tables_by_hand():
         )
     ]
     text = "12.5 µs (12.25 – 13), 1.23e+03 GB/s, 0.125 TFLOP/s"
-    assert rows(kernel_table(kernel_results(cells)["o_proj", 8, 16])) == [
+    assert rows(tables.kernel_table(tables.kernel_results(cells)["o_proj", 8, 16])) == [
         ["tokens", "w8a8", "fp8"],
         ["---"] * 3,
         ["2", text, "no kernel"],
         ["16", text, "–"],
     ]
-    assert rows(memory_table(start_results(cells)))[2:] == [["`w8a8`", "0.12", "1.00", "117,760", "61"]]
+    (memory,) = rows(tables.memory_table(tables.start_results(cells)))[2:]
+    assert memory == ["`w8a8`", "0.12", "1.00", "117,760", "61"]
 
 
 def test_report_of_hand_made_cells(tmp_path):

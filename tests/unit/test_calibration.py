@@ -13,14 +13,7 @@ import json
 import pytest
 
 from flexquant.documents import texts
-from flexquant.documents.texts import (
-    Corpus,
-    document_tokens,
-    draw_rows,
-    plain_text,
-    read_corpus,
-    read_documents,
-)
+from flexquant.documents.texts import Corpus, document_tokens, draw_rows, read_corpus, read_documents
 from flexquant.errors import FlexQuantError
 from tests.checkpoints import base_config, byte_tokenizer
 
@@ -209,7 +202,7 @@ def test_no_two_documents_share_a_sentence(halves):
     for corpus in halves:
         for kind, documents in corpus.items():
             for number, document in enumerate(documents):
-                text, place = plain_text(document), f"{kind} {number}"
+                text, place = texts.plain_text(document), f"{kind} {number}"
                 for i in range(len(text) - RUN):
                     if (other := seen.setdefault(text[i : i + RUN], place)) != place:
                         pytest.fail(f"{place} and {other} share {text[i : i + RUN]!r}")

@@ -21,16 +21,8 @@ import pytest
 from torch.distributed import FileStore
 
 from flexquant import cli
-from flexquant.cli import explain_os_error
-from flexquant.cli._arguments import (
-    parse_count,
-    parse_counts,
-    parse_number,
-    parse_percent,
-    parse_seed,
-    parse_share,
-    parse_size,
-)
+from flexquant.cli import _arguments, explain_os_error
+from flexquant.cli._arguments import parse_counts, parse_number, parse_seed, parse_share, parse_size
 from flexquant.cli.quantize import Stages
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
@@ -52,7 +44,8 @@ BAD = ["", "nan", "inf", "-inf", "1e999", "-1", "0x5", MANY, "1" * 5000, f"0.{'0
 
 @pytest.mark.parametrize("text", [*BAD, f"{MANY}GB", f"{MANY}.5TiB", f"{MANY}%", f"3,{MANY}", "nan%", "1GB1"])
 @pytest.mark.parametrize(
-    "parse", [parse_count, parse_counts, parse_seed, parse_size, parse_number, parse_percent]
+    "parse",
+    [_arguments.parse_count, parse_counts, parse_seed, parse_size, parse_number, _arguments.parse_percent],
 )
 def test_no_text_is_a_number_that_is_none(parse, text):
     """Whatever is taken is finite."""

@@ -12,17 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from flexquant.cli._arguments import add_effort
-from flexquant.evaluation.comparison import (
-    EQUAL,
-    HIGHER,
-    LOWER,
-    UNKNOWN,
-    WIDTH,
-    Comparison,
-    Effort,
-    _outside,
-    compare,
-)
+from flexquant.evaluation import comparison
+from flexquant.evaluation.comparison import EQUAL, HIGHER, LOWER, UNKNOWN, WIDTH, Comparison, Effort, compare
 
 # the interval
 
@@ -34,7 +25,7 @@ from flexquant.evaluation.comparison import (
 )
 def test_as_many_averages_are_left_out_as_the_tables_say(rounds, outside):
     """The tables hold the signed-rank test's critical values, 5 % two-sided; 5 rounds or fewer have none."""
-    assert _outside(rounds) == outside
+    assert comparison._outside(rounds) == outside
 
 
 def test_an_interval_by_hand():

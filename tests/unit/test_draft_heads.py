@@ -144,9 +144,7 @@ def test_heads_that_vllm_would_not_load_whole_are_refused(kind, edit, message, h
     assert_refused({name: pair[name] for name in heads}, edit, tmp_path, message, pair)
 
 
-@pytest.mark.parametrize(
-    ("kind", "prefix"), [("MiMo", "model.mtp_layers.0."), ("Ernie", "model.mtp_block.0.")]
-)
+@pytest.mark.parametrize("kind, prefix", [("MiMo", "model.mtp_layers.0."), ("Ernie", "model.mtp_block.0.")])
 def test_heads_in_16_bit_are_ignored_by_the_names_that_vllm_looks_for(kind, prefix, tmp_path):
     pair = make_mtp_pair(tmp_path, kind, heads=("w8a8",))
     merge_checkpoints(pair, tmp_path / "merged")

@@ -133,9 +133,7 @@ def rotated_but_for_the_head(state: StateDict) -> None:
     state |= {WEIGHT: head, NORM: norm}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "edit"), [("llama", folded), ("gemma3", folded_into_one_plus_weight)]
-)
+@pytest.mark.parametrize("architecture, edit", [("llama", folded), ("gemma3", folded_into_one_plus_weight)])
 def test_a_norm_that_is_folded_into_the_head_changes_nothing(tmp_path, architecture, edit):
     found = compared(tmp_path, edit, architecture, tie_word_embeddings=False)
     assert found.layered_plans, found.message

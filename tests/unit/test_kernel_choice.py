@@ -22,13 +22,8 @@ from vllm.platforms.interface import DeviceCapability
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy, parse_policy
-from flexquant.serving.kernels import trial
-from flexquant.serving.kernels.choice import (
-    choose_kernels,
-    possible_kernels,
-    sizes_by_variant,
-    zentorch_problem,
-)
+from flexquant.serving.kernels import choice, trial
+from flexquant.serving.kernels.choice import choose_kernels, possible_kernels, sizes_by_variant
 from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import LinearKernel, kernel_of_layer
 from flexquant.serving.kernels.trial import find_fastest
@@ -154,14 +149,14 @@ def test_the_first_kernel_is_kept_unless_another_is_clearly_faster():
     ids=["for another torch", "incomplete", "on another CPU"],
 )
 def test_a_zentorch_that_vllm_does_not_take_is_told_in_one_line(tmp_path, monkeypatch, code, reason):
-    assert zentorch_problem() is None
+    assert choice.zentorch_problem() is None
     metadata = tmp_path / "zentorch-9.9.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: zentorch\nVersion: 9.9\n")
     (tmp_path / "zentorch.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "zentorch", raising=False)
-    problem = zentorch_problem()
+    problem = choice.zentorch_problem()
     assert problem is not None and problem.startswith("zentorch 9.9 is installed and not used: ")
     assert reason in problem and "extra 'zen'" in problem and "\n" not in problem
 

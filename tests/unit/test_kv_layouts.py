@@ -14,16 +14,8 @@ from flexquant.merge.kv.compatibility import check_kv_compatibility
 from tests.checkpoints import StateDict, make_checkpoint, make_pair
 from tests.publishers import edits
 from tests.refusals import refused
-from tests.unit.edits import (
-    HEAD_DIM,
-    HIDDEN,
-    LAYERS,
-    Edit,
-    edit_tensor,
-    in_float32,
-    scale_up_to_down,
-    smooth_v_to_o,
-)
+from tests.unit import edits as weights
+from tests.unit.edits import HEAD_DIM, HIDDEN, LAYERS, Edit, edit_tensor, in_float32
 from tests.unit.full_merge import model_of, opened, report, report_of
 
 
@@ -104,8 +96,8 @@ def test_fused_projections_are_split(tmp_path):
                     rows = sum(int(shape[0]) for shape in shapes)
                     state[f"{layer}{fused}_proj.weight_shape"] = torch.tensor([rows, HIDDEN])
 
-    folders = make_pair(tmp_path, change=in_float32(scale_up_to_down))
-    smoothed = in_float32(smooth_v_to_o(0.7, 1.4))
+    folders = make_pair(tmp_path, change=in_float32(weights.scale_up_to_down))
+    smoothed = in_float32(weights.smooth_v_to_o(0.7, 1.4))
     folders["smoothed"] = make_checkpoint(tmp_path / "smoothed", scheme="w4a16", transform=smoothed)
     for folder in folders.values():
         edits.tensors(fuse)(folder)

@@ -17,17 +17,11 @@ from benchmarks.speed.results import ROOT, read_cells
 from benchmarks.speed.tables import kernel_results
 from benchmarks.speed.workloads import Workload
 from flexquant.evaluation.comparison import compare
+from flexquant.planning import roofline
 from flexquant.planning.advising import ONE_COPY, TWO_COPIES, try_ways
 from flexquant.planning.device import HUMMING, MARLIN, W4A8, W4A8_INT8, Device, load_device
 from flexquant.planning.planned_model import Linear
-from flexquant.planning.roofline import (
-    Batch,
-    Batches,
-    Limits,
-    linear_seconds,
-    pass_seconds,
-    preparation_seconds,
-)
+from flexquant.planning.roofline import Batches, Limits, linear_seconds, pass_seconds, preparation_seconds
 from tests.prediction import language_model, planned
 
 WITHIN = 0.15
@@ -156,7 +150,7 @@ def test_a_live_server(policy: str, way: str, run: str, as_served: Device, tmp_p
             o.way.name: asdict(o.loads[together]) for o in try_ways(model, as_served, batches, 1, 0.9)
         }
         ours, w8a8 = outcomes[way], outcomes["stock W8A8"]
-        batch = Batch(together, together, cached=together * (load.input + load.output / 2))
+        batch = roofline.Batch(together, together, cached=together * (load.input + load.output / 2))
         ours["pass"], w8a8["pass"] = (pass_seconds(shape, v, batch, as_served) for v in ("w4a16", "w8a8"))
         several = together * load.input > limits.tokens
         for metric in ("ttft", *(("request", "pass") if several else ("tpot",))):

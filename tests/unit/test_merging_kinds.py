@@ -42,9 +42,7 @@ def test_a_norm_folded_into_router_and_experts_is_the_same_model(tmp_path):
     assert read_merged_config(tmp_path / "merged")[0].layered_plans
 
 
-@pytest.mark.parametrize(
-    ("kind", "up", "down"), [("qwen3_moe", "up_proj", "down_proj"), ("mixtral", "w3", "w2")]
-)
+@pytest.mark.parametrize("kind, up, down", [("qwen3_moe", "up_proj", "down_proj"), ("mixtral", "w3", "w2")])
 def test_a_fold_between_an_experts_up_and_down_projections_is_the_same_model(tmp_path, kind, up, down):
     def folded(state: StateDict) -> StateDict:
         for name in [name for name in state if name.endswith(f"{up}.weight")]:

@@ -14,20 +14,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.proof.claims import (
-    CONTRADICTED,
-    COPY,
-    FIRST_TOKEN,
-    LIVE,
-    NOT_SHOWN,
-    SERVERS,
-    SHOWN,
-    TESTED,
-    TESTS,
-    Found,
-    Verdict,
-    judge,
-)
+from benchmarks.proof import claims
+from benchmarks.proof.claims import CONTRADICTED, COPY, FIRST_TOKEN, LIVE, NOT_SHOWN, SERVERS, SHOWN, TESTS
 from benchmarks.proof.gpu import SERVING, fitting_subjects, kv_cache_gib, most_tokens, server_gib
 from benchmarks.proof.live import LINEUPS, PLAIN, W4A8, tries
 from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, VARIABLE, Outcomes, read_outcomes
@@ -42,7 +30,7 @@ from flexquant.evaluation.comparison import compare
 from flexquant.policy.rules import load_policy
 
 ALONE, BATCH, _ = SERVING
-GRAPHS = TESTED["test_graph_modes.py"]
+GRAPHS = claims.TESTED["test_graph_modes.py"]
 ONE, OTHER = "tests/gpu/test_graph_modes.py::test_a[V1-x]", "tests/gpu/test_graph_modes.py::test_b[V1]"
 
 
@@ -55,9 +43,9 @@ def verdict(
     live: Any = None,
     rival: Any = None,
     large: Any = (),
-) -> Verdict:
-    found = Found(outcomes or {}, cells, first_tokens or {}, live or {}, rival or {}, large)
-    (one,) = [verdict for verdict in judge(found)[question] if claim in verdict.claim]
+) -> claims.Verdict:
+    found = claims.Found(outcomes or {}, cells, first_tokens or {}, live or {}, rival or {}, large)
+    (one,) = [verdict for verdict in claims.judge(found)[question] if claim in verdict.claim]
     return one
 
 
@@ -77,7 +65,7 @@ def test_a_claim_of_tests_is_shown_by_all_and_contradicted_by_one(outcomes, unfi
     found = {test: {"outcome": outcome} for test, outcome in zip((ONE, OTHER), outcomes, strict=False)}
     found |= {test: {"outcome": NOT_RUN} for test in unfinished}
     assert verdict(TESTS, GRAPHS, found).verdict == expected
-    assert verdict(TESTS, TESTED["test_tune.py"], found).verdict == NOT_SHOWN
+    assert verdict(TESTS, claims.TESTED["test_tune.py"], found).verdict == NOT_SHOWN
     assert verdict(TESTS, "V1 runner", found).verdict == (NOT_SHOWN if ONE not in found else expected)
     assert verdict(TESTS, "V2 runner", found).verdict == NOT_SHOWN
 

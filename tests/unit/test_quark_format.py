@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-    CompressedTensorsConfig,
-)
+from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 
 from flexquant.checkpoint.model_config import JsonObject
@@ -79,7 +77,8 @@ def schemes_of(quark: Path, linears: Iterable[str]) -> dict[str, tuple[str, bool
     That is how weights are scaled, whether activations are static, and whether they are symmetric.
     """
     theirs = QuarkConfig.from_config(config_of(quark)["quantization_config"])
-    ours: Any = CompressedTensorsConfig.from_config(open_source("w8a8", quark).quantization_config)
+    section = open_source("w8a8", quark).quantization_config
+    ours: Any = compressed_tensors.CompressedTensorsConfig.from_config(section)
     theirs.packed_modules_mapping = ours.packed_modules_mapping = FUSED
     layer, found = torch.nn.Linear(1, 1, device="meta"), {}
     for name in linears:

@@ -12,15 +12,8 @@ import yaml
 
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.recipe import (
-    SCHEMA,
-    Calibration,
-    Recipe,
-    ScaleDistillation,
-    builtin_recipes,
-    load_recipe,
-    parse_recipe,
-)
+from flexquant.quantization import recipe as recipes
+from flexquant.quantization.recipe import SCHEMA, builtin_recipes, load_recipe, parse_recipe
 from flexquant.quantization.resolve import choose_group_size, resolve_variant, with_strengths
 from flexquant.quantization.source_model import default_mappings, empty_model, resolve_mappings
 from tests.checkpoints import base_config
@@ -29,7 +22,7 @@ W8A8 = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme":
 W4A16 = {"GPTQModifier": {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": [128, 64, 32]}}
 
 
-def parse(variants: Any, **more: Any) -> Recipe:
+def parse(variants: Any, **more: Any) -> recipes.Recipe:
     document = {"schema": SCHEMA, "variants": variants, **more}
     return parse_recipe(yaml.safe_dump(document, sort_keys=False).encode(), "my.yaml", "my")
 
@@ -64,9 +57,9 @@ def test_a_file_is_read_back_as_written(tmp_path: Path) -> None:
     file.write_text(to_yaml(document))
     recipe = load_recipe(file)
     assert (recipe.name, recipe.description, recipe.policy) == (str(file), "mine", "phase")
-    assert recipe.calibration == Calibration(data="chats.jsonl", samples=4)
+    assert recipe.calibration == recipes.Calibration(data="chats.jsonl", samples=4)
     assert {name: v.to_json() for name, v in recipe.variants.items()} == document["variants"]
-    assert recipe.variants["int4"].scale_distillation == ScaleDistillation(epochs=2)
+    assert recipe.variants["int4"].scale_distillation == recipes.ScaleDistillation(epochs=2)
     in_int8 = recipe.with_head("int8")
     assert in_int8.with_head(None) == in_int8 != in_int8.with_head("stored") == recipe
 

@@ -18,16 +18,8 @@ from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoi
 from flexquant.merge.sidecar_plan import SAMPLING, SETTINGS, plan_sidecars
 from tests.checkpoints import make_pair
 from tests.foreign import config_of
-from tests.publishers.edits import (
-    Edit,
-    both,
-    config,
-    left_by_calibration,
-    merges_as_strings,
-    swapped_tokens,
-    tokenizer,
-    tokenizer_config,
-)
+from tests.publishers import edits
+from tests.publishers.edits import Edit, both, config, tokenizer, tokenizer_config
 from tests.publishers.edits import file as write
 from tests.refusals import refused
 from tests.unit.full_merge import opened
@@ -76,8 +68,8 @@ def move_template_into_config(folder: Path) -> None:
 
 
 SAME = {
-    "merges as strings": tokenizer(merges_as_strings),
-    "truncation and padding": tokenizer(left_by_calibration),
+    "merges as strings": tokenizer(edits.merges_as_strings),
+    "truncation and padding": tokenizer(edits.left_by_calibration),
     "defaults left out": tokenizer(without_defaults),
     "is_local and sides": tokenizer_config(is_local=True, padding_side="left", model_max_length=77),
     "a padding token": tokenizer_config(pad_token="</s>"),
@@ -247,7 +239,7 @@ def test_the_code_of_a_tokenizer_that_was_not_chosen_does_not_matter(sources, tm
 
 
 def test_a_choice_takes_the_whole_tokenizer_of_one_source(sources, tmp_path):
-    tokenizer(swapped_tokens)(sources["w4a16"])
+    tokenizer(edits.swapped_tokens)(sources["w4a16"])
     for name, ids in (("w8a8", [64, 65]), ("w4a16", [65, 64])):
         merge_checkpoints(sources, tmp_path / f"of {name}", tokenizer_from=name)
         assert AutoTokenizer.from_pretrained(tmp_path / f"of {name}")("ab").input_ids == ids

@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from flexquant.evaluation.measure import (
-    Scores,
-    compare_answers,
-    engine_options,
-    kl_divergence,
-    most_tokens,
-    standard_error,
-    summarise_scores,
-)
+from flexquant.evaluation import measure
+from flexquant.evaluation.measure import Scores, kl_divergence, standard_error, summarise_scores
 
 
 def test_kl_divergence_by_hand():
@@ -73,12 +66,12 @@ def test_a_standard_error_is_over_the_rows():
     ],
 )
 def test_answers_by_hand(reference, answers, identical, matched):
-    agreement = compare_answers(reference, answers)
+    agreement = measure.compare_answers(reference, answers)
     assert (agreement.questions, agreement.identical) == (len(reference), identical)
     assert agreement.matched == pytest.approx(matched)
 
 
 def test_a_pass_holds_the_longest_prompts_of_a_batch():
-    assert most_tokens([[1] * 5, [1], [1] * 4, [1] * 3, [1] * 6], batch_size=2) == 7
+    assert measure.most_tokens([[1] * 5, [1], [1] * 4, [1] * 3, [1] * 6], batch_size=2) == 7
     for asked, held in (((2, 8, 64, 100), 100), ((2, 8, 64, 9), 64), ((16, 8, 64), 128)):
-        assert engine_options(*asked)["max_num_batched_tokens"] == held
+        assert measure.engine_options(*asked)["max_num_batched_tokens"] == held

@@ -19,23 +19,9 @@ from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.inputs import Settings, Subject
-from flexquant.layers.report import (
-    Estimate,
-    effects,
-    estimate,
-    format_sensitivity_table,
-    searched_policy_document,
-)
-from flexquant.layers.searching import (
-    Budget,
-    MeasuredPlan,
-    Search,
-    SearchResult,
-    beside,
-    front,
-    greedy_chain,
-    limit_loss,
-)
+from flexquant.layers import report, searching
+from flexquant.layers.report import Estimate, estimate, format_sensitivity_table, searched_policy_document
+from flexquant.layers.searching import Budget, MeasuredPlan, Search, SearchResult, beside, greedy_chain
 from flexquant.layers.sensitivity import Study
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.plans import Layers, Plan, describe_layers
@@ -126,9 +112,9 @@ def test_a_budget_is_at_least_nothing():
 
 
 def test_what_is_slower_and_worse_is_not_on_the_front():
-    assert [found.layers for found in front(PLANS)] == [plan("LL"), plan("LH"), plan("HH")]
+    assert [found.layers for found in searching.front(PLANS)] == [plan("LL"), plan("LH"), plan("HH")]
     fast, slow = MeasuredPlan(plan("LH"), 0.1, 0.02), MeasuredPlan(plan("HH"), 0.1, 0.03)
-    assert front([slow, fast]) == [fast], "of two plans as good"
+    assert searching.front([slow, fast]) == [fast], "of two plans as good"
 
 
 PREFILL = {"when": {"phase": ["prefill", "mixed"]}, "use": HIGH}
@@ -253,7 +239,7 @@ def test_a_tuned_policy_changes_only_where_it_loses_too_much(study, file, most, 
     """Prompts then take the most precise variant."""
     rules = [{"when": {"phase": "decode"}, "use": "w4a16"}, {"use": "w4a16"}]
     tuned = TuningResult({"schema": SCHEMA, "description": "tuned", "rules": rules}, CHOSEN, TIMES, [])
-    limited = limit_loss(tuned, study, most, file, overwrite=False, progress=lambda message: None)
+    limited = searching.limit_loss(tuned, study, most, file, overwrite=False, progress=lambda message: None)
     assert limited.document["rules"] == [{**rules[0], "use": decode}, {"use": others}]
 
 
@@ -292,7 +278,7 @@ DOCUMENT["kl"] = {describe_layers(plan(letters)): rows for letters, rows in KL.i
 
 
 def test_differences_are_taken_row_by_row():
-    (_, (first, second)), (_, won) = effects(DOCUMENT)
+    (_, (first, second)), (_, won) = report.effects(DOCUMENT)
     assert first.mean == pytest.approx(0.15) and second.mean == 0
     assert first.low == pytest.approx(0.1) and first.high == pytest.approx(0.2)
     assert [found.mean for found in won] == pytest.approx([1.3, 1.15])

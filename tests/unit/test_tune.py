@@ -16,22 +16,11 @@ from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.comparison import Effort
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import find_policies, load_policy, parse_policy
+from flexquant.tuning import policy_file
 from flexquant.tuning.candidates import FROM_INT4, Memory, find_variants
 from flexquant.tuning.measure import Measurement, measure_rounds
 from flexquant.tuning.objectives import Goal, decide, parse_slo
-from flexquant.tuning.policy_file import (
-    TuningFiles,
-    TuningResult,
-    batch_notes,
-    bound_notes,
-    crossover_notes,
-    describe_decision,
-    kernel_notes,
-    origin_notes,
-    policy_text,
-    tuned_policy_document,
-    unused_notes,
-)
+from flexquant.tuning.policy_file import TuningFiles, kernel_notes, origin_notes, tuned_policy_document
 from flexquant.tuning.samples import CPU, GPU, QUICK_CPU, QUICK_GPU, Samples, check_decidable, undecided
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -141,7 +130,7 @@ def test_notes_of_kernels_rounds_and_what_is_not_loaded():
     origin = {"machine": {"gpu": "H"}, "versions": {}, "command": "", "date": "", "rounds": 2}
     assert origin_notes(origin, Goal())[-1] == "Fewer than 5 rounds: too few to compare the variants."
     assert origin_notes({**origin, "rounds": 5}, Goal())[-1].startswith("Medians of 5 rounds or more")
-    (note,) = unused_notes({"w4a16": 2_000_000})
+    (note,) = policy_file.unused_notes({"w4a16": 2_000_000})
     assert note.startswith("w4a16 is never chosen and so not loaded, which leaves 1.9 MiB")
 
 
@@ -152,7 +141,7 @@ def test_few_undecided_sizes_are_noted():
         samples.add(variant, "prefill", 128, 2.0)
     check_decidable(samples, VARIANTS)
     assert not undecided(samples, VARIANTS, "decode") and [*undecided(samples, VARIANTS, "prefill")] == [128]
-    notes = crossover_notes(samples, VARIANTS, decided(samples))
+    notes = policy_file.crossover_notes(samples, VARIANTS, decided(samples))
     # Ratios of 3 and 1: of two rounds the interval is both.
     assert "prefill: undecided at these tokens: 128 (up to 200 % apart)." in notes
 
@@ -160,7 +149,7 @@ def test_few_undecided_sizes_are_noted():
 def test_a_crossover_is_told_with_the_sizes_that_noise_leaves_open():
     curves = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.7 if n < 8 else 1.0 if n < 32 else 1.3}
     samples = measured(curves, noise=0.02)
-    (note, _) = crossover_notes(samples, VARIANTS, decided(samples))
+    (note, _) = policy_file.crossover_notes(samples, VARIANTS, decided(samples))
     assert (
         "takes over between the measured 4 and 8; equal within 3.3 % at 8, equal within 2.2 % at 16)" in note
     )
@@ -228,10 +217,10 @@ def test_for_throughput_the_more_precise_may_be_slower_by_2_percent(w4a16, chose
 
 def test_throughput_beyond_what_was_measured_is_told():
     samples = measured(crossing_at(11))
-    (note,) = batch_notes(samples, Goal("throughput", request_tokens=100), requests=lambda: 65)
+    (note,) = policy_file.batch_notes(samples, Goal("throughput", request_tokens=100), requests=lambda: 65)
     assert "that of 64 sequences" in note and "65 requests of 100 tokens fit" in note
-    assert batch_notes(samples, Goal("throughput"), requests=lambda: 64) == []
-    assert batch_notes(samples, Goal("latency"), requests=lambda: 65) == []
+    assert policy_file.batch_notes(samples, Goal("throughput"), requests=lambda: 64) == []
+    assert policy_file.batch_notes(samples, Goal("latency"), requests=lambda: 65) == []
 
 
 def test_memory_is_divided_by_weights_and_evenly_beyond(merged):
@@ -295,7 +284,7 @@ def test_bounds_take_the_most_precise_that_keeps_them():
     decision = decided(samples, slo=slo)
     assert decision.variant("decode", 1) == "w8a8" and decision.variant("decode", 32) == "w4a16"
     assert decision.variant("prefill", 1) == "w4a16"  # without a bound the fastest variant is taken
-    (note,) = bound_notes(samples, decision, parse_slo(slo))
+    (note,) = policy_file.bound_notes(samples, decision, parse_slo(slo))
     assert note.startswith(f"{slo} is kept up to")
 
 
@@ -335,8 +324,8 @@ def test_the_policy_says_what_was_decided(tmp_path):
     decision = decided(samples)
     times = samples.pass_times(16, {"model": "m", "date": "2026-11-21"})
     document = tuned_policy_document(decision, find_policies(VARIANTS, VARIANTS), times, "latency")
-    tuned = TuningResult(document, decision, times, ["Tuned here."])
-    (tmp_path / "tuned.yaml").write_text(text := policy_text(tuned))
+    tuned = policy_file.TuningResult(document, decision, times, ["Tuned here."])
+    (tmp_path / "tuned.yaml").write_text(text := policy_file.policy_text(tuned))
     policy = load_policy(str(tmp_path / "tuned.yaml"))
     table = build_route_table(policy, VARIANTS, num_layers=2, max_tokens=256, max_decode_tokens=64)
     for size in range(1, 65):
@@ -432,4 +421,4 @@ def test_what_was_measured_on_real_machines_is_decided_as_it_was_there(name):
             for size, time in curve.items():
                 samples.add(variant, phase, size, time.median)
     goal, text = policy.description.removeprefix("tuned for ").split(": ", 1)
-    assert describe_decision(decided(samples, goal, policy.measured.variants)) == text
+    assert policy_file.describe_decision(decided(samples, goal, policy.measured.variants)) == text

@@ -15,14 +15,9 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.schema import Derivation
 from flexquant.serving.derivable import check_derivable, layer_problem
-from flexquant.serving.kernels import trial
+from flexquant.serving.kernels import cpu_kernels, trial
 from flexquant.serving.kernels.cpu_int4 import TorchCPUInt4LinearKernel
-from flexquant.serving.kernels.cpu_kernels import (
-    AMXW4A8LinearKernel,
-    CPUW4A16LinearKernel,
-    TorchCPUW4A8LinearKernel,
-    provide_cpu_kernels,
-)
+from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 from flexquant.serving.kernels.gpu_kernels import W4A8_KERNELS, MarlinW4A8LinearKernel
 from flexquant.serving.worker.w4a8 import find_kernels
 from tests.checkpoints import make_pair
@@ -35,10 +30,10 @@ SIGNS = {"positive": 1.0, "negative": -1.0, "both": None}
 
 def kernels() -> list[Any]:
     provide_cpu_kernels()
-    kinds: list[Any] = [TorchCPUInt4LinearKernel, TorchCPUW4A8LinearKernel]
+    kinds: list[Any] = [TorchCPUInt4LinearKernel, cpu_kernels.TorchCPUW4A8LinearKernel]
     if hasattr(torch.ops._C, "cpu_gemm_wna16"):
-        kinds.append(CPUW4A16LinearKernel)
-    return kinds + [AMXW4A8LinearKernel] * torch.cpu._is_amx_tile_supported()
+        kinds.append(cpu_kernels.CPUW4A16LinearKernel)
+    return kinds + [cpu_kernels.AMXW4A8LinearKernel] * torch.cpu._is_amx_tile_supported()
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 70])
