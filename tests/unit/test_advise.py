@@ -43,9 +43,6 @@ def tried(
     return {outcome.way.name: outcome for outcome in found}
 
 
-# the shape
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("architecture, eight", [("llama", "w8a8"), ("qwen3_moe", "w8a8"), ("qwen2", "fp8")])
 def test_the_shape_is_that_of_the_quantised_checkpoint(architecture, eight, devices, tmp_path):
@@ -102,9 +99,6 @@ def test_a_config_that_is_no_language_model_is_refused(config, problem, tmp_path
         planned(tmp_path, config)
     with refused("no such folder"):
         PlannedModel.read(str(tmp_path / "missing"))
-
-
-# what is possible
 
 
 def test_what_a_device_cannot_run_is_said(tmp_path):
@@ -192,9 +186,6 @@ def test_experts_of_one_copy_take_the_time_of_int4(tmp_path):
     assert two < 0.75 * alone < 0.85 * alone < one < alone
 
 
-# the latencies
-
-
 @pytest.mark.parametrize(
     ("config", "device", "folder"),
     [(LLAMA_8B, "h100", "llama-3.1-8b-h100"), (SMOLLM2, "cpu-2-core", "smollm2-135m-cpu")],
@@ -241,9 +232,6 @@ def test_a_full_kv_cache_makes_requests_wait(tmp_path):
     assert alone.kv_cache_tokens is not None and alone.kv_cache_tokens < 8 * 1280
     assert alone.loads[32].ttft > 3 * alone.loads[8].ttft
     assert alone.loads[32].ttft / much["stock W4A16"].loads[32].ttft > 5
-
-
-# the choice
 
 
 FIVE = "stock FP8", "stock W8A8", "stock W4A16", ONE_COPY, TWO_COPIES
@@ -326,9 +314,6 @@ def test_notes_are_of_the_model_and_the_device(tmp_path):
     tokens = tried(tmp_path, deep, "rtx-4090")[ONE_COPY].kv_cache_tokens
     assert tokens is not None and 1 < tokens // 1280 < 32
     assert f"one copy holds {tokens // 1280} requests at once, and further" in notes(deep, "rtx-4090")
-
-
-# the command
 
 
 def test_command(capsys, tmp_path):

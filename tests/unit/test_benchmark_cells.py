@@ -29,8 +29,6 @@ from flexquant.checkpoint.weight_bytes import describe_bytes
 from flexquant.errors import FlexQuantError
 from tests.policies import THRESHOLD
 
-# workloads
-
 
 @pytest.mark.parametrize(
     "text, workload",
@@ -82,9 +80,6 @@ def test_a_cell_of_single_requests_holds_many(settings: Settings) -> None:
     assert "at_once" not in Workload(8, 16, 4).describe()
 
 
-# subjects
-
-
 def test_subjects_name_checkpoints_and_policies(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(THRESHOLD)
@@ -98,9 +93,6 @@ def test_subjects_name_checkpoints_and_policies(tmp_path):
     assert built_in.describe()["policy_crc32"] != before["policy_crc32"]
     file.write_text(THRESHOLD.replace("w8a8", "w4a16"))
     assert mine.describe() != before, "an edited policy is another cell"
-
-
-# what a started server tells
 
 
 def metrics(**labels: object) -> str:
@@ -146,8 +138,6 @@ def test_end_of_a_log_has_no_folders_of_this_machine():
     assert len(end) == 30 and end[-2] == "ERROR in ./flexquant/model.py"
     assert str(Path.home()) not in end[-1]
 
-
-# results
 
 PARAMETERS = {"model": "tiny", "layer": "o_proj", "tokens": 4, "schemes": ["bf16"]}
 

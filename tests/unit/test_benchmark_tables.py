@@ -29,8 +29,6 @@ from benchmarks.speed.workloads import Workload
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.evaluation.comparison import EQUAL, HIGHER, compare
 
-# kernels
-
 
 def test_kernel_summary_by_hand():
     found = kernels.summarise(
@@ -42,8 +40,6 @@ def test_kernel_summary_by_hand():
         {"microseconds": 3, "rounds": 5, "gb_per_s": 1.3 / 3, "tflop_per_s": 2e-3 / 3}, rel=1e-9
     )
 
-
-# tables
 
 PARTS = {"serving": "## Latency", "start": "## Memory", "kernels": "## Kernels"}
 BATCH = Workload(2, 100, 50)
@@ -154,9 +150,6 @@ def test_the_committed_cells_are_whole_and_make_the_report_that_git_does_not_kee
     report = (tmp_path / "report.md").read_text()
     for part, title in PARTS.items():
         assert (title in report) == any(c["part"] == part and "result" in c for c in cells), part
-
-
-# verdicts
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The speed benchmarks' notes and refusals, their order of cells, and the rounds that noise adds.
-
-llama.cpp and OpenVINO GenAI as subjects: what needs neither of them installed.
-"""
+"""The speed benchmarks' notes and refusals, order of cells, rounds that noise adds, and peers as subjects."""
 
 from __future__ import annotations
 
@@ -63,9 +60,6 @@ def test_measurements_that_were_disturbed_are_counted(tmp_path):
     assert short_of_memory([calm, {"duration": 2.0}]) == ""
     told = short_of_memory([calm, {"duration": 2.0, STALLED: 0.3}])
     assert told.startswith("In 1 of 2 measurements") and "fewer subjects" in told
-
-
-# the command line
 
 
 @pytest.fixture

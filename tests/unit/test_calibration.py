@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Calibration data is read, rendered and cut as documented, without llmcompressor.
-
-The texts that come with FlexQuant are of many kinds, none twice, some of each held out.
-"""
+"""Calibration data is read, rendered and cut as documented; the texts that come along are of many kinds."""
 
 from __future__ import annotations
 

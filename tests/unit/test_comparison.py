@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The rule for noise: its intervals by hand and by tables, its words, how often it is right, its power.
-
-The statistics of an evaluation, by hand: divergences, their errors, and how far answers agree.
-"""
+"""The rule for noise by hand and by tables, how often it is right; an evaluation's statistics by hand."""
 
 from __future__ import annotations
 
@@ -20,8 +17,6 @@ from flexquant.cli._arguments import add_effort
 from flexquant.evaluation import comparison, measure
 from flexquant.evaluation.comparison import EQUAL, HIGHER, LOWER, UNKNOWN, WIDTH, Comparison, Effort, compare
 from flexquant.evaluation.measure import Scores, kl_divergence, standard_error, summarise_scores
-
-# the interval
 
 
 @pytest.mark.parametrize(
@@ -74,8 +69,6 @@ def test_an_interval_is_narrow_by_its_width_alone():
     assert not Comparison(2.0, 2.0, 2.0, 4).is_narrow(0.03)
     assert Comparison(1.0, 0.99, 1.05, 6).widened(0.5) == Comparison(1.0, 0.495, 2.1, 6)
 
-
-# how often it is right
 
 Noise = Callable[[random.Random], float]
 
@@ -133,9 +126,6 @@ def test_to_stop_when_narrow_costs_little_and_to_stop_when_1_is_left_out_a_lot()
         return stopped(rng, 0.02, lambda found: found.verdict != EQUAL).verdict == EQUAL
 
     assert share(200, narrow) > 0.91 and share(200, different) < 0.88
-
-
-# how many rounds
 
 
 def effort_of(*arguments: str) -> Effort:

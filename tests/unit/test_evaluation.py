@@ -51,9 +51,6 @@ def test_what_a_config_leaves_out_is_transformers_default(folder, tmp_path):
     assert (found.vocab_size, found.max_length) == (32000, 2048)
 
 
-# schedule
-
-
 def schedule(subject, names, batch_sizes=(4, 8), questions_tokens=None):
     return {
         (run.name, run.batch_size): run
@@ -93,9 +90,6 @@ def test_heads_in_two_precisions_are_told_apart(subject, tmp_path):
     assert all(run.needs_engine for run in runs.values() if run.batch_size == 4)
 
 
-# candidates
-
-
 def test_default_policies_are_the_variants_and_the_default_or_the_stored_one(subject, folder, tmp_path):
     assert list(find_candidates(subject, None)) == ["w8a8", "w4a16", "phase-batch"]
     sources = {"w8a8": folder / "w8a8", "w4a16": folder / "w4a16"}
@@ -125,9 +119,6 @@ def test_two_files_of_one_name_are_refused(subject, folder, tmp_path):
         find_candidates(subject, [str(folder / "threshold.yaml"), str(tmp_path / "threshold.yaml")])
 
 
-# bytes
-
-
 def test_bytes_per_weight_by_hand(subject, tmp_path):
     """Each of 2 layers has 7 linears and 2 norms; hidden 128, K and V 64, MLP 256; bf16 scales and norms."""
     linears = [(128, 128), (64, 128), (64, 128), (128, 128), (256, 128), (256, 128), (128, 256)]
@@ -151,9 +142,6 @@ def test_bytes_per_weight_by_hand(subject, tmp_path):
     both = bytes_per_weight(subject.checkpoint, derived.routes, derived.decode_plan)
     assert both["resident"] == pytest.approx((2 * int4 + norms) / weights)
     assert both["decode"] == phase["decode"]
-
-
-# passes
 
 
 def trace_of(tmp_path, *passes) -> Path:
@@ -185,9 +173,6 @@ def test_passes_that_deviate_are_told(tmp_path):
     ]
 
 
-# text and questions
-
-
 def test_questions_that_come_along_and_those_of_a_file_which_end_at_a_newline_alone(tmp_path):
     questions = read_questions(None)
     assert len(questions) == len(set(questions)) == 24
@@ -202,9 +187,6 @@ def test_questions_take_the_chat_template_if_there_is_one(folder):
     tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}|"
     (prompt,) = question_prompts(["Why?"], tokenizer)
     assert tokenizer.decode(prompt) == "<user>Why?|"
-
-
-# output
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(folder, tmp_path, capsys):
@@ -222,9 +204,6 @@ def test_a_refused_evaluation_leaves_no_empty_output(folder, tmp_path):
     command = ["eval", str(folder / "merged"), "--text", str(tmp_path / "none.txt")]
     assert main([*command, "--output", str(tmp_path / "results")]) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-# refusals
 
 
 @pytest.mark.parametrize(

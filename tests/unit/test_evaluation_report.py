@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The results of an evaluation: table, plot, and files that are whole or as they were.
-
-What a row forces and scores, step by step, on logits written down by hand.
-"""
+"""What an evaluation scores step by step, and its results: table, plot, files whole or as they were."""
 
 from __future__ import annotations
 

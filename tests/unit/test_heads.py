@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Heads: of models whose config ties them to the embedding, with the final norm of all variants, quantised.
-
-The logits have to be the same in all variants, whatever is folded.
-"""
+"""Heads, tied, own or quantised, with the final norm: the logits have to be the same in all variants."""
 
 from __future__ import annotations
 

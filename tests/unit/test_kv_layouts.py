@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The comparison of layers of other forms than Llama's: latents, fused matrices, routers, other names.
-
-Rotated inputs of a linear are undone where its matrix is read.
-"""
+"""The comparison of layers of other forms than Llama's: latents, fused or rotated matrices, other names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A merge or split that ends early (refused, interrupted, killed, on a full disk) leaves what was there.
-
-The next run succeeds, and nothing is left half done.
-"""
+"""A merge or split that ends early leaves what was there; the next one succeeds, and nothing is half done."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Merging mixtures of experts, latent attention and vision-language models.
-
-What is compared beside K and V, and what is stored once.
-"""
+"""Experts, latent attention, vision-language models: what is compared beside K and V, and stored once."""
 
 from __future__ import annotations
 

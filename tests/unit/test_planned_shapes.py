@@ -223,8 +223,6 @@ def test_experts_of_one_copy_stay_in_int4_and_are_run_by_marlin():
     assert linear_seconds(expert, 512, h100) == linear_seconds(replace(expert, scheme=MARLIN), 512, h100)
 
 
-# a rank's part of each linear
-
 SPLITS = {
     "RowParallelLinear": ROW_PARALLEL,
     "ReplicatedLinear": REPLICATED,

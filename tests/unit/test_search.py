@@ -150,7 +150,6 @@ def test_a_derivation_that_no_rule_uses_any_more_goes():
 
 
 # whole searches, over a file that holds the results of all plans: no engine starts
-
 LAYERS = 4
 COSTS = (0.01, 0.08, 0.04, 0.02)
 """Cost of each layer in W4A16; costs of several layers add up, but the first two together cost double."""
@@ -271,7 +270,6 @@ def test_times_of_every_variant_are_needed(study):
 
 
 # what a layer costs and wins, from KL divergences by row that are written by hand
-
 KL = {"HH": [0.1, 0.3], "LL": [1.0, 2.0], "LH": [0.2, 0.5], "HL": [0.1, 0.3]}
 DOCUMENT = {"checkpoint": "m", "reference": "r", "variants": [HIGH, LOW], "layers": 2}
 DOCUMENT["kl"] = {describe_layers(plan(letters)): rows for letters, rows in KL.items()}
