@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Which variants' layers may be mixed in one plan: found when merging, stored, and kept to by policies.
-
-Noted as well: variants whose linears take other inputs than the first one's, since no adapter fits both.
-Bytes by ranges of layers: how they are written, and those that a checkpoint's default policy loads.
-"""
+"""Which variants' layers may be mixed in one plan, and whose linears take other inputs; bytes by layers."""
 
 from __future__ import annotations
 
