@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""FORMAT.md is enough to read a merged checkpoint: its snippet loads one, its tables name every key.
-
-Every key that a merge records is read or refused, as its table "What reads a key" says, and what a
-checkpoint did not write is found after loading. Every link of a page leads to a file or heading that exists.
-"""
+"""FORMAT.md is enough to read a merged model; each key of it is read or refused; links lead somewhere."""
 
 from __future__ import annotations
 

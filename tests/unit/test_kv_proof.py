@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Whatever changes the cache is refused and folded norms are not: by architecture and parameter.
-
-Pairs as publishers ship them are merged, or refused with the reason that the page gives. The pages of
-architectures and of publishers and the README say what the committed results do.
-"""
+"""What changes the cache is refused, folded norms are not; the pages say what the committed results do."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A linear that keeps INT4 weights alone multiplies as one with the INT8 weights nearest to them.
-
-What Triton makes of the kernel for GPUs that this machine lacks: its PTX is read, not run.
-"""
+"""A linear of INT4 weights alone multiplies as one of the nearest INT8 weights; the kernel's PTX is read."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The model card says how each variant was made, as far as the source's recipe tells, and what it lost.
-
-The files beside the weights: whatever a tokenizer is read from is taken along.
-"""
+"""The card says how each variant was made, as its recipe tells; a tokenizer's files come along."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A writer that is killed anywhere leaves the old output or none, and two never mix their files.
-
-What is not FlexQuant's own stays, whenever it came.
-"""
+"""A writer that is killed anywhere leaves the old output or none, never a mixture; what is others' stays."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a server writes down of its passes: times, sums over several engines, and a trace.
-
-A trace ends at a whole line where no more can be written, with one warning.
-"""
+"""What a server writes down of its passes: times, sums over engines, a trace that ends at a whole line."""
 
 from __future__ import annotations
 

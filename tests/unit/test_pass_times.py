@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Measured times of passes: read, interpolated, shown, and what their device is called.
-
-What the doctor writes of findings, and a server of the environment.
-"""
+"""Measured times of passes: read, interpolated, shown; the names of devices, the marks of findings."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Policy documents that are refused: which line, what is wrong, what to do.
-
-What YAML is read as, also beside libraries that change PyYAML.
-"""
+"""Policy documents that are refused: which line, what is wrong, what to do; and what YAML is read as."""
 
 from __future__ import annotations
 

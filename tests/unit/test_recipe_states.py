@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Recipes for models whose layers carry a state, and why a module may not hand its scales on.
-
-Gates stay in 16 bit, and norms are folded into all that reads them.
-"""
+"""Recipes for models with states: gates stay in 16 bit, norms are folded into all that read them; why."""
 
 from __future__ import annotations
 

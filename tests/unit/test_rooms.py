@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The rooms of the package are those that flexquant/README.md names, and import each other as it says.
-
-The wheel holds the packages with their data, what they import is declared, and the Dockerfile is sound.
-"""
+"""Rooms import each other as flexquant/README.md says; the wheel holds all; what it imports is declared."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Variants of one model merge whatever release of transformers saved them; other models never do.
-
-So do those with processors; other processors need a choice.
-"""
+"""Variants that any release of transformers saved merge; other models never do, processors by choice."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""GPTQ checkpoints whose layers differ in bits and groups keep every value, and each layer its scheme.
-
-A published INT4 checkpoint is served wherever its settings lie, and whether it is a folder or an id.
-"""
+"""Settings of GPTQ and AWQ, by layer and wherever they lie: each layer keeps its values and its scheme."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""W4A8 of weights with scales below zero, or that are not symmetric: computed right, or refused early.
-
-INT8 weights with activations in 16 bit on a CPU, against their product in double precision.
-"""
+"""W4A8 of scales below zero, or of asymmetric weights: computed right, or refused early; W8A16's products."""
 
 from __future__ import annotations
 

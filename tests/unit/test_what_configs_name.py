@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a checkpoint's files name is neither loaded nor fetched nor run, and changes no answer.
-
-A file that is nested too deeply, or huge, is named in a sentence, whatever reads it. Patterns are matched
-as vLLM matches them, and within a bound of time and memory.
-"""
+"""What a checkpoint's files name is not loaded, fetched or run; deep, huge and slow ones are named."""
 
 from __future__ import annotations
 
