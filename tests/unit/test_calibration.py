@@ -94,12 +94,9 @@ def test_a_folder_gives_its_text_files_by_name(tmp_path):
     assert list(read_documents(tmp_path)) == ["first", "second", "third", "fourth"]
 
 
-def test_rows_cover_the_text_without_repetition(tokenizer):
+def test_rows_cover_the_text_without_repetition_and_separate_documents(tokenizer):
     rows = draw_rows(["abcdefghij" * 2 + "klmnopqrst" * 2], tokenizer, samples=4, length=10, seed=0)
     assert sorted(tokenizer.decode(row) for row in rows) == ["abcdefghij"] * 2 + ["klmnopqrst"] * 2
-
-
-def test_documents_are_separated(tokenizer):
     (row,) = draw_rows(["ab", "", "cd"], tokenizer, samples=1, length=5, seed=0)
     assert row == [*tokenizer("ab")["input_ids"], EOS, *tokenizer("cd")["input_ids"]]
 

@@ -103,7 +103,7 @@ def test_show_takes_the_stored_policy_of_the_model_or_the_default(capsys, tmp_pa
     assert {route["plan"] for route in result["routes"]} == {"w4a16"}
 
 
-def test_validate(capsys, tmp_path):
+def test_validate_and_schema_which_is_printed_once(capsys, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("schema: flexquant.policy/v1\nrules: [{when: {phase: decode}, use: fp8}, {use: w8a8}]\n")
     lines, result = run(capsys, "validate", str(path))
@@ -111,9 +111,6 @@ def test_validate(capsys, tmp_path):
     assert result == {"policy": str(path), "valid": True, "rules": 2, "variants": ["fp8", "w8a8"]}
     path.write_text("schema: flexquant.policy/v1\nrules:\n  - use: 8\n")
     assert f"error: {path}, line 3: rules[0].use is 8;" in fail(capsys, "validate", str(path))
-
-
-def test_the_schema_is_printed_once(capsys):
     assert run(capsys, "schema") == ([], json_schema())
 
 

@@ -160,13 +160,17 @@ def test_an_output_that_the_system_refuses(merged, source, tmp_path, capsys, fol
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_full_disk_behind_the_standard_output(merged):
-    command = [sys.executable, "-m", "flexquant", "inspect", str(merged), "--json"]
+def test_a_full_disk_behind_the_standard_output_is_told_and_a_reader_that_goes_away_is_no_traceback(merged):
+    command = [sys.executable, "-m", "flexquant", "inspect", str(merged)]
     with open("/dev/full", "w") as full:
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        result = subprocess.run([*command, "--json"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert result.returncode == 1
     assert result.stderr.startswith("flexquant inspect: error: the disk is full")
     assert len(result.stderr.splitlines()) == 1
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 1
 
 
 def test_a_full_disk_of_which_a_library_tells_and_what_is_not_the_users_to_mend(tmp_path):
@@ -188,14 +192,6 @@ def test_a_system_without_a_temporary_folder(monkeypatch):
     with pytest.raises(FileNotFoundError) as told:
         tempfile._get_default_tempdir()
     assert "set TMPDIR to a folder that can be written" in str(explain_os_error(told.value))
-
-
-def test_a_reader_that_goes_away_is_no_traceback(merged):
-    command = [sys.executable, "-m", "flexquant", "inspect", str(merged)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == "" and process.wait() == 1
 
 
 @pytest.mark.parametrize(

@@ -45,16 +45,15 @@ def changed(folder: Path, line: str) -> Device:
     return load_device(str(folder / "changed.yaml"))
 
 
-def test_calls_in_a_pass_may_be_cheaper(model, tmp_path, device):
+def test_calls_in_a_pass_may_be_cheaper_and_attention_to_prompts_may_have_a_rate_of_its_own(
+    model, tmp_path, device
+):
     graphs = changed(tmp_path, "call_in_pass_us: 2")
     assert linear_seconds(square("w8a8"), 8, graphs) == linear_seconds(square("w8a8"), 8, device)
     for variant, per_call in (("w8a8", 3e-6), ("w4a16", 5e-6)):
         calls = sum(model.linears[variant].values())
         longer, shorter = (pass_seconds(model, variant, decode(8, 100), d) for d in (device, graphs))
         assert longer - shorter == pytest.approx(calls * per_call + 3e-6)
-
-
-def test_attention_to_prompts_may_have_a_rate_of_its_own(model, tmp_path, device):
     faster = changed(tmp_path, "attention_tflops: 20")
     slow, fast = (pass_seconds(model, "w8a8", prefill(100), d) for d in (device, faster))
     pairs = 100 * 101 / 2 * model.attention_flops
@@ -106,11 +105,6 @@ def test_bad_device_file_is_refused(tmp_path, old, new, line, problem, advice):
     assert advice in message.partition(problem)[2]
 
 
-def test_unknown_device_lists_the_shipped_ones():
-    with refused("unknown device 'tpu': the built-in ones are a10, a100, a30"):
-        load_device("tpu")
-
-
 @pytest.mark.parametrize("name", builtin_devices())
 def test_every_shipped_device_predicts(model, name):
     device = load_device(name)
@@ -130,10 +124,12 @@ def test_a_scheme_without_a_kernel_is_refused(model, name, scheme):
         pass_seconds(model, scheme, prefill(8), load_device(name))
 
 
-def test_a_dozen_devices_are_shipped():
+def test_a_dozen_devices_are_shipped_and_an_unknown_one_lists_them():
     names = "a10 a100 a30 b200 cpu-2-core cpu-2-core-avx512 h100 h20 h200 l20 l4 l40s rtx-4090"
     assert builtin_devices() == names.split()
     assert [name for name in builtin_devices() if not load_device(name).is_gpu] == names.split()[4:6]
+    with refused("unknown device 'tpu': the built-in ones are a10, a100, a30"):
+        load_device("tpu")
 
 
 def test_tiles_may_be_given_in_any_order(tmp_path, device):

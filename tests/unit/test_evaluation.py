@@ -58,7 +58,7 @@ def schedule(subject, names, batch_sizes=(4, 8), questions_tokens=None):
     }
 
 
-def test_answers_are_the_same_only_if_smaller_batches_are(subject, folder):
+def test_answers_are_the_same_only_if_smaller_batches_and_longer_prompts_are(subject, folder, tmp_path):
     names = ["w8a8", str(folder / "threshold.yaml"), "phase", "phase-batch"]
     runs = schedule(subject, names, batch_sizes=(8, 16), questions_tokens=100)
     threshold = runs["threshold.yaml", 8]
@@ -66,38 +66,31 @@ def test_answers_are_the_same_only_if_smaller_batches_are(subject, folder):
     assert threshold.needs_engine  # its last answers are decoded in W4A16
     assert runs["phase-batch", 8].answers_same_as == "phase" and not runs["phase-batch", 8].needs_engine
     assert {size for (_, size), run in runs.items() if run.answers} == {8}
-
-
-def test_answers_are_the_same_only_if_longer_prompts_are(subject, tmp_path):
-    """A batch of rows has 64 tokens of prompts, one of questions 100."""
+    # A batch of rows has 64 tokens of prompts, one of questions 100.
     (tmp_path / "long.yaml").write_text(rules("- {when: {tokens: {max: 64}}, use: w8a8}", "- use: w4a16"))
     long = schedule(subject, ["w8a8", str(tmp_path / "long.yaml")], questions_tokens=100)["long.yaml", 4]
     assert long.same_as == ("w8a8", 4) and long.answers_same_as is None
 
 
-def test_derivations_under_one_name_are_told_apart(subject, tmp_path):
+def test_derivations_under_one_name_and_heads_in_two_precisions_are_told_apart(subject, tmp_path):
     for name, weights in (("a", "int4"), ("b", "int8")):
         derived = f"derive: {{x: {{from: w4a16, activations: int8, weights: {weights}}}}}\n"
         (tmp_path / f"{name}.yaml").write_text(rules("- use: x") + derived)
     runs = schedule(subject, [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")], questions_tokens=100)
     assert all(run.needs_engine for run in runs.values() if run.batch_size == 4)
     assert runs["b.yaml", 8].same_as == ("b.yaml", 4)
-
-
-def test_heads_in_two_precisions_are_told_apart(subject, tmp_path):
     (tmp_path / "int8.yaml").write_text(rules("- use: w8a8") + "head: int8\n")
     runs = schedule(subject, ["w8a8", str(tmp_path / "int8.yaml")], questions_tokens=100)
     assert all(run.needs_engine for run in runs.values() if run.batch_size == 4)
 
 
-def test_default_policies_are_the_variants_and_the_default_or_the_stored_one(subject, folder, tmp_path):
+def test_default_policies_are_the_variants_and_the_default_or_the_stored_one_and_one_named_twice_is_one(
+    subject, folder, tmp_path
+):
     assert list(find_candidates(subject, None)) == ["w8a8", "w4a16", "phase-batch"]
     sources = {"w8a8": folder / "w8a8", "w4a16": folder / "w4a16"}
     merge_checkpoints(sources, tmp_path / "merged", policy="phase")
     assert list(find_candidates(Subject(tmp_path / "merged"), None)) == ["w8a8", "w4a16", "stored"]
-
-
-def test_a_policy_that_is_named_twice_is_one(subject):
     assert list(find_candidates(subject, ["w8a8", "phase", "w8a8", "phase"])) == ["w8a8", "phase"]
 
 

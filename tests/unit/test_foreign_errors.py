@@ -114,19 +114,13 @@ def test_a_single_variant_without_its_quantisation_config_is_refused(tmp_path):
         merge_checkpoints({"w8a8": folder}, tmp_path / "merged")
 
 
-def test_another_dtype_than_those_of_16_bit_is_refused(w4a16):
+def test_a_dtype_that_is_asked_for_is_one_of_16_bit_and_stated_everywhere(w4a16, tmp_path):
     with refused("dtype 'int8'; take bfloat16 or float16"):
         open_source("w4a16", w4a16, "int8")
-
-
-def test_every_dtype_that_a_config_states_is_the_one_that_was_asked_for(tmp_path):
     folder = make_checkpoint(tmp_path / "w8a8", num_layers=1)
     edits.config(torch_dtype="bfloat16", dtype="bfloat16")(folder)
     config = open_source("w8a8", folder, "float16").config
     assert (config["dtype"], config["torch_dtype"]) == ("float16", "float16")
-
-
-def test_a_nested_language_model_states_the_dtype_too():
     nested = {"dtype": "bfloat16", "vocab_size": 8}
     assert with_dtype({"text_config": nested}, "float16") == {
         "dtype": "float16",

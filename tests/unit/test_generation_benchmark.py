@@ -36,12 +36,14 @@ def test_wilsons_interval_solves_its_equation():
     assert wilson(20, 20) == (pytest.approx(0.8389, abs=1e-4), 1)
 
 
-def test_paired_difference_is_newcombes_and_can_be_turned_round():
+def test_paired_difference_is_newcombes_and_can_be_turned_round_and_mcnemar_counts_coin_throws():
     found, turned = paired(36, 12, 2, 0), paired(36, 2, 12, 0)
     assert (found.number, found.only_first, found.only_second) == (50, 12, 2)
     assert found.difference == pytest.approx(0.2)
     assert (found.low, found.high) == pytest.approx((0.0569, 0.3404), abs=1e-4)
     assert (found.low, found.high) == pytest.approx((-turned.high, -turned.low)) and found.p == turned.p
+    assert mcnemar(5, 0) == 2 / 2**5 and mcnemar(1, 8) == pytest.approx(2 * (1 + 9) / 2**9)
+    assert mcnemar(3, 3) == mcnemar(0, 0) == 1
 
 
 @pytest.mark.parametrize("counts", [(10, 0, 0, 0), (0, 0, 0, 10), (5, 0, 0, 5)])
@@ -58,11 +60,6 @@ def test_the_interval_holds_the_true_difference_as_often_as_it_says():
         found = paired(*(drawn.count(kind) for kind in ("both", "first", "second", "neither")))
         held += found.low <= 0.1 <= found.high
     assert 0.92 < held / 400 < 0.99
-
-
-def test_mcnemar_counts_coin_throws():
-    assert mcnemar(5, 0) == 2 / 2**5 and mcnemar(1, 8) == pytest.approx(2 * (1 + 9) / 2**9)
-    assert mcnemar(3, 3) == mcnemar(0, 0) == 1
 
 
 @pytest.mark.parametrize(

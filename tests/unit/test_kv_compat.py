@@ -315,15 +315,12 @@ def test_cache_scales_must_have_equal_values(tmp_path, scales, refused):
     assert refused == ("the cache scale 'model.layers.0.self_attn.k_scale' differs" in found.message)
 
 
-def test_the_third_source_is_compared_too(tmp_path):
+def test_the_third_source_is_compared_too_and_one_is_compatible_with_itself(tmp_path):
     folders = make_pair(tmp_path)
     rotate, calls = in_float32(weights.rotate_v_and_o), []
     folders["c"] = make_checkpoint(tmp_path / "c", scheme="w4a16", transform=rotate)
     found = check_kv_compatibility(opened(folders), progress=lambda *done: calls.append(done))
     assert "'w8a8' and 'c'" in found.message and calls == [(1, 4), (2, 4)]
-
-
-def test_one_source_is_compatible_with_itself(tmp_path):
     assert check_kv_compatibility([open_source("a", make_checkpoint(tmp_path / "a"))]).layered_plans
 
 

@@ -233,13 +233,10 @@ def test_the_table_tells_measured_times_from_interpolated_ones():
     assert last.endswith("         74       20       20")
 
 
-def test_the_table_calls_a_nested_variant_so():
+def test_the_table_has_steps_of_a_quarter_of_the_layers_rounded_down_and_calls_a_nested_variant_so():
+    assert [choice.twice for choice in fit(10 + 6 * 4 + 3, layers=6).choices] == [6, 4, 3, 1, 0, 0, 0]
     names = [choice.name for choice in fit(100, is_nested=True).choices]
     assert names[:2] == ["nested: w8a8, w4a16", "one copy, and nested w8a8 in some"]
-
-
-def test_the_table_has_steps_of_a_quarter_of_the_layers_rounded_down():
-    assert [choice.twice for choice in fit(10 + 6 * 4 + 3, layers=6).choices] == [6, 4, 3, 1, 0, 0, 0]
 
 
 def test_what_is_chosen_is_what_the_policy_loads_also_of_other_variants():

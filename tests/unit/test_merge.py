@@ -139,12 +139,7 @@ def test_same_inputs_give_the_same_bytes(sources, tmp_path):
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-def test_one_variant_gets_a_constant_policy(sources, tmp_path):
-    report = merge_checkpoints({"w8a8": sources["w8a8"]}, tmp_path / "merged")
-    assert report.policy["rules"] == [{"use": "w8a8"}] and report.shared_bytes == 0
-
-
-def test_policy_is_stored_and_checked(sources, tmp_path):
+def test_policy_is_stored_and_checked_and_one_variant_gets_a_constant_one(sources, tmp_path):
     report = merge_checkpoints(sources, tmp_path / "merged", policy="phase")
     assert report.policy == load_policy("phase").document
     with refused("needs a variant 'w4a16'.*--policy"):
@@ -152,6 +147,8 @@ def test_policy_is_stored_and_checked(sources, tmp_path):
     with refused("w4a16"):
         merge_checkpoints({"w8a8": sources["w8a8"]}, tmp_path / "other", policy="phase")
     assert not (tmp_path / "other").exists()
+    report = merge_checkpoints({"w8a8": sources["w8a8"]}, tmp_path / "one")
+    assert report.policy["rules"] == [{"use": "w8a8"}] and report.shared_bytes == 0
 
 
 def test_incompatible_kv_caches_are_refused_or_recorded(tmp_path):
@@ -209,7 +206,9 @@ def test_what_is_written_of_incompatible_kv_caches_can_be_read_again(tmp_path, c
         verify_checkpoint(tmp_path / "merged")
 
 
-def test_output_exists(sources, tmp_path):
+def test_an_output_that_exists_is_overwritten_when_told_to_and_foreign_folders_and_inputs_never(
+    sources, tmp_path
+):
     output = tmp_path / "merged"
     merge_checkpoints(sources, output)
     before = contents(output)
@@ -220,9 +219,6 @@ def test_output_exists(sources, tmp_path):
     assert contents(output) != before
     verify_checkpoint(output)
     assert [p.name for p in tmp_path.iterdir()] == ["merged"]
-
-
-def test_overwrite_spares_foreign_folders_and_inputs(sources, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("precious")
     with refused("not a checkpoint folder"):

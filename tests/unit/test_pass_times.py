@@ -28,9 +28,15 @@ DOCUMENT: dict[str, Any] = {
 TIMES = PassTimes.model_validate(DOCUMENT)
 
 
-def test_times_are_in_seconds_and_go_back_as_they_were() -> None:
+def test_times_are_in_seconds_and_go_back_as_they_were_also_of_some_variants_alone() -> None:
     assert TIMES.decode["w8a8"] == {1: (0.02, 0.02, 0.02), 4: (0.04, 0.039, 0.042)}
     assert list(TIMES.decode["w8a8"]) == [1, 4] and TIMES.to_data() == DOCUMENT
+    alone = TIMES.only(["w4a16"])
+    assert alone.variants == ("w4a16",)
+    assert (alone.decode, alone.prefill) == (
+        {"w4a16": TIMES.decode["w4a16"]},
+        {"w4a16": TIMES.prefill["w4a16"]},
+    )
 
 
 def test_a_pass_between_and_beyond_the_sizes() -> None:
@@ -41,15 +47,6 @@ def test_a_pass_between_and_beyond_the_sizes() -> None:
     assert TIMES.seconds(mixed, "decode", 4) == pytest.approx(0.035)
     assert TIMES.seconds(in_int8, "prefill", 256) == pytest.approx(0.05)
     assert TIMES.seconds(mixed, "mixed", 512) == pytest.approx(0.2)
-
-
-def test_some_variants_alone() -> None:
-    alone = TIMES.only(["w4a16"])
-    assert alone.variants == ("w4a16",)
-    assert (alone.decode, alone.prefill) == (
-        {"w4a16": TIMES.decode["w4a16"]},
-        {"w4a16": TIMES.prefill["w4a16"]},
-    )
 
 
 def test_the_table() -> None:

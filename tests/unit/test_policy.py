@@ -76,13 +76,10 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     assert policy.variants == ("w8a8", "w4a16", "fp8")
 
 
-def test_document_survives_json() -> None:
+def test_document_survives_json_and_may_have_whole_numbers_as_layers() -> None:
     policy = parse_policy_text(FULL.encode(), "full.yaml", "mine")
     stored = parse_policy(json.loads(json.dumps(policy.document)), "stored policy")
     assert stored.rules == policy.rules and stored.document == policy.document
-
-
-def test_stored_document_may_have_whole_numbers_as_layers() -> None:
     use = {"default": "w4a16", "layers": {0: "w8a8"}}
     policy = parse_policy({"schema": "flexquant.policy/v1", "rules": [{"use": use}]}, "stored policy")
     assert policy.document["rules"][0]["use"]["layers"] == {"0": "w8a8"}
@@ -164,14 +161,11 @@ TUNED = str(TUNING / "smollm2-135m.yaml")
 STORED = load_policy("w4a16").document
 
 
-def test_the_given_policy_comes_before_the_checkpoints_and_that_before_the_default() -> None:
+def test_the_given_policy_comes_before_the_checkpoints_which_is_named_and_that_before_the_default() -> None:
     given, stored = choose_policy("w8a8", STORED), choose_policy(None, STORED)
     assert (given.name, given.variants) == ("w8a8", ("w8a8",))
     assert (stored.name, stored.variants) == ("the checkpoint's policy", ("w4a16",))
     assert choose_policy() == load_policy(DEFAULT_POLICY) and choose_policy().name == DEFAULT_POLICY
-
-
-def test_a_stored_policy_that_breaks_the_schema_is_named() -> None:
     with pytest.raises(FlexQuantError, match="the checkpoint's policy: .*rules"):
         choose_policy(None, {"schema": STORED["schema"], "rules": []})
 
@@ -195,13 +189,17 @@ OF_MEANING = (
 """How the names of those refusals begin that JSON Schema cannot express."""
 
 
-def test_the_schema_accepts_every_policy_that_is_shipped_or_was_tuned() -> None:
+def test_the_schema_accepts_every_policy_that_is_shipped_or_was_tuned_and_editors_find_it() -> None:
     schema = json_schema()
     policies = sorted([*FOLDER.glob("*.yaml"), *TUNING.glob("*.yaml")])
     assert len(policies) > 10
     for path in policies:
         document = from_yaml(path.read_bytes(), path.name, "policy", ("schema", "rules")).data
         jsonschema.validate(document, schema)
+    for path in FOLDER.glob("*.yaml"):
+        first = path.read_text(encoding="utf-8").splitlines()[0]
+        assert first == "# yaml-language-server: $schema=policy.schema.json", path.name
+        assert yaml.safe_load(path.read_bytes())["schema"] == "flexquant.policy/v1"
 
 
 @pytest.mark.parametrize("text", [case[0] for case in BAD.values()], ids=BAD)
@@ -221,13 +219,6 @@ def test_the_schemas_file_is_of_the_models(capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["policy", "schema"]) == 0
     assert FILE.read_text(encoding="utf-8") == capsys.readouterr().out
     assert json.loads(FILE.read_text(encoding="utf-8")) == json_schema()
-
-
-def test_built_in_policies_name_the_schema_for_editors() -> None:
-    for path in FOLDER.glob("*.yaml"):
-        first = path.read_text(encoding="utf-8").splitlines()[0]
-        assert first == "# yaml-language-server: $schema=policy.schema.json", path.name
-        assert yaml.safe_load(path.read_bytes())["schema"] == "flexquant.policy/v1"
 
 
 def test_policies_go_by_their_names_in_results(tmp_path: Path) -> None:

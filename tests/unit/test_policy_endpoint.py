@@ -188,13 +188,12 @@ class RefusingEngine(Engine):
         return {"refused": "it has no memory for graphs"}
 
 
-def test_what_one_engine_refuses_when_first_asked_no_other_has_taken(post):
+def test_what_one_engine_refuses_no_other_has_taken_be_it_when_first_asked_or_as_it_took_another_meanwhile(
+    post,
+):
     engines = [Engine(), RefusingEngine()]
     code, told = post(*engines)
     assert (code, told["detail"], engines[0].policy) == (409, "it has no memory for graphs", "before")
-
-
-def test_one_engine_that_has_taken_another_meanwhile_refuses(post):
     engine = Engine(lambda: setattr(engine, "policy", "theirs"))
     code, told = post(engine)
     assert (code, told["detail"], engine.policy) == (409, "theirs has been taken", "theirs")

@@ -330,14 +330,11 @@ def test_missing_file_is_refused(tmp_path, monkeypatch, path):
         load_policy(path)
 
 
-def test_folder_is_refused(tmp_path):
-    with pytest.raises(FlexQuantError, match="Is a directory"):
-        load_policy(str(tmp_path))
-
-
-def test_unknown_name_lists_the_builtin_ones():
+def test_unknown_name_lists_the_builtin_ones_and_a_folder_is_refused(tmp_path):
     with pytest.raises(FlexQuantError, match=f"'fast': .* {', '.join(builtin_policies())};"):
         load_policy("fast")
+    with pytest.raises(FlexQuantError, match="Is a directory"):
+        load_policy(str(tmp_path))
 
 
 def test_file_without_suffix_is_found_unless_a_builtin_has_its_name(tmp_path, monkeypatch):

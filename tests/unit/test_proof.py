@@ -209,10 +209,14 @@ ROOT = Path(__file__).parents[2]
 KERNEL = {"layer": "o_proj", "outputs": 8, "inputs": 8, "tokens": 2048}
 
 
-def test_the_kv_cache_holds_the_largest_workload():
+def test_servers_side_by_side_are_as_many_as_fit_each_with_the_largest_workload():
     shape = SHAPES["llama-3.1-8b"]
-    tokens = kv_cache_gib(shape, most_tokens(SERVING)) * 2**30 / shape.kv_bytes_per_token
-    assert tokens == pytest.approx(1.1 * 24 * (512 + 64) * 1.5, rel=0.01)
+    cache = kv_cache_gib(shape, most_tokens(SERVING))
+    assert cache * 2**30 / shape.kv_bytes_per_token == pytest.approx(1.1 * 24 * (512 + 64) * 1.5, rel=0.01)
+    on_80_gb, on_24_gb = (fitting_subjects(shape, cache, free) for free in (78, 23))
+    assert on_80_gb[:5] == ["w8a8", "w4a16", "flexquant:phase-batch", "w8a8:again", "w4a16:again"]
+    assert on_24_gb == ["w8a8"]
+    assert server_gib(shape, 1.0, cache) > 6.5 + cache  # 8-bit weights of 7 billion linear parameters
 
 
 @pytest.mark.parametrize(
@@ -250,15 +254,6 @@ def test_the_kernels_of_the_steps_are_ones_that_a_run_takes(schemes):
     args = make_parser("").parse_args(["run", "--schemes", schemes])
     assert choose_settings(args, on_gpu=True).schemes == tuple(schemes.split(","))
     assert len(choose_settings(args, on_gpu=True).schemes) <= 8  # as many as kernels.build_layers keeps
-
-
-def test_servers_side_by_side_are_as_many_as_fit_with_two_of_each_static_checkpoint():
-    shape = SHAPES["llama-3.1-8b"]
-    cache = kv_cache_gib(shape, most_tokens(SERVING))
-    on_80_gb, on_24_gb = (fitting_subjects(shape, cache, free) for free in (78, 23))
-    assert on_80_gb[:5] == ["w8a8", "w4a16", "flexquant:phase-batch", "w8a8:again", "w4a16:again"]
-    assert on_24_gb == ["w8a8"]
-    assert server_gib(shape, 1.0, cache) > 6.5 + cache  # 8-bit weights of 7 billion linear parameters
 
 
 def test_the_first_steps_take_fifteen_minutes_and_all_but_two_take_thirty():

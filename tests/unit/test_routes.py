@@ -58,21 +58,20 @@ def test_builtin_tables(name: str, in_decode: list[tuple[int, int, str]], other:
     assert [plan.name for plan in found.plans] == [*dict.fromkeys([other, *(plan for *_, plan in in_decode)])]
 
 
-def test_layers_of_the_layered_builtin() -> None:
+def test_layers_of_the_layered_builtin_and_the_first_layer_counted_from_the_end() -> None:
     found = table("phase-batch-layer", 30)
     plan = found.lookup("decode", 1)
     assert plan.layers == ("w8a8",) * 4 + ("w4a16",) * 25 + ("w8a8",)
     assert plan.variants == ("w8a8", "w4a16")
     assert found.lookup("decode", 33) == Plan("w8a8", ("w8a8",) * 30)
+    found = table(policy({"use": layered(**{"-4": "w8a8"})}), 4)
+    assert found.lookup("decode", 1).layers == ("w8a8", "w4a16", "w4a16", "w4a16")
 
 
-def test_lookup_at_the_edges() -> None:
+def test_lookup_at_the_edges_and_of_a_rule_for_one_size_alone() -> None:
     found = table("phase-batch")
     names = {tokens: found.lookup("decode", tokens).name for tokens in (1, 32, 33, 64, 65, 10**9)}
     assert names == {1: "w4a16", 32: "w4a16", 33: "w8a8", 64: "w8a8", 65: "w8a8", 10**9: "w8a8"}
-
-
-def test_a_rule_for_one_size_alone() -> None:
     p = policy(decode("w4a16", max=1), decode("fp8", min=5, max=5), {"use": "w8a8"})
     found = table(p, 1, 9, variants=p.variants)
     assert rows(found, "decode") == [(1, 1, "w4a16"), (2, 4, "w8a8"), (5, 5, "fp8"), (6, 9, "w8a8")]
@@ -106,10 +105,11 @@ def test_lookup_agrees_with_the_rules_everywhere() -> None:
                 assert found.lookup(phase, tokens).name == expected
 
 
-def test_batch_size_counts_sequences_with_speculation() -> None:
+def test_batch_size_counts_sequences_with_speculation_and_max_tokens_limits_decode_too() -> None:
     found = table("phase-batch", max_tokens=512, tokens_per_sequence=4)
     assert rows(found, "decode") == [(1, 128, "w4a16"), (129, 512, "w8a8")]
     assert found.lookup("decode", 127).name == "w4a16"
+    assert rows(table("phase-batch", max_tokens=16, max_decode_tokens=256), "decode") == [(1, 16, "w4a16")]
 
 
 @pytest.mark.parametrize(("tokens_per_sequence", "last"), [(1, 32), (2, 64)])
@@ -122,10 +122,6 @@ def test_unreachable_plans_are_left_out(tokens_per_sequence: int, last: int) -> 
     assert [plan.name for plan in found.plans] == ["w4a16"]
     assert rows(found, "decode") == [(1, last, "w4a16")]
     assert found.lookup("decode", last + 1).name == "w4a16"
-
-
-def test_max_tokens_limits_decode_too() -> None:
-    assert rows(table("phase-batch", max_tokens=16, max_decode_tokens=256), "decode") == [(1, 16, "w4a16")]
 
 
 def test_equal_plans_of_different_rules_are_one() -> None:
@@ -189,12 +185,9 @@ def test_builtin_that_does_not_fit_is_named_with_its_line() -> None:
 APART = [[name] for name in VARIANTS]
 
 
-def test_layered_plan_is_refused_where_residual_streams_differ() -> None:
+def test_where_residual_streams_differ_a_layered_plan_is_refused_and_pure_ones_are_allowed() -> None:
     with pytest.raises(FlexQuantError, match=r"line \d+: rules\[0\].*residual.*without 'layers'"):
         table("phase-batch-layer", 30, mixable=APART)
-
-
-def test_pure_plans_are_allowed_where_residual_streams_differ() -> None:
     p = policy(decode(layered(**{"0-1": "w4a16"}), max=8), {"use": "w8a8"})
     assert [plan.name for plan in table(p, mixable=APART).plans] == ["w8a8", "w4a16"]
 
@@ -241,9 +234,6 @@ def test_reachable_plans_of_a_size_are_those_of_the_phases_that_it_can_hold() ->
     assert names(table, 1) == ["w4a16"] and names(table, 2) == ["w8a8", "w4a16"]
     assert names(table, 3) == names(table, 64) == ["w8a8", "w4a16", "w4a16+w8a8[0]"]
     assert names(table, 65) == ["w8a8", "w4a16+w8a8[0]"]
-
-
-def test_reachable_plans_with_speculated_tokens() -> None:
     table = table_of(PREFILL, {"use": "w4a16"}, max_decode_tokens=12, tokens_per_sequence=3)
     assert names(table, 3) == ["w4a16"]
     assert all(names(table, tokens) == ["w8a8", "w4a16"] for tokens in (4, 12, 13))
@@ -268,11 +258,6 @@ def test_the_largest_decode_batch_bounds_decode_alone() -> None:
     found = table(p, 2, 2048, max_decode_tokens=64)
     assert rows(found, "decode") == [(1, 64, "w4a16")]
     assert rows(found, "prefill") == rows(found, "mixed") == [(1, 64, "w4a16"), (65, 2048, "w8a8")]
-
-
-def test_the_first_layer_counts_from_the_end_too() -> None:
-    found = table(policy({"use": layered(**{"-4": "w8a8"})}), 4)
-    assert found.lookup("decode", 1).layers == ("w8a8", "w4a16", "w4a16", "w4a16")
 
 
 @pytest.mark.parametrize("name", builtin_policies())

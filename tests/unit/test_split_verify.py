@@ -74,7 +74,7 @@ def test_a_policy_is_checked_before_the_weights_are_compared(sources, tmp_path, 
         )
 
 
-def test_split_refuses(merged, tmp_path):
+def test_split_refuses_and_so_does_what_is_not_merged(merged, tmp_path, sources):
     with refused("no variant 'fp8'; it has w8a8, w4a16"):
         split_checkpoint(merged, "fp8", tmp_path / "plain")
     (tmp_path / "plain").mkdir()
@@ -85,12 +85,19 @@ def test_split_refuses(merged, tmp_path):
     with refused("'w8a8.model.layers.0.mlp.up_proj.weight'.*SHA-256"):
         split_checkpoint(merged, "w8a8", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+    with refused("not a merged checkpoint"):
+        MergedCheckpoint.open(sources["w8a8"])
 
 
-def test_verify_accepts_what_merge_wrote(sources, merged):
+def test_verify_accepts_what_merge_wrote_and_what_the_hub_and_git_add(sources, merged):
     assert verify_checkpoint(merged)["tensors_compared_with"]["recorded hashes"] == len(read_tensors(merged))
     compared = verify_checkpoint(merged, sources)["tensors_compared_with"]
     assert compared == {name: len(read_tensors(folder)) for name, folder in sources.items()}
+    for name in (".gitattributes", ".git/config", ".cache/huggingface/download/config.json.metadata"):
+        (merged / name).parent.mkdir(parents=True, exist_ok=True)
+        (merged / name).write_text("")
+    (merged / "README.md").write_text("# My model\n")
+    verify_checkpoint(merged)
 
 
 @pytest.mark.parametrize(
@@ -119,14 +126,6 @@ def test_verify_names_files_that_the_merge_did_not_write(sources, merged, name):
     for against in ({}, sources):
         with refused(rf"1 file\(s\) .* did not write \({name}\); remove"):
             verify_checkpoint(merged, against)
-
-
-def test_verify_knows_what_the_hub_and_git_add(merged):
-    for name in (".gitattributes", ".git/config", ".cache/huggingface/download/config.json.metadata"):
-        (merged / name).parent.mkdir(parents=True, exist_ok=True)
-        (merged / name).write_text("")
-    (merged / "README.md").write_text("# My model\n")
-    verify_checkpoint(merged)
 
 
 def test_verify_finds_a_changed_and_a_missing_file(merged):
@@ -190,11 +189,6 @@ def test_verify_against_a_source_that_is_quantised_otherwise(sources, merged, tm
     edits.section(config_groups=groups)(other)
     with refused("differs from .*other in 'quantization_config'; merge it again"):
         verify_checkpoint(merged, {"w8a8": other})
-
-
-def test_not_a_merged_checkpoint(sources):
-    with refused("not a merged checkpoint"):
-        MergedCheckpoint.open(sources["w8a8"])
 
 
 def test_command_line(sources, merged, tmp_path, capsys):

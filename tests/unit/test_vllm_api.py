@@ -149,13 +149,10 @@ def without_reason(code: str) -> list[str]:
     return [group for group in groups if not re.match(r" +# Goes when \w.*\.\n", group)]
 
 
-def test_every_import_has_its_reason() -> None:
+def test_every_import_has_its_reason_and_is_asked_for() -> None:
     code = API.read_text()
     assert without_reason(code) == []
     assert without_reason(code.replace("    # Goes when vLLM captures", "    # vLLM captures")) != []
-
-
-def test_every_import_is_asked_for() -> None:
     asked_for = {
         name
         for file in files("flexquant", "merge")

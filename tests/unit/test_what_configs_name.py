@@ -108,10 +108,16 @@ def nested(depth: int, inside: str = "1") -> str:
     return '{"a":' * (depth % 2) + '[{"a":' * (depth // 2) + inside + "}]" * (depth // 2) + "}" * (depth % 2)
 
 
-def test_the_bound_is_a_depth_of_64():
+def test_the_bound_is_a_depth_of_64_and_a_huge_file_is_not_read(tmp_path):
     assert MAX_DEPTH == 64
     for text in (nested(MAX_DEPTH), "[[], {}, 1]", "1"):
         assert parse_json(text) == json.loads(text) == from_yaml(text.encode(), "it", "policy", []).data
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(100_000_001)
+    with refused("config.json has 100000001 bytes, and 100000000 are allowed"):
+        read_config(tmp_path)
+    with refused("it: the recipe has 1000001 bytes; write one of at most 1000000"):
+        from_yaml(b" " * 1_000_001, "it", "recipe", [])
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -151,15 +157,6 @@ def test_a_deep_file_of_a_checkpoint_is_named(command, name, depth, sources, mer
     assert main([command, *([str(folder)] if command == "inspect" else arguments)]) == 1
     said = capsys.readouterr().err
     assert re.search(rf"error: .*{name} .*more than 64 lists and mappings", said) and said.count("\n") == 1
-
-
-def test_a_huge_file_is_not_read(tmp_path):
-    with (tmp_path / "config.json").open("wb") as file:
-        file.truncate(100_000_001)
-    with refused("config.json has 100000001 bytes, and 100000000 are allowed"):
-        read_config(tmp_path)
-    with refused("it: the recipe has 1000001 bytes; write one of at most 1000000"):
-        from_yaml(b" " * 1_000_001, "it", "recipe", [])
 
 
 SLOW = {
