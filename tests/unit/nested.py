@@ -36,11 +36,8 @@ def make_w4a16(folder: Path, group: int | None, symmetric: bool, **config: int) 
             tensors[f"{name}_zero_point"] = pack_to_int32(zero.to(torch.int8), 4, packed_dim=0).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     groups = config_of(folder)["quantization_config"]["config_groups"]
-    groups["group_0"]["weights"] |= {
-        "group_size": group,
-        "strategy": "group" if group else "channel",
-        "symmetric": symmetric,
-    }
+    strategy = "group" if group else "channel"
+    groups["group_0"]["weights"] |= {"group_size": group, "strategy": strategy, "symmetric": symmetric}
     edits.section(config_groups=groups)(folder)
     return folder
 

@@ -11,16 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from benchmarks.speed.results import (
-    CELLS,
-    ROOT,
-    SCHEMA,
-    Results,
-    end_of_log,
-    read_cells,
-    read_header,
-    read_lines,
-)
+from benchmarks.speed.results import CELLS, SCHEMA, Results, end_of_log, read_cells, read_header, read_lines
 from benchmarks.speed.servers import announcement, kv_cache_size
 from benchmarks.speed.settings import CPU, GPU, QUICK, Settings
 from benchmarks.speed.subjects import parse_subject
@@ -28,6 +19,7 @@ from benchmarks.speed.workloads import Workload
 from flexquant.checkpoint.weight_bytes import describe_bytes
 from flexquant.errors import FlexQuantError
 from tests.policies import THRESHOLD
+from tests.programs import ROOT
 
 
 @pytest.mark.parametrize(
@@ -119,15 +111,11 @@ def test_kv_cache_as_vllm_tells_it():
 def test_flexquants_announcement():
     gib = 1 << 30
     held = {"w8a8": {"0-3": 3 * gib, "6": gib, "": gib // 2}, "w4a16": {"0-3": gib}, "shared": {"": gib // 8}}
-    said = (
-        "policy phase-batch; plans w8a8 (8 layers w8a8), w4a16 (8 layers w4a16); weights "
-        f"{describe_bytes(held)}, in all 80 % of 16-bit"
-    )
+    said = "policy phase-batch; plans w8a8 (8 layers w8a8), w4a16 (8 layers w4a16); weights "
+    said += f"{describe_bytes(held)}, in all 80 % of 16-bit"
     log = f"(Worker pid=1) INFO a\n(Worker pid=1) INFO 11-21 [model.py:78] FlexQuant 0.1.0: {said}\nb\n"
-    assert announcement(log) == {
-        "flexquant": said,
-        "variant_gib": {"w8a8": 4.5, "w4a16": 1.0, "shared": 0.125},
-    }
+    in_gib = {"w8a8": 4.5, "w4a16": 1.0, "shared": 0.125}
+    assert announcement(log) == {"flexquant": said, "variant_gib": in_gib}
     assert announcement("INFO:     Application startup complete.\n") == {}
 
 
@@ -224,10 +212,8 @@ def test_the_newest_of_equal_cells_counts(tmp_path):
     results = Results(tmp_path, "tiny", "old")
     header = (tmp_path / CELLS).read_text()
     cell = results.save("kernels", PARAMETERS, 1, result=0)
-    lines = [
-        json.dumps({**cell, "finished": f"2026-01-0{day}T00:00:00Z", "result": day}) + "\n" for day in (2, 1)
-    ]
-    (tmp_path / CELLS).write_text(header + "".join(lines))
+    days = [{**cell, "finished": f"2026-01-0{day}T00:00:00Z", "result": day} for day in (2, 1)]
+    (tmp_path / CELLS).write_text(header + "".join(json.dumps(day) + "\n" for day in days))
     assert [cell["result"] for cell in read_cells(tmp_path)] == [2]
 
 

@@ -31,14 +31,12 @@ from flexquant.evaluation.comparison import EQUAL, HIGHER, compare
 
 
 def test_kernel_summary_by_hand():
-    found = kernels.summarise(
-        [5e-6, 1e-6, 3e-6, 2e-6, 4e-6], weight_bytes=1000, outputs=10, inputs=20, tokens=5
-    )
+    sizes = {"weight_bytes": 1000, "outputs": 10, "inputs": 20, "tokens": 5}
+    found = kernels.summarise([5e-6, 1e-6, 3e-6, 2e-6, 4e-6], **sizes)
     # 1000 bytes of weights, 2 * 5 * 20 of inputs, 2 * 5 * 10 of outputs; 2 * 5 * 20 * 10 operations; in 3 us.
     assert found.pop("microseconds_quartiles") == pytest.approx([2, 4])
-    assert found == pytest.approx(
-        {"microseconds": 3, "rounds": 5, "gb_per_s": 1.3 / 3, "tflop_per_s": 2e-3 / 3}, rel=1e-9
-    )
+    expected = {"microseconds": 3, "rounds": 5, "gb_per_s": 1.3 / 3, "tflop_per_s": 2e-3 / 3}
+    assert found == pytest.approx(expected, rel=1e-9)
 
 
 PARTS = {"serving": "## Latency", "start": "## Memory", "kernels": "## Kernels"}
@@ -112,12 +110,9 @@ def test_kernel_and_memory_tables_by_hand():
         )
     ]
     text = "12.5 µs (12.25 – 13), 1.23e+03 GB/s, 0.125 TFLOP/s"
-    assert rows(tables.kernel_table(tables.kernel_results(cells)["o_proj", 8, 16])) == [
-        ["tokens", "w8a8", "fp8"],
-        ["---"] * 3,
-        ["2", text, "no kernel"],
-        ["16", text, "–"],
-    ]
+    head, rule, *lines = rows(tables.kernel_table(tables.kernel_results(cells)["o_proj", 8, 16]))
+    assert (head, rule) == (["tokens", "w8a8", "fp8"], ["---"] * 3)
+    assert lines == [["2", text, "no kernel"], ["16", text, "–"]]
     (memory,) = rows(tables.memory_table(tables.start_results(cells)))[2:]
     assert memory == ["`w8a8`", "0.12", "1.00", "117,760", "61"]
 
@@ -167,10 +162,8 @@ def test_servers_of_the_same_subject_widen_the_interval_by_their_ratio(again, fo
 def test_more_tokens_a_second_are_faster():
     assert [said(compare([2.0] * 5), m) for m in ("TTFT ms", "tokens/s")] == ["100 % slower", "100 % faster"]
     assert [said(compare([0.5] * 5), m) for m in ("TTFT ms", "tokens/s")] == ["50 % faster", "50 % slower"]
-    assert [said(compare([0.9, 1, 1, 1, 1.2][:n]), "tokens/s") for n in (5, 4)] == [
-        "equal within 20 %",
-        "too few rounds",
-    ]
+    by_rounds = [said(compare([0.9, 1, 1, 1, 1.2][:n]), "tokens/s") for n in (5, 4)]
+    assert by_rounds == ["equal within 20 %", "too few rounds"]
 
 
 TINY = SHAPES["tiny"]
@@ -216,10 +209,8 @@ def test_all_schemes_have_the_same_weights_up_to_rounding(checkpoints):
 
 
 def test_what_is_not_quantised_is_the_same_in_all_schemes(checkpoints):
-    first, *others = (
-        {name: tensor for name, tensor in load(folder).items() if "_proj." not in name}
-        for folder in checkpoints.values()
-    )
+    whole = map(load, checkpoints.values())
+    first, *others = ({name: t for name, t in of.items() if "_proj." not in name} for of in whole)
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} < first.keys()
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0)

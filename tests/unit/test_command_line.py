@@ -146,10 +146,8 @@ def complaint(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
 def test_an_output_that_the_system_refuses(merged, source, tmp_path, capsys, folder):
     (tmp_path / "file").write_text("mine")
     output = tmp_path / folder
-    commands = [
-        ["merge", f"w8a8={source}", "--output", output],
-        ["split", merged, "--variant", "w8a8", "--output", output],
-    ]
+    commands = [["merge", f"w8a8={source}"], ["split", merged, "--variant", "w8a8"]]
+    commands = [[*command, "--output", output] for command in commands]
     if folder == TOO_LONG:
         commands.append(["inspect", output])
     for argv in commands:

@@ -10,16 +10,9 @@ import torch
 from flexquant.cli import main
 from flexquant.merge import convert_checkpoint, merge_checkpoints
 from flexquant.merge.formats import open_source
+from tests import foreign as formats
 from tests.checkpoints import make_checkpoint
-from tests.foreign import (
-    assert_equal,
-    awq_tensors,
-    config_of,
-    gptq_tensors,
-    tensors_of,
-    unpacked,
-    write_foreign,
-)
+from tests.foreign import assert_equal, config_of, tensors_of, unpacked, write_foreign
 from tests.publishers import edits
 from tests.refusals import refused
 
@@ -37,7 +30,10 @@ def test_gptq_gives_the_same_tensors_back(form, w4a16, tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "settings", "format_tensors", "dtype"),
-    [("awq", {}, awq_tensors, torch.float16), ("gptq", {"sym": False}, gptq_tensors, torch.bfloat16)],
+    [
+        ("awq", {}, formats.awq_tensors, torch.float16),
+        ("gptq", {"sym": False}, formats.gptq_tensors, torch.bfloat16),
+    ],
 )
 def test_values_scales_and_zero_points_are_kept(method, settings, format_tensors, dtype, w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / method, method, **settings)
@@ -130,11 +126,8 @@ def test_each_expert_is_converted_and_routers_stay_in_16_bit(tmp_path):
     made = make_checkpoint(tmp_path / "compressed", "qwen2_moe", "w4a16", num_layers=1)
     convert_checkpoint(write_foreign(made, tmp_path / "gptq", "gptq"), tmp_path / "converted")
     assert_equal(tensors_of(tmp_path / "converted"), tensors_of(made))
-    assert config_of(tmp_path / "converted")["quantization_config"]["ignore"] == [
-        "lm_head",
-        "model.layers.0.mlp.gate",
-        "model.layers.0.mlp.shared_expert_gate",
-    ]
+    in_16_bit = ["lm_head", *(f"model.layers.0.mlp.{gate}" for gate in ("gate", "shared_expert_gate"))]
+    assert config_of(tmp_path / "converted")["quantization_config"]["ignore"] == in_16_bit
 
 
 def test_files_that_a_variant_needs_are_taken_along_and_no_others(w4a16, tmp_path):

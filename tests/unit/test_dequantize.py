@@ -78,11 +78,8 @@ def test_packed_int4_groups(tmp_path, symmetric):
 
 
 def packed_int4(codes: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        "weight_packed": pack_to_int32(codes, 4),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor(codes.shape),
-    }
+    shape = torch.tensor(codes.shape)
+    return {"weight_packed": pack_to_int32(codes, 4), "weight_scale": scale, "weight_shape": shape}
 
 
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": GROUP}

@@ -109,11 +109,9 @@ def test_bad_device_file_is_refused(tmp_path, old, new, line, problem, advice):
 def test_every_shipped_device_predicts(model, name):
     device = load_device(name)
     for variant in ("fp8" if name == "b200" else "w8a8", "w4a16", "w8a8-from-int4"):
-        for make, sizes in (
-            (lambda size: decode(size, 1152), (1, 8, 64, 512)),
-            (prefill, (16, 256, 4096, 16384)),
-        ):
-            seconds = [pass_seconds(model, variant, make(size), device) for size in sizes]
+        decodes = [decode(size, 1152) for size in (1, 8, 64, 512)]
+        for batches in (decodes, [prefill(size) for size in (16, 256, 4096, 16384)]):
+            seconds = [pass_seconds(model, variant, batch, device) for batch in batches]
             assert seconds[0] > 0 and seconds == sorted(seconds)
 
 
@@ -161,10 +159,8 @@ def w8a8_scheme(name: str) -> str:
 
 def ratio(device: Device, name: str, tokens: int, outputs: int = 8192, inputs: int = 8192) -> float:
     """Return the time of W8A8 over the time of W4A16 by Marlin."""
-    a, b = (
-        linear_seconds(square(scheme, outputs, inputs), tokens, device)
-        for scheme in (w8a8_scheme(name), MARLIN)
-    )
+    linears = (square(scheme, outputs, inputs) for scheme in (w8a8_scheme(name), MARLIN))
+    a, b = (linear_seconds(linear, tokens, device) for linear in linears)
     return a / b
 
 

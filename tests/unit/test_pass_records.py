@@ -135,9 +135,7 @@ def ends(file: Path, reason: str) -> list[str]:
     return [f"the trace '{file}' ends here, and serving goes on: {reason}"]
 
 
-def test_all_passes_are_there_while_there_is_room_and_the_first_line_takes_the_place_of_an_earlier_trace(
-    tmp_path, caplog
-):
+def test_all_passes_are_there_while_there_is_room_and_take_the_place_of_an_earlier_trace(tmp_path, caplog):
     assert write(tmp_path / "trace.jsonl", 100) == [*range(1, 101)] and caplog.messages == []
     file = tmp_path / "trace.jsonl"
     assert write(file, 3) == [1, 2, 3]

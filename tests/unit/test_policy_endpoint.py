@@ -43,9 +43,7 @@ class Engine:
 
     def __init__(self, between: Callable[[], None] = lambda: None) -> None:
         """``between`` is called before the engine is asked to take a policy."""
-        self.policy = "before"
-        self.between = between
-        self.captures = False
+        self.policy, self.between, self.captures = "before", between, False
         self.may_change = asyncio.Event()
         """A change waits for it."""
         self.may_change.set()
@@ -72,10 +70,8 @@ class EnginesClient:
     """Stands in for vLLM's client of several engines, as far as they are asked by name."""
 
     def __init__(self, engines: list[Engine], vllm_config: object) -> None:
-        self.core_engines = engines
-        self.engine_core = self
-        self.paused = False
-        self.vllm_config = vllm_config
+        self.core_engines, self.engine_core = engines, self
+        self.paused, self.vllm_config = False, vllm_config
 
     async def _call_utility_async(
         self, _: str, method: str, timeout: None, args: tuple[Any, ...], kwargs: None, *, engine: Engine
@@ -156,9 +152,7 @@ def test_a_policy_that_does_not_fit_is_refused_before_an_engine_is_asked(post):
 
 
 @pytest.mark.parametrize(("consent", "code"), [({}, 409), ({"allow_incompatible_kv": True}, 200)])
-def test_a_policy_of_variants_that_cannot_share_a_cache_needs_the_servers_consent(
-    consent, code, app, tmp_path
-):
+def test_a_policy_of_variants_that_share_no_cache_needs_the_servers_consent(consent, code, app, tmp_path):
     apart = {"compatible": False, "message": "k_proj is doubled"}
     config = configured(tmp_path, {"policy": "w8a8", **consent}, kv_compatibility=apart)
     app.state.flexquant_engine = EnginesClient([Engine()], config)
@@ -173,11 +167,8 @@ def test_a_policy_of_variants_that_cannot_share_a_cache_needs_the_servers_consen
 def test_an_engine_that_has_taken_another_meanwhile_keeps_it_and_the_answer_says_so(post):
     engines = [Engine(), Engine(lambda: setattr(engines[1], "policy", "theirs"))]
     code, told = post(*engines)
-    assert (code, told["detail"]) == (
-        409,
-        "theirs has been taken; other engines have taken mine: GET /flexquant tells their policies; apply "
-        "one policy to all again",
-    )
+    said = "theirs has been taken; other engines have taken mine: GET /flexquant tells their policies"
+    assert (code, told["detail"]) == (409, f"{said}; apply one policy to all again")
     assert [engine.policy for engine in engines] == ["mine", "theirs"]
 
 
@@ -188,9 +179,7 @@ class RefusingEngine(Engine):
         return {"refused": "it has no memory for graphs"}
 
 
-def test_what_one_engine_refuses_no_other_has_taken_be_it_when_first_asked_or_as_it_took_another_meanwhile(
-    post,
-):
+def test_what_an_engine_refuses_when_first_asked_or_later_no_other_has_taken(post):
     engines = [Engine(), RefusingEngine()]
     code, told = post(*engines)
     assert (code, told["detail"], engines[0].policy) == (409, "it has no memory for graphs", "before")
@@ -237,11 +226,8 @@ def test_the_status_says_where_engines_disagree():
         {"policy": policy, "counted": [{"plan": "p", "phase": "decode", "forward": 2}]}
         for policy in (described("one"), described("other"), described("one") | {"digest": "edited"})
     )
-    assert sum_up([one, one]) == {
-        "policy": described("one"),
-        "counted": [{"plan": "p", "phase": "decode", "forward": 4}],
-        "ranks": 2,
-    }
+    counted = [{"plan": "p", "phase": "decode", "forward": 4}]
+    assert sum_up([one, one]) == {"policy": described("one"), "counted": counted, "ranks": 2}
     assert sum_up([one, other, one])["disagreement"] == [described("one"), described("other")]
     assert sum_up([one, namesake])["disagreement"] == [one["policy"], namesake["policy"]]
     assert "disagreement" not in sum_up([one, one | {"policy": {"name": "a copy", "digest": "one"}}])
@@ -250,10 +236,11 @@ def test_the_status_says_where_engines_disagree():
 @pytest.mark.parametrize(("key", "code"), [(KEYS[0], 404), (KEYS[1], 404), (KEYS[0] + KEYS[1], 401)])
 def test_every_key_of_vllms_is_taken(app, key, code, monkeypatch):
     """With a key of vLLM's, by an option or else a variable, the answer is that nothing merged is served."""
-    not_merged = SimpleNamespace(
-        model_config=SimpleNamespace(quantization=None),
-        parallel_config=SimpleNamespace(worker_extension_cls=WORKER_EXTENSION),
+    model, parallel = (
+        SimpleNamespace(quantization=None),
+        SimpleNamespace(worker_extension_cls=WORKER_EXTENSION),
     )
+    not_merged = SimpleNamespace(model_config=model, parallel_config=parallel)
     app.state.flexquant_engine = EnginesClient([], not_merged)
     with TestClient(app) as client:
         assert client.get("/flexquant", headers={"Authorization": f"Bearer {key}"}).status_code == code
