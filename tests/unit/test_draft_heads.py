@@ -71,9 +71,8 @@ def test_heads_of_a_nested_variant_are_stored_as_they_are(tmp_path):
     _, config = read_model_config(merged)
     assert config.nested == {"w8a8": "w4a16"} and config.draft_heads == "w8a8"
     before, after = read_tensors(pair["w8a8"]), read_tensors(merged)
-    weights = [
-        key for key in before if is_of_head(key) and key.endswith(("proj.weight", "proj.weight_scale"))
-    ]
+    of_linears = ("proj.weight", "proj.weight_scale")
+    weights = [key for key in before if is_of_head(key) and key.endswith(of_linears)]
     assert len(weights) == 2 * 7 + 1
     assert all(same_bytes(before[key], after.get(f"w8a8.{key}") or after[f"shared.{key}"]) for key in weights)
 
@@ -196,9 +195,7 @@ def test_experts_of_a_head_may_be_in_one_tensor(tmp_path):
     assert_refused({"w8a8": pair["w8a8"]}, edit, tmp_path, r"lacks 'mtp.layers.0.mlp.experts.3.down", pair)
 
 
-def assert_refused(
-    edited: Sources, edit: edits.Edit, tmp_path: Path, message: str, sources: Sources | None = None
-) -> None:
+def assert_refused(edited: Sources, edit: edits.Edit, tmp_path: Path, message: str, sources=None) -> None:
     for folder in edited.values():
         edit(folder)
     with refused(message):
@@ -207,10 +204,8 @@ def assert_refused(
 
 
 def test_the_classes_with_heads_are_those_for_which_vllm_has_a_draft_class():
-    checked, of_text = (
-        {name for name in HEADS if HEADS[name] != NOT_CHECKED},
-        json.loads(OUTCOMES.read_text())["architectures"],
-    )
+    checked = {name for name in HEADS if HEADS[name] != NOT_CHECKED}
+    of_text = json.loads(OUTCOMES.read_text())["architectures"]
     for architecture in served():
         known = getattr(transformers, architecture, None)
         config = known.config_class() if known else AutoConfig.for_model(of_text[architecture]["model_type"])

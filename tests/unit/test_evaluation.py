@@ -18,7 +18,7 @@ from flexquant.evaluation.inputs import Settings, Subject, question_prompts, rea
 from flexquant.evaluation.schedule import Passes, find_candidates, make_schedule
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.plans import Plan
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, make_pair
 from tests.policies import THRESHOLD, rules
 from tests.publishers import edits
 
@@ -30,8 +30,7 @@ def folder(tmp_path_factory) -> Path:
     """Return a folder with ``merged``, the 16-bit ``model``, a ``text.txt`` and ``threshold.yaml``."""
     folder = tmp_path_factory.mktemp("evaluation")
     make_checkpoint(folder / "model", scheme=None)
-    sources = {scheme: make_checkpoint(folder / scheme, scheme=scheme) for scheme in ("w8a8", "w4a16")}
-    merge_checkpoints(sources, folder / "merged")
+    merge_checkpoints(make_pair(folder), folder / "merged")
     (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     (folder / "threshold.yaml").write_text(THRESHOLD)
     return folder
@@ -99,11 +98,8 @@ def test_a_variant_of_any_name_is_a_policy(folder, tmp_path):
     sources = {"eight": folder / "w8a8", "phase": folder / "w4a16"}
     merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "default.yaml"))
     candidates = find_candidates(Subject(tmp_path / "merged"), None)
-    assert {name: policy.variants for name, policy in candidates.items()} == {
-        "eight": ("eight",),
-        "phase": ("phase",),
-        "stored": ("phase", "eight"),
-    }
+    found = {name: policy.variants for name, policy in candidates.items()}
+    assert found == {"eight": ("eight",), "phase": ("phase",), "stored": ("phase", "eight")}
 
 
 def test_two_files_of_one_name_are_refused(subject, folder, tmp_path):
@@ -255,8 +251,7 @@ def test_refused_references(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "found"),
-    [("8,x", "'x' is not a whole number"), ("0", "'0' is not"), (",", "the list is empty")],
+    "sizes, found", [("8,x", "'x' is not a whole number"), ("0", "'0' is not"), (",", "the list is empty")]
 )
 def test_batch_sizes_that_are_no_numbers(capsys, sizes, found):
     with pytest.raises(SystemExit, match="2"):

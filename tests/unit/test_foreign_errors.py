@@ -122,10 +122,8 @@ def test_a_dtype_that_is_asked_for_is_one_of_16_bit_and_stated_everywhere(w4a16,
     config = open_source("w8a8", folder, "float16").config
     assert (config["dtype"], config["torch_dtype"]) == ("float16", "float16")
     nested = {"dtype": "bfloat16", "vocab_size": 8}
-    assert with_dtype({"text_config": nested}, "float16") == {
-        "dtype": "float16",
-        "text_config": {"dtype": "float16", "vocab_size": 8},
-    }
+    in_half = {"dtype": "float16", "text_config": {"dtype": "float16", "vocab_size": 8}}
+    assert with_dtype({"text_config": nested}, "float16") == in_half
     assert nested["dtype"] == "bfloat16"
 
 

@@ -29,9 +29,8 @@ def test_wilsons_interval_solves_its_equation():
     """The interval's ends are the shares from which the found share is 1.96 standard errors away."""
     for right, number in [(5, 10), (1, 7), (81, 263), (15, 148)]:
         for end in wilson(right, number):
-            assert abs(right / number - end) == pytest.approx(
-                1.959964 * math.sqrt(end * (1 - end) / number), rel=1e-5
-            )
+            error = math.sqrt(end * (1 - end) / number)
+            assert abs(right / number - end) == pytest.approx(1.959964 * error, rel=1e-5)
     assert wilson(0, 20) == (0, pytest.approx(0.1611, abs=1e-4))
     assert wilson(20, 20) == (pytest.approx(0.8389, abs=1e-4), 1)
 
@@ -91,9 +90,8 @@ def test_cells_of_the_table():
     assert share({"right": 5, "of": 10, "interval": wilson(5, 10)}) == "50% (24% – 76%)"
     found = {"difference": -0.05, "low": -0.1, "high": 0.02, "only_first": 2, "only_second": 7}
     assert difference(found) == "-5 (-10 to +2; 2 : 7)"
-    assert parting({"median": 31.5, "interval": [9, None], "same": 4, "of": 16}) == (
-        "31.5 (9 – none), 4 of 16 the same"
-    )
+    parted = {"median": 31.5, "interval": [9, None], "same": 4, "of": 16}
+    assert parting(parted) == "31.5 (9 – none), 4 of 16 the same"
     assert parting({"median": None, "interval": None, "same": 3, "of": 3}) == "none, 3 of 3 the same"
     assert difference(None) == parting(None) == "–"
 

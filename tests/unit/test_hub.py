@@ -97,9 +97,8 @@ def test_ids_are_merged_and_then_need_no_network(cache, hub, models):
 
 def test_advice_fetches_the_config_alone(cache, hub):
     assert "stock W4A16" in cache.run("advise", "org/w4a16@main", "--device", "l20").stdout
-    assert {path for method, path, _ in hub.requests if method == "GET" and path.count("/") > 1} == {
-        "org/w4a16/config.json"
-    }
+    fetched = {path for method, path, _ in hub.requests if method == "GET" and path.count("/") > 1}
+    assert fetched == {"org/w4a16/config.json"}
 
 
 def test_a_folder_of_that_name_wins(cache, hub, models):
@@ -150,9 +149,7 @@ def test_the_home_of_nobody_is_refused():
         ("models/w8a8--half", {}, "and no model can have it"),
     ],
 )
-def test_a_folder_that_is_missing_where_the_hub_cannot_be_asked_is_called_missing(
-    cache, hub, model, environment, said
-):
+def test_a_folder_is_called_missing_where_the_hub_cannot_be_asked(cache, hub, model, environment, said):
     assert f"no folder has this name, {said}" in cache.run("inspect", model, status=1, **environment).stderr
     assert hub.requests == []
 

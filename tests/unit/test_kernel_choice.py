@@ -37,14 +37,8 @@ from flexquant.serving.vllm_api import (
 
 TORCH = f"{TorchCPUInt4LinearKernel.__module__}:{TorchCPUInt4LinearKernel.__name__}"
 STOCK = "flexquant.serving.kernels.cpu_kernels:CPUW4A16LinearKernel"
-LAYER = {
-    "inputs": 256,
-    "outputs": 128,
-    "dtype": "bfloat16",
-    "group_size": 64,
-    "zero_points": False,
-    "sizes": [1, 64],
-}
+LAYER = {"inputs": 256, "outputs": 128, "dtype": "bfloat16", "group_size": 64}
+LAYER |= {"zero_points": False, "sizes": [1, 64]}
 DECODES_FEW = """
 schema: flexquant.policy/v1
 rules:
@@ -56,9 +50,8 @@ rules:
 
 def sizes(policy: str) -> dict[str, tuple[int, ...]]:
     read = parse_policy(yaml.safe_load(policy), "test") if "\n" in policy else load_policy(policy)
-    return sizes_by_variant(
-        build_route_table(read, ["w8a8", "w4a16"], num_layers=2, max_tokens=2048, max_decode_tokens=128)
-    )
+    limits = {"num_layers": 2, "max_tokens": 2048, "max_decode_tokens": 128}
+    return sizes_by_variant(build_route_table(read, ["w8a8", "w4a16"], **limits))
 
 
 @pytest.mark.parametrize(
@@ -90,10 +83,8 @@ def test_a_trial_times_real_kernels_and_is_made_once(cache, monkeypatch, zero_po
     (file,) = cache.iterdir()
     found = json.loads(file.read_text())
     assert found["chosen"] == chosen
-    assert {name: sorted(times) for name, times in found["microseconds"].items()} == {
-        STOCK: ["1", "64"],
-        TORCH: ["1", "64"],
-    }
+    timed = {name: sorted(times) for name, times in found["microseconds"].items()}
+    assert timed == {STOCK: ["1", "64"], TORCH: ["1", "64"]}
     monkeypatch.setattr(sys, "executable", "/nowhere")
     assert find_fastest([layer, layer]) == [chosen, chosen]
 
@@ -166,11 +157,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Return what has vLLM's kernels find a GPU of a compute capability, and Humming's package."""
 
     def pretend(capability: int) -> None:
-        answers = {
-            "is_cuda": True,
-            "is_cpu": False,
-            "get_device_capability": DeviceCapability(*divmod(capability, 10)),
-        }
+        answers = {"is_cuda": True, "is_cpu": False}
+        answers["get_device_capability"] = DeviceCapability(*divmod(capability, 10))
         for name, answer in answers.items():
             monkeypatch.setattr(type(current_platform), name, lambda *_, answer=answer: answer)
         for name in ("is_device_capability", "has_device_capability"):
@@ -256,9 +244,8 @@ def test_a_trial_takes_the_fastest_that_runs(cache, monkeypatch, caplog):
     seconds = {"TorchCPUInt4LinearKernel": 2e-6, "OtherKernel": 1e-6}
     clock = lambda layers, x: lambda: len(x) * seconds[type(kernel_of_layer(layers[0])).__name__]  # noqa: E731
     monkeypatch.setattr(trial, "timed_pass", clock)
-    kinds = [
-        f"{kind.__module__}:{kind.__name__}" for kind in (BrokenKernel, TorchCPUInt4LinearKernel, OtherKernel)
-    ]
+    three = BrokenKernel, TorchCPUInt4LinearKernel, OtherKernel
+    kinds = [f"{kind.__module__}:{kind.__name__}" for kind in three]
     found = trial.measure({**LAYER, "kernels": kinds})
     assert list(found) == kinds[1:] and trial._least(found, kinds[0]) == kinds[2]
     assert trial._least({}, kinds[0]) == kinds[0]

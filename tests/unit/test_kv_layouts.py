@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,9 +127,7 @@ def test_fused_projections_are_split(tmp_path):
         ("falcon", {"multi_query": False}, 32),
     ],
 )
-def test_rows_of_k_and_v_are_compared_in_every_layout_of_a_fused_projection(
-    tmp_path, kind, config, first_of_k
-):
+def test_rows_of_k_and_v_are_compared_in_every_fused_layout(tmp_path, kind, config, first_of_k):
     """After 32 rows of K, a head's size, come those of V."""
 
     def larger(row: int) -> Callable[[StateDict], StateDict]:
@@ -172,6 +171,11 @@ def test_layers_like_none_that_transformers_has_are_refused(tmp_path):
 DOWN = "model.layers.{}.mlp.down_proj"
 
 
+def rotated_and_plain(folder: Path, *matrix: torch.Tensor) -> dict[str, Path]:
+    rotated = make_rotated(folder / "w8a8", "w8a8", *matrix)
+    return {"w8a8": rotated, "w4a16": make_checkpoint(folder / "w4a16", scheme="w4a16")}
+
+
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16", "fp8"])
 def test_the_matrix_and_its_noise_are_those_before_the_rotation(tmp_path, scheme):
     plain = load_file(make_checkpoint(tmp_path / "plain", scheme=None) / "model.safetensors")
@@ -184,10 +188,7 @@ def test_the_matrix_and_its_noise_are_those_before_the_rotation(tmp_path, scheme
 
 
 def test_layers_of_rotated_and_plain_linears_mix(tmp_path):
-    sources = {
-        "w8a8": make_rotated(tmp_path / "w8a8", "w8a8"),
-        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16"),
-    }
+    sources = rotated_and_plain(tmp_path)
     merge_checkpoints(sources, tmp_path / "merged")
     merged, _ = read_merged_config(tmp_path / "merged")
     section = merged.variants["w8a8"].quantization_config
@@ -219,9 +220,5 @@ def test_rotations_that_vllm_leaves_out_are_refused(tmp_path):
     ids=["another", "of another size"],
 )
 def test_a_matrix_that_does_not_belong_to_the_weights_is_found(tmp_path, matrix, problem):
-    sources = {
-        "w8a8": make_rotated(tmp_path / "w8a8", "w8a8", matrix),
-        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16"),
-    }
     with refused(problem):
-        merge_checkpoints(sources, tmp_path / "merged")
+        merge_checkpoints(rotated_and_plain(tmp_path, matrix), tmp_path / "merged")

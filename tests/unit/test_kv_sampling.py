@@ -120,17 +120,8 @@ def test_a_fold_between_up_and_down_mixes(compare, hidden):
         (replace_weights("mlp.down_proj"), "layer 1 mlp.down_proj differs"),
         (None, "layer 0 self_attn.k_proj"),
     ],
-    ids=[
-        "k turned",
-        "v turned",
-        "v to o",
-        "other k",
-        "o turned",
-        "other o",
-        "down turned",
-        "other down",
-        "seed",
-    ],
+    ids=["k turned", "v turned", "v to o", "other k", "o turned", "other o"]
+    + ["down turned", "other down", "seed"],
 )
 def test_another_model_is_refused(compare, hidden, edit, where):
     found = compare(hidden, edit, seed=edit is None)

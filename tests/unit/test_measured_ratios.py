@@ -146,17 +146,15 @@ def test_a_live_server(policy: str, way: str, run: str, as_served: Device, tmp_p
         load = Workload.parse(name)
         together = load.most_at_once
         batches = Batches(load.input, load.output, (together,))
-        outcomes = {
-            o.way.name: asdict(o.loads[together]) for o in try_ways(model, as_served, batches, 1, 0.9)
-        }
+        tried = try_ways(model, as_served, batches, 1, 0.9)
+        outcomes = {outcome.way.name: asdict(outcome.loads[together]) for outcome in tried}
         ours, w8a8 = outcomes[way], outcomes["stock W8A8"]
         batch = roofline.Batch(together, together, cached=together * (load.input + load.output / 2))
         ours["pass"], w8a8["pass"] = (pass_seconds(shape, v, batch, as_served) for v in ("w4a16", "w8a8"))
         several = together * load.input > limits.tokens
         for metric in ("ttft", *(("request", "pass") if several else ("tpot",))):
-            first, second = (
-                [measured(r, metric, load.output) for r in by_policy[of]] for of in (policy, "w8a8")
-            )
+            both = (by_policy[of] for of in (policy, "w8a8"))
+            first, second = ([measured(r, metric, load.output) for r in results] for results in both)
             if statistics.median(second) > 2e3 * w8a8[metric]:
                 left_out.append((name, metric))
                 continue

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,14 +50,7 @@ def variants(*names: str) -> dict[str, Policy]:
 
 
 def fit(
-    mib: float,
-    losses: PlanLosses | None = None,
-    names: Sequence[str] = (),
-    held: LoadedBytes | None = None,
-    high: str | None = "w8a8",
-    mixable: Any = MIXABLE,
-    layers: int = LAYERS,
-    is_nested: bool = False,
+    mib, losses=None, names=(), held=None, high="w8a8", mixable=MIXABLE, layers=LAYERS, is_nested=False
 ) -> Fit:
     """Return what fits into so many MiB, by default of W8A8 and W4A16; ``held`` are the bytes of each."""
     held, how = held or loaded(layers), {"high": high, "is_nested": is_nested, "mixable": mixable}

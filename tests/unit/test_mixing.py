@@ -41,15 +41,9 @@ def odd_one_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "merged"
 
 
-def table(
-    merged: MergedConfig, base: str, first_layer: str, derive: dict[str, Any] | None = None
-) -> RouteTable:
-    document: dict[str, Any] = {
-        "schema": "flexquant.policy/v1",
-        "rules": [{"use": {"default": base, "layers": {"0": first_layer}}}],
-    }
-    if derive is not None:
-        document["derive"] = derive
+def table(merged: MergedConfig, base: str, first_layer: str, derive: Any = None) -> RouteTable:
+    rules = [{"use": {"default": base, "layers": {"0": first_layer}}}]
+    document = {"schema": "flexquant.policy/v1", "rules": rules, **({"derive": derive} if derive else {})}
     policy = parse_policy(document, "test")
     return build_route_table(policy, merged.variants, 2, max_tokens=8, mixable=merged.mixable_groups)
 

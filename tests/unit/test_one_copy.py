@@ -40,9 +40,7 @@ SHAPES = {"whole blocks": 128, "a narrow block": 128 + NARROW}
 """PyTorch's blocks have 64 outputs with AVX512, which vLLM's kernel goes with, and else 32."""
 
 
-def made(
-    kind: Any, outputs: int, group: int, signs: float | None = 1.0, zeros: bool = False
-) -> tuple[Any, torch.nn.Module, torch.Tensor]:
+def made(kind: Any, outputs: int, group: int, signs: float | None = 1.0, zeros: bool = False) -> tuple:
     """Return a kernel, its packed layer, and the weights that it was given, float64 [out, in].
 
     ``signs`` are those of all scales; None: both.
@@ -240,9 +238,7 @@ only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fil
         pytest.param(lambda file: os.chown(file.parent, 12345, -1), "at every start", marks=only_root),
     ],
 )
-def test_loops_that_are_damaged_or_that_others_can_change_are_compiled_anew(
-    change, reason, tmp_path, monkeypatch, caplog
-):
+def test_loops_damaged_or_open_to_change_are_compiled_anew(change, reason, tmp_path, monkeypatch, caplog):
     """The compiler is a copy of what it has made before."""
     assert cpu_loops.has_loops()
     key = cpu_loops.digest_of(cpu_loops.loops_key())[:16]
@@ -340,9 +336,8 @@ def test_the_kernel_rounds_as_its_reference_and_reads_each_word_once(instruction
     found = instructions[f"{capability} {zeros} {nested}"]
     divisions = {name for name in found if name.startswith("div.") and name.endswith("f32")}
     assert not divisions, "one takes as long as several weights"
-    assert not any(name.startswith("fma.") for name in found), (
-        "it rounds once where the reference rounds twice"
-    )
+    fused = [name for name in found if name.startswith("fma.")]
+    assert fused == [], "it rounds once where the reference rounds twice"
     # A word has 8 weights, and 128 bits have 4 words, or 16 weights in 8 bit.
     planes, most = (2, 17) if nested else (1, 11)
     assert found["ld.global.v4.b32"] * THREADS * 32 == planes * WEIGHTS

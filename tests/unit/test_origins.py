@@ -105,9 +105,7 @@ def test_only_names_of_base_models_are_carried_over(stated, bases, tmp_path):
 
 
 def test_a_licence_is_carried_over_if_all_sources_state_it(tmp_path):
-    sources = {
-        name: make_checkpoint(tmp_path / name, scheme=name, num_layers=1) for name in ("w8a8", "w4a16")
-    }
+    sources = make_pair(tmp_path, num_layers=1)
     for source, licence in zip(sources.values(), ("mit", "apache-2.0"), strict=True):
         (source / "README.md").write_text(f"---\nlicense: {licence}\nlanguage: en\n---\nText.\n")
     merge_checkpoints(sources, tmp_path / "merged")

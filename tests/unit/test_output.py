@@ -146,16 +146,14 @@ def inventory(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("what", "overwrite"),
+    "what, overwrite",
     [(what, False) for what in APPEARING] + [("a folder with thesis.txt", True), ("a file", True)],
 )
 def test_what_appears_meanwhile_is_told_and_stays(what, overwrite, tmp_path):
     output = tmp_path / "merged"
     prepare_output(output, [], overwrite=overwrite)
-    with (
-        refused(f"^{what} appeared at .*merged while .* choose another"),
-        staged_folder(output, overwrite=overwrite) as stage,
-    ):
+    told = refused(f"^{what} appeared at .*merged while .* choose another")
+    with told, staged_folder(output, overwrite=overwrite) as stage:
         (stage / "config.json").write_text("new")
         APPEARING[what](output)
         kept = {name: found for name, found in inventory(tmp_path).items() if name.startswith("merged")}

@@ -33,10 +33,8 @@ def test_times_are_in_seconds_and_go_back_as_they_were_also_of_some_variants_alo
     assert list(TIMES.decode["w8a8"]) == [1, 4] and TIMES.to_data() == DOCUMENT
     alone = TIMES.only(["w4a16"])
     assert alone.variants == ("w4a16",)
-    assert (alone.decode, alone.prefill) == (
-        {"w4a16": TIMES.decode["w4a16"]},
-        {"w4a16": TIMES.prefill["w4a16"]},
-    )
+    assert alone.decode == {"w4a16": TIMES.decode["w4a16"]}
+    assert alone.prefill == {"w4a16": TIMES.prefill["w4a16"]}
 
 
 def test_a_pass_between_and_beyond_the_sizes() -> None:
@@ -99,9 +97,8 @@ def test_this_machine_has_a_name() -> None:
 
 
 def test_a_command_tells_nothing_of_where_its_files_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "sys.argv", ["/opt/bin/flexquant", "eval", "/home/anna/secret/merged", "--text", "a/b"]
-    )
+    command = ["/opt/bin/flexquant", "eval", "/home/anna/secret/merged", "--text", "a/b"]
+    monkeypatch.setattr("sys.argv", command)
     assert describe_command() == ["flexquant", "eval", "merged", "--text", "a/b"]
 
 

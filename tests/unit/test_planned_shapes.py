@@ -21,27 +21,15 @@ from tests.checkpoints import base_config
 from tests.prediction import planned
 from tests.refusals import refused
 
-SMALL = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-}
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320}
+SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+GRANITE = {"layer_types": ["mamba", "mamba", "attention"], "num_local_experts": 0}
+GRANITE |= {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_head": 64}
 HYBRIDS: dict[str, tuple[dict[str, Any], int, int]] = {
     # (config, layers with attention, their head size)
     "qwen3_next": ({"num_hidden_layers": 48, "head_dim": 64}, 12, 64),  # every fourth layer
-    "qwen3_next at another interval": (
-        {"num_hidden_layers": 6, "full_attention_interval": 3, "head_dim": 64},
-        2,
-        64,
-    ),
-    "granitemoehybrid": (  # a list by layer
-        {"layer_types": ["mamba", "mamba", "attention"], "num_local_experts": 0}
-        | {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_head": 64},
-        1,
-        32,
-    ),
+    "qwen3_next in thirds": ({"num_hidden_layers": 6, "full_attention_interval": 3, "head_dim": 64}, 2, 64),
+    "granitemoehybrid": (GRANITE, 1, 32),  # a list by layer
     "bamba": ({"num_hidden_layers": 3, "attn_layer_indices": [1]}, 1, 32),
     "jamba": ({"num_hidden_layers": 8, "num_experts": 2}, 1, 32),  # period and offset
     "nemotron_h": ({"hybrid_override_pattern": "M*-M*-", "head_dim": 32}, 2, 32),
@@ -223,12 +211,8 @@ def test_experts_of_one_copy_stay_in_int4_and_are_run_by_marlin():
     assert linear_seconds(expert, 512, h100) == linear_seconds(replace(expert, scheme=MARLIN), 512, h100)
 
 
-SPLITS = {
-    "RowParallelLinear": ROW_PARALLEL,
-    "ReplicatedLinear": REPLICATED,
-    "GateLinear": REPLICATED,
-    "QKVParallelLinear": QKV,
-}
+SPLITS = {"RowParallelLinear": ROW_PARALLEL, "QKVParallelLinear": QKV}
+SPLITS |= dict.fromkeys(("ReplicatedLinear", "GateLinear"), REPLICATED)
 OUTSIDE_OF_LAYERS = {"project_in", "project_out", "v_head"}
 OF_OTHER_NAMES = {"layer", "classifier", "proj", "wq_b", "linear", "modality_router", "v_router", "qkv_proj"}
 """Linears that transformers names otherwise, or that only models without a prediction have whole."""

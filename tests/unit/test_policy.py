@@ -66,11 +66,8 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     assert (first.variant, first.layers) == ("w8a8", {})
     assert (second.when.phases, second.when.batch_size) == (("decode",), Bounds(max=32))
     assert second.variant == "w4a16"
-    assert [(parse_layers(text), variant) for text, variant in second.layers.items()] == [
-        ((0, 3), "w8a8"),
-        ((-1, -1), "fp8"),
-        ((-4, -3), "w8a8"),
-    ]
+    layers = [(parse_layers(text), variant) for text, variant in second.layers.items()]
+    assert layers == [((0, 3), "w8a8"), ((-1, -1), "fp8"), ((-4, -3), "w8a8")]
     assert second.plan_text == "w4a16+w8a8[0-3,-4--3]+fp8[-1]"
     assert last.when.phases == ("prefill", "decode", "mixed")
     assert policy.variants == ("w8a8", "w4a16", "fp8")
@@ -96,16 +93,13 @@ def test_rules_may_share_a_yaml_alias() -> None:
 
 
 def test_partly_shadowed_rule_is_allowed() -> None:
-    document = {
-        "schema": "flexquant.policy/v1",
-        "rules": [
-            {"when": {"phase": "decode", "batch_size": {"max": 8}}, "use": "w4a16"},
-            {"when": {"tokens": {"max": 8}}, "use": "w8a8"},
-            {"when": {"phase": ["decode", "mixed"], "tokens": {"max": 9}}, "use": "w4a16"},
-            {"use": "w8a8"},
-        ],
-    }
-    assert len(parse_policy(document, "stored policy").rules) == 4
+    rules = [
+        {"when": {"phase": "decode", "batch_size": {"max": 8}}, "use": "w4a16"},
+        {"when": {"tokens": {"max": 8}}, "use": "w8a8"},
+        {"when": {"phase": ["decode", "mixed"], "tokens": {"max": 9}}, "use": "w4a16"},
+        {"use": "w8a8"},
+    ]
+    assert len(parse_policy({"schema": SCHEMA, "rules": rules}, "stored policy").rules) == 4
 
 
 def test_builtin_policies_are_complete() -> None:
@@ -178,14 +172,8 @@ def test_the_default_is_found_among_the_policies_that_are_compared(stored: dict 
 
 FOLDER = Path(flexquant.policies.__file__).parent
 FILE = FOLDER / "policy.schema.json"
-OF_MEANING = (
-    "last rule has when",
-    "early rule without when",
-    "batch size",
-    "min above max",
-    "layers backwards",
-    "shadowed",
-)
+OF_MEANING = ("last rule has when", "early rule without when", "batch size")
+OF_MEANING += ("min above max", "layers backwards", "shadowed")
 """How the names of those refusals begin that JSON Schema cannot express."""
 
 
@@ -237,12 +225,10 @@ def test_policies_go_by_their_names_in_results(tmp_path: Path) -> None:
 
 def test_a_document_has_the_derivations_that_its_rules_use() -> None:
     derived = {name: {"from": "w4a16", "activations": "int8"} for name in ("one", "other", "third")}
-    policies = {
-        name: parse_policy(
-            {"schema": SCHEMA, "rules": [{"use": name}], "derive": {name: derived[name]}}, name
-        )
-        for name in ("one", "other")
-    }
+    policies = {}
+    for name in ("one", "other"):
+        document = {"schema": SCHEMA, "rules": [{"use": name}], "derive": {name: derived[name]}}
+        policies[name] = parse_policy(document, name)
     in_fp8 = {"from": "w4a16", "activations": "fp8"}
     own = {"third": derived["third"], "fourth": in_fp8, "one": in_fp8}
     rules = [{"use": "w8a8"}, {"use": {"default": "one", "layers": {"0": "third"}}}]

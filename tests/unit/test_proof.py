@@ -18,7 +18,7 @@ from benchmarks.proof import claims
 from benchmarks.proof.claims import CONTRADICTED, COPY, FIRST_TOKEN, LIVE, NOT_SHOWN, SERVERS, SHOWN, TESTS
 from benchmarks.proof.gpu import SERVING, fitting_subjects, kv_cache_gib, most_tokens, server_gib
 from benchmarks.proof.live import LINEUPS, PLAIN, W4A8, tries
-from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, VARIABLE, Outcomes, read_outcomes
+from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, VARIABLE, read_outcomes
 from benchmarks.proof.proving import HEAD_KERNELS, KERNELS, MINIATURE_KERNELS, STEPS
 from benchmarks.proof.report import LARGE, LIVE_POLICIES, PROOF, RIVAL_POLICIES, read_found, write_proof
 from benchmarks.proof.steps import DONE, OUT_OF_TIME, Outcome, append_step, read_steps, run_bounded
@@ -37,12 +37,12 @@ ONE, OTHER = "tests/gpu/test_graph_modes.py::test_a[V1-x]", "tests/gpu/test_grap
 def verdict(
     question: str,
     claim: str,
-    outcomes: Outcomes | None = None,
-    cells: Any = (),
-    first_tokens: Any = None,
-    live: Any = None,
-    rival: Any = None,
-    large: Any = (),
+    outcomes: Any = None,
+    cells=(),
+    first_tokens=None,
+    live=None,
+    rival=None,
+    large=(),
 ) -> claims.Verdict:
     found = claims.Found(outcomes or {}, cells, first_tokens or {}, live or {}, rival or {}, large)
     (one,) = [verdict for verdict in claims.judge(found)[question] if claim in verdict.claim]
@@ -72,16 +72,9 @@ def test_a_claim_of_tests_is_shown_by_all_and_contradicted_by_one(outcomes, unfi
 
 def rounds(times: list[float]) -> list[dict[str, Any]]:
     """Return results in which all times, ms, are the round's, and the rate is the inverse."""
-    return [
-        {
-            "ttfts": [time / 1000],
-            "tpots": [time / 1000],
-            "median_ttft_ms": time,
-            "median_tpot_ms": time,
-            "output_throughput": 1000 / time,
-        }
-        for time in times
-    ]
+    names = "ttfts", "tpots", "median_ttft_ms", "median_tpot_ms", "output_throughput"
+    each = ([[time / 1000], [time / 1000], time, time, 1000 / time] for time in times)
+    return [dict(zip(names, values, strict=True)) for values in each]
 
 
 def cells(workload: Any, times: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -221,11 +214,8 @@ def test_servers_side_by_side_are_as_many_as_fit_each_with_the_largest_workload(
 
 @pytest.mark.parametrize(
     ("free", "first"),
-    [
-        *((139, "qwen2.5-32b"), (78, "qwen2.5-32b"), (47, "qwen2.5-32b-32layers")),
-        (23, "llama-3.1-8b"),
-        (1, None),
-    ],
+    [(139, "qwen2.5-32b"), (78, "qwen2.5-32b"), (47, "qwen2.5-32b-32layers")]
+    + [(23, "llama-3.1-8b"), (1, None)],
 )
 def test_the_next_smaller_shape_is_taken_where_memory_ends(free, first):
     assert next((shape for shape, _ in tries(free)), None) == first
@@ -332,11 +322,9 @@ def test_outcomes_are_there_when_a_run_is_stopped_and_what_passed_is_not_run_aga
 
     def start(*arguments: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.proof.outcomes", "--rootdir", ".", "."]
-        environment, nowhere = (
-            {**os.environ, VARIABLE: str(file), "PYTHONPATH": str(ROOT)},
-            subprocess.DEVNULL,
-        )
-        return subprocess.Popen([*command, *arguments], cwd=tmp_path, env=environment, stdout=nowhere)
+        environment = {**os.environ, VARIABLE: str(file), "PYTHONPATH": str(ROOT)}
+        how = {"cwd": tmp_path, "env": environment, "stdout": subprocess.DEVNULL}
+        return subprocess.Popen([*command, *arguments], **how)
 
     with start() as process:
         for _ in range(600):
@@ -346,9 +334,8 @@ def test_outcomes_are_there_when_a_run_is_stopped_and_what_passed_is_not_run_aga
         process.kill()
     found = read_outcomes(file)
     outcomes = {"test_good": PASSED, "test_bad": FAILED, "test_slow": NOT_RUN}
-    assert {test: o["outcome"] for test, o in found.items()} == {
-        f"test_it.py::{test}": outcome for test, outcome in outcomes.items()
-    }
+    expected = {f"test_it.py::{test}": outcome for test, outcome in outcomes.items()}
+    assert {test: o["outcome"] for test, o in found.items()} == expected
     assert "assert 1 == 2" in found["test_it.py::test_bad"]["reason"]
     with start("-k", "not slow") as process:
         assert process.wait(60) == 1

@@ -101,25 +101,16 @@ def test_vllm_reads_the_same_scheme(tmp_path):
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 CHANNELS = {"by": "per_channel", "static": False}
-BY_LAYER = {
-    "*layers.1.mlp.*": CHANNELS,
-    "*.mlp.*": {"symmetric": False},
-    DOWN: {},
-    "model.layers.0.self_attn.o_proj": CHANNELS,
-}
+BY_LAYER = {"*layers.1.mlp.*": CHANNELS, "*.mlp.*": {"symmetric": False}, DOWN: {}}
+BY_LAYER |= {"model.layers.0.self_attn.o_proj": CHANNELS}
 """The second pattern fits what the first does, and the third as well."""
 
 
 def test_vllm_reads_the_same_scheme_of_every_layer(tmp_path):
     quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=BY_LAYER)
-    edits.section(
-        layer_quant_config={
-            **layer_settings(quark),
-            "*lm_head": {"weight": None},
-            "o_proj": {"weight": None},
-            "model.layers.1.self_attn.o_proj.weight": layer_settings(quark)["*layers.1.mlp.*"],
-        }
-    )(quark)
+    by_layer = layer_settings(quark) | dict.fromkeys(("*lm_head", "o_proj"), {"weight": None})
+    by_layer["model.layers.1.self_attn.o_proj.weight"] = by_layer["*layers.1.mlp.*"]
+    edits.section(layer_quant_config=by_layer)(quark)
     parts = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     found = schemes_of(quark, [f"model.layers.{number}.{part}" for number in (0, 1) for part in parts])
     channel = [DOWN, "model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"]
@@ -131,9 +122,8 @@ def test_vllm_reads_the_same_scheme_of_every_layer(tmp_path):
 def test_numbers_of_layers_with_settings_of_their_own_are_kept(tmp_path):
     quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=BY_LAYER)
     for module, by_channel, parts in converted(quark, tmp_path / "converted"):
-        assert by_channel is (
-            module.startswith("model.layers.1.mlp") or module.endswith("0.self_attn.o_proj")
-        )
+        first_o_proj = module.endswith("0.self_attn.o_proj")
+        assert by_channel is (first_o_proj or module.startswith("model.layers.1.mlp"))
         zeros = not by_channel and ".0.mlp." in module
         assert ("input_scale" in parts, "input_zero_point" in parts) == (not by_channel, zeros)
     section = config_of(tmp_path / "converted")["quantization_config"]

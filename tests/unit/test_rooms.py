@@ -30,11 +30,8 @@ ENTRANCES = {"", "__main__", "errors", "vllm_cpu"}
 def documented() -> dict[str, set[str]]:
     """Return room -> the rooms that it imports, in the order of the table."""
     rows = re.findall(r"^\| (\w+) \| .* \|([\w, ]*)\|$", README.read_text(encoding="utf-8"), re.MULTILINE)
-    return {
-        room: {name.strip() for name in names.split(",") if name.strip()}
-        for room, names in rows
-        if room != "room"
-    }
+    split = {room: map(str.strip, names.split(",")) for room, names in rows if room != "room"}
+    return {room: {name for name in names if name} for room, names in split.items()}
 
 
 def modules() -> dict[str, Path]:

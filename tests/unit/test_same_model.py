@@ -30,14 +30,8 @@ from tests.unit.full_merge import opened
 from tests.vision import KINDS, make_vision_checkpoint
 
 PAIRS = list(pairs())
-
-LLAMA3 = {
-    "factor": 8.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 512,
-    "rope_type": "llama3",
-}
+LLAMA3 = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+LLAMA3 |= {"original_max_position_embeddings": 512}
 
 
 def save_as_transformers_4(folder: Path) -> None:
@@ -122,22 +116,13 @@ def test_an_absent_key_has_no_value_where_its_readers_have_several_defaults(valu
 
 def test_keys_that_no_server_reads_may_differ(tmp_path):
     """AutoAWQ, AutoGPTQ, unsloth and each release of transformers write some of them."""
-    edit = {
-        "_attn_implementation_autoset": True,
-        "_from_model_config": True,
-        "_name_or_path": "elsewhere",
-        "attention_dropout": 0.1,
-        "bos_token_id": 7,
-        "eos_token_id": [257],
-        "id2label": {"0": "yes"},
-        "license": "mit",
-        "pad_token_id": 7,
-        "pretraining_tp": 2,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "torchscript": True,
-        "unsloth_fixed": True,
-        "use_cache": False,
-    }
+    edit: Config = dict.fromkeys(
+        ("_attn_implementation_autoset", "_from_model_config", "unsloth_fixed"), True
+    )
+    edit |= {"_name_or_path": "elsewhere", "attention_dropout": 0.1, "id2label": {"0": "yes"}}
+    edit |= {"bos_token_id": 7, "eos_token_id": [257], "pad_token_id": 7, "license": "mit"}
+    edit |= {"pretraining_tp": 2, "tokenizer_class": "PreTrainedTokenizerFast"}
+    edit |= {"torchscript": True, "use_cache": False}
     assert edit.keys() <= IGNORED
     plan_with(tmp_path, edit)
 
@@ -189,10 +174,8 @@ def test_a_choice_says_whose_config_a_model_gets(tmp_path):
     ids=["layers", "architecture", "shapes", "weights"],
 )
 def test_no_choice_of_a_config_merges_two_models(tmp_path, of_the_other, message):
-    sources = {
-        "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
-        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", **of_the_other),
-    }
+    sources = {"w8a8": make_checkpoint(tmp_path / "w8a8")}
+    sources["w4a16"] = make_checkpoint(tmp_path / "w4a16", scheme="w4a16", **of_the_other)
     with refused(message):
         merge_checkpoints(sources, tmp_path / "merged", config_from="w8a8")
     assert not (tmp_path / "merged").exists()
@@ -208,10 +191,8 @@ def test_names_of_code_count_for_nothing_where_transformers_has_the_model(tmp_pa
 def test_a_model_that_transformers_does_not_know_has_its_keys_compared_as_they_are():
     config = {"architectures": ["MineForCausalLM"], "model_type": "mine", "width": 1}
     assert model_differences(config, config | {"use_cache": False, "depth": None}) == []
-    assert model_differences(config, config | {"width": 2, "use_mrope": False}) == [
-        ("use_mrope", None, False),
-        ("width", 1, 2),
-    ]
+    found = model_differences(config, config | {"width": 2, "use_mrope": False})
+    assert found == [("use_mrope", None, False), ("width", 1, 2)]
 
 
 def test_the_tie_may_be_stated_at_either_level():
@@ -228,15 +209,8 @@ def test_the_tie_may_be_stated_at_either_level():
 Files = dict[str, dict[str, Any]]
 """Name of a JSON file without its ending -> what it holds."""
 BOUNDS = {"min": "shortest", "max": "longest"}
-OF_A_PART = {
-    "crop_size": None,
-    "data_format": "channels_first",
-    "default_to_square": False,
-    "device": None,
-    "do_center_crop": None,
-    "do_convert_rgb": True,
-    "return_tensors": None,
-}
+OF_A_PART = dict.fromkeys(("crop_size", "device", "do_center_crop", "return_tensors"))
+OF_A_PART |= {"data_format": "channels_first", "default_to_square": False, "do_convert_rgb": True}
 """Part of what transformers 4 wrote of each part of a processor."""
 
 
@@ -277,18 +251,13 @@ def test_both_releases_of_transformers_write_one_processor(tmp_path, kind):
     assert plan_merge(opened(variants)).sidecars.files["processor_config.json"].parent == variants["w8a8"]
 
 
+SIGLIP, GEMMA = {"image_processor_type": "SiglipImageProcessor"}, {"processor_class": "Gemma3Processor"}
 EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "image_processor, 'image_mean'": ("preprocessor_config", {"image_mean": [0.1, 0.2, 0.3]}),
     "image_processor, 'size': 'longest_edge': 56 against 1456": ("preprocessor_config", {"size": None}),
     "image_processor, 'do_normalize': True against False": ("preprocessor_config", {"do_normalize": False}),
-    "image_processor, 'do_image_splitting': True against None": (
-        "preprocessor_config",
-        {"image_processor_type": "SiglipImageProcessor"},
-    ),
-    "class, 'processor_class': 'Idefics3Processor' against": (
-        "processor_config",
-        {"processor_class": "Gemma3Processor"},
-    ),
+    "image_processor, 'do_image_splitting': True against None": ("preprocessor_config", SIGLIP),
+    "class, 'processor_class': 'Idefics3Processor' against": ("processor_config", GEMMA),
     "processor, 'image_seq_len': 4 against 169": ("processor_config", {"image_seq_len": None}),
 }
 """What a message names -> file, and the edit of it."""

@@ -31,7 +31,7 @@ from flexquant.policy.schema import SCHEMA
 from flexquant.tuning.candidates import find_variants
 from flexquant.tuning.objectives import Decision, Range
 from flexquant.tuning.policy_file import TuningResult
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_pair
 from tests.pass_times import CROSSED, make_times
 
 HIGH, MIDDLE, LOW = "w8a8", "w4a8", "w4a16"
@@ -76,20 +76,13 @@ def test_layers_that_are_raised_next_are_tried_in_place_of_the_last():
     assert [*beside(chain, chain[0], 1)] == [plan("LHLL")] and [*beside(chain, chain[-1], 2)] == []
 
 
-PLANS = [
-    MeasuredPlan(plan("LL"), 0.5, 0.020),
-    MeasuredPlan(plan("LH"), 0.2, 0.025),
-    MeasuredPlan(plan("HL"), 0.3, 0.025),
-    MeasuredPlan(plan("HH"), 0.01, 0.030),
-]
+FOUND = ("LL", 0.5, 0.020), ("LH", 0.2, 0.025), ("HL", 0.3, 0.025), ("HH", 0.01, 0.030)
+PLANS = [MeasuredPlan(plan(letters), kl, seconds) for letters, kl, seconds in FOUND]
 
 
-@pytest.mark.parametrize(
-    ("budget", "layers"),
-    [(Budget(max_kl=0.5), "LL"), (Budget(max_kl=0.25), "LH"), (Budget(max_kl=0.01), "HH")],
-)
-def test_the_fastest_plan_within_the_loss_is_chosen(budget, layers):
-    assert budget.choose(PLANS).layers == plan(layers)
+@pytest.mark.parametrize(("max_kl", "layers"), [(0.5, "LL"), (0.25, "LH"), (0.01, "HH")])
+def test_the_fastest_plan_within_the_loss_is_chosen(max_kl, layers):
+    assert Budget(max_kl=max_kl).choose(PLANS).layers == plan(layers)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +156,7 @@ def kl(plan: Layers) -> float:
 
 
 def merge(folder: Path, **options: Any) -> Path:
-    sources = {
-        name: make_checkpoint(folder / name, scheme=name, num_layers=LAYERS, **options)
-        for name in ("w8a8", "w4a16")
-    }
-    merge_checkpoints(sources, folder / "merged")
+    merge_checkpoints(make_pair(folder, num_layers=LAYERS, **options), folder / "merged")
     return folder / "merged"
 
 
@@ -229,10 +218,7 @@ CHOSEN = Decision({phase: (Range(None, "w4a16", None),) for phase in ("decode", 
 
 @pytest.mark.parametrize(
     ("most", "decode", "others"),
-    [
-        (0.04, {"default": "w4a16", "layers": {"1-2": "w8a8"}}, "w8a8"),
-        (kl(plan("LLLL")), "w4a16", "w4a16"),
-    ],
+    [(0.04, {"default": "w4a16", "layers": {"1-2": "w8a8"}}, "w8a8"), (kl(plan("LLLL")), "w4a16", "w4a16")],
 )
 def test_a_tuned_policy_changes_only_where_it_loses_too_much(study, file, most, decode, others):
     """Prompts then take the most precise variant."""
@@ -245,8 +231,7 @@ def test_a_tuned_policy_changes_only_where_it_loses_too_much(study, file, most, 
 @pytest.mark.parametrize("changed", ["files", "settings", "variants"])
 def test_results_of_another_study_are_not_gone_on_with(study, file, tmp_path, changed):
     if changed == "files":
-        merge(tmp_path, tie_word_embeddings=True)
-        study = replace(study, subject=Subject(tmp_path / "merged"))
+        study = replace(study, subject=Subject(merge(tmp_path, tie_word_embeddings=True)))
     elif changed == "settings":
         study = replace(study, settings=replace(study.settings, seed=3))
     else:

@@ -53,9 +53,8 @@ def test_values_of_a_layer_with_more_bits_are_kept(symmetric, w4a16, tmp_path):
     assert torch.equal(scale, scales)
     if not symmetric:
         stored = found.pop(f"{DOWN}.weight_zero_point")
-        assert torch.equal(
-            unpack_from_int32(stored, 8, torch.Size((128, 8)), packed_dim=0).int() + 128, zeros.int()
-        )
+        unpacked = unpack_from_int32(stored, 8, torch.Size((128, 8)), packed_dim=0)
+        assert torch.equal(unpacked.int() + 128, zeros.int())
     assert_equal(found, {key: t for key, t in tensors_of(w4a16).items() if not key.startswith(DOWN)})
     read = weights_of(tmp_path / "converted")
     assert len(read) == 2 * 7
@@ -65,37 +64,30 @@ def test_values_of_a_layer_with_more_bits_are_kept(symmetric, w4a16, tmp_path):
 
 
 def test_the_first_pattern_that_fits_from_the_start_holds(w4a16, tmp_path):
-    dynamic = {
-        "mlp": {"bits": 8},
-        r"+:.*\.0\.mlp\.down_proj": {"group_size": 32},
-        r".*\.mlp\.down_proj": {"bits": 8},
-    }
+    dynamic = {"mlp": {"bits": 8}, r"+:.*\.0\.mlp\.down_proj": {"group_size": 32}}
+    dynamic |= {r".*\.mlp\.down_proj": {"bits": 8}}
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq", dynamic=dynamic)
     edits.requantised(r".*\.0\.mlp\.down_proj", group_size=32)(foreign)
     edits.requantised(r".*\.1\.mlp\.down_proj", bits=8)(foreign)
     convert_checkpoint(foreign, tmp_path / "converted")
     read = weights_of(tmp_path / "converted")
     found = {f"layer {n}": read.pop(f"model.layers.{n}.mlp.down_proj") for n in (0, 1)}
-    assert {name: (w["num_bits"], w["group_size"]) for name, w in found.items()} == {
-        "layer 0": (4, 32),
-        "layer 1": (8, 64),
-    }
+    sizes = {name: (w["num_bits"], w["group_size"]) for name, w in found.items()}
+    assert sizes == {"layer 0": (4, 32), "layer 1": (8, 64)}
     assert {(w["num_bits"], w["group_size"]) for w in read.values()} == {(4, 64)}
 
 
 def test_vllm_reads_the_same_scheme_of_every_layer(w4a16, tmp_path):
     from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-        CompressedTensorsConfig,
-    )
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
     from vllm.model_executor.layers.quantization.utils.gptq_utils import override_config
 
     pattern = r".*\.1\."
-    foreign = write_foreign(
-        w4a16, tmp_path / "gptq", "gptq", dynamic={f"+:{pattern}": {"bits": 8, "group_size": 32}}
-    )
+    dynamic = {f"+:{pattern}": {"bits": 8, "group_size": 32}}
+    foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq", dynamic=dynamic)
     edits.requantised(pattern, bits=8, group_size=32)(foreign)
-    ours: Any = CompressedTensorsConfig.from_config(open_source("w4a16", foreign).quantization_config)
+    section = open_source("w4a16", foreign).quantization_config
+    ours: Any = compressed_tensors.CompressedTensorsConfig.from_config(section)
     ours.packed_modules_mapping = FUSED
     layer = torch.nn.Linear(1, 1, device="meta")
     for number in (0, 1):
@@ -104,11 +96,8 @@ def test_vllm_reads_the_same_scheme_of_every_layer(w4a16, tmp_path):
             theirs = AutoGPTQConfig.from_config(config_of(foreign)["quantization_config"])
             override_config(theirs, prefix)
             read = ours.get_scheme_dict(layer, prefix)["weights"]
-            assert (read.num_bits, read.group_size, read.symmetric) == (
-                theirs.weight_bits,
-                theirs.group_size,
-                theirs.is_sym,
-            ), prefix
+            expected = (theirs.weight_bits, theirs.group_size, theirs.is_sym)
+            assert (read.num_bits, read.group_size, read.symmetric) == expected, prefix
 
 
 def test_experts_have_settings_of_their_own(tmp_path):
@@ -125,9 +114,7 @@ def test_experts_have_settings_of_their_own(tmp_path):
     one = r".*experts\.2\."
     edits.section(dynamic={**dynamic, f"+:{one}": {"bits": 8}})(foreign)
     edits.requantised(one, bits=8, **model)(foreign)
-    with pytest.raises(
-        FlexQuantError, match=r"experts\.\d\.\w+_proj and .*experts\.\d\.\w+_proj quantised in"
-    ):
+    with refused(r"experts\.\d\.\w+_proj and .*experts\.\d\.\w+_proj quantised in"):
         convert_checkpoint(foreign, tmp_path / "again")
 
 

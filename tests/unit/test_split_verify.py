@@ -69,9 +69,8 @@ def test_a_variant_in_16_bit_comes_back_without_a_section(tmp_path):
 @pytest.mark.parametrize("policy", ["phaze", "fp8-phase-batch"])
 def test_a_policy_is_checked_before_the_weights_are_compared(sources, tmp_path, policy):
     with refused("phaze|fp8"):
-        merge_checkpoints(
-            sources, tmp_path / "merged", policy=policy, kv_progress=lambda *_: pytest.fail("compared")
-        )
+        compared = {"kv_progress": lambda *_: pytest.fail("compared")}
+        merge_checkpoints(sources, tmp_path / "merged", policy=policy, **compared)
 
 
 def test_split_refuses_and_so_does_what_is_not_merged(merged, tmp_path, sources):
@@ -161,9 +160,8 @@ def test_a_malformed_provenance_is_one_sentence(sources, merged, tmp_path, damag
 
 
 def test_verify_finds_missing_tensors_and_a_missing_shard(merged):
-    edits.edit_json(PROVENANCE_FILE, lambda document: document["tensors"].update({"w8a8.ghost": "00"}))(
-        merged
-    )
+    ghost = edits.edit_json(PROVENANCE_FILE, lambda d: d["tensors"].update({"w8a8.ghost": "00"}))
+    ghost(merged)
     with refused("w8a8.ghost"):
         verify_checkpoint(merged)
     next(iter(merged.glob("model-*.safetensors"))).unlink()

@@ -243,10 +243,8 @@ def test_one_copy_is_counted_once(merged):
     memory = Memory.of(checkpoint, variants | {"half": parse_policy(document, "stored policy")}, devices=1)
     assert memory.own[FROM_INT4] == memory.own["w4a16"]
     assert memory.own["half"]["w8a8"] * 2 == pytest.approx(memory.own["w8a8"]["w8a8"])
-    (room, same, half_room, both) = (
-        memory.requests(names, request=1)
-        for names in (["w4a16"], ["w4a16", FROM_INT4], ["w4a16", "half"], ["w4a16", "half", "w8a8"])
-    )
+    more = ([], [FROM_INT4], ["half"], ["half", "w8a8"])
+    (room, same, half_room, both) = (memory.requests(["w4a16", *names], request=1) for names in more)
     assert room == same > half_room > both and list(memory.saved([FROM_INT4])) == ["w8a8"]
     assert memory.saved(["half"]) == {}
 
@@ -407,11 +405,10 @@ def test_grids_are_cut_and_extended(grid):
 
 
 RECORDED = Path(__file__).parents[2] / "benchmarks/results/tuning"
+NAMES = ["0.5b-avx512", "1.5b-avx512", "1.5b-zen4-again", "smollm2-135m-again", "smollm2-135m-avx512"]
 
 
-@pytest.mark.parametrize(
-    "name", ["0.5b-avx512", "1.5b-avx512", "1.5b-zen4-again", "smollm2-135m-again", "smollm2-135m-avx512"]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_was_measured_on_real_machines_is_decided_as_it_was_there(name):
     """The policies hold the medians of their runs, which decide as their rounds did."""
     policy = load_policy(str(RECORDED / f"{name}.yaml"))

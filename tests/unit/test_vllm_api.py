@@ -102,9 +102,8 @@ def test_breaks_of_vllms_api_are_found(site: Path, tmp_path: Path) -> None:
         for name in BREAKS.get(str(file.relative_to(site / "vllm")), {}):
             assert name in code
             word = re.findall(r"\w+", name)[-1]
-            code = re.sub(
-                rf"\b{re.escape(name.strip())}", name.strip().replace(word, word + "_renamed"), code
-            )
+            renamed = name.strip().replace(word, word + "_renamed")
+            code = re.sub(rf"\b{re.escape(name.strip())}", renamed, code)
         copy.write_text(code)
     problems = check(tmp_path / "planted", version())
     expected = [said for names in BREAKS.values() for said in names.values()]

@@ -26,7 +26,7 @@ from flexquant.errors import FlexQuantError
 from flexquant.layers.memory_fit import PlanLosses
 from flexquant.merge import convert_checkpoint, merge_checkpoints, split_checkpoint
 from flexquant.serving.kernels import trial
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, make_pair
 from tests.foreign import write_foreign
 from tests.publishers import edits
 from tests.refusals import refused
@@ -36,7 +36,7 @@ from tests.what_configs_name import KERNEL, KEYS, MAY_REFUSE, run_all
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple[int, str, str]]]:
     folder = tmp_path_factory.mktemp("named")
-    made = {n: make_checkpoint(folder / n, scheme=n, num_layers=1) for n in ("w8a8", "w4a16")}
+    made = make_pair(folder, num_layers=1)
     plain = make_checkpoint(folder / "plain", scheme=None, num_layers=1)
     merge_checkpoints(made, folder / "inspect" / "a")
     for command, pair in {"merge": made.values(), "convert": made.values(), "advise": (plain, plain)}.items():
@@ -81,7 +81,7 @@ def test_infinities_are_numbers(tmp_path):
     "name", ["LICENSE.txt", "additional_chat_templates/a.jinja", "vocab.json", "pipe.model"]
 )
 def test_what_is_not_a_file_of_the_folder_is_not_copied(name, tmp_path):
-    sources = {n: make_checkpoint(tmp_path / n, scheme=n, num_layers=1) for n in ("w8a8", "w4a16")}
+    sources = make_pair(tmp_path, num_layers=1)
     merge_checkpoints(sources, tmp_path / "merged")
     (tmp_path / "secret").write_text("{}")
     for folder in (*sources.values(), tmp_path / "merged"):
@@ -137,16 +137,9 @@ def test_what_nests_deeper_is_refused(depth, tmp_path):
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize(
     ("command", "name"),
-    [
-        ("inspect", "config.json"),
-        ("inspect", "flexquant_provenance.json"),
-        ("inspect", "model.safetensors.index.json"),
-        ("merge", "config.json"),
-        ("merge", "tokenizer.json"),
-        ("merge", "tokenizer_config.json"),
-        ("merge", "generation_config.json"),
-        ("merge", "model.safetensors"),
-    ],
+    [("inspect", f"{name}.json") for name in ("config", "flexquant_provenance", "model.safetensors.index")]
+    + [("merge", f"{name}.json") for name in ("config", "tokenizer", "tokenizer_config", "generation_config")]
+    + [("merge", "model.safetensors")],
 )
 def test_a_deep_file_of_a_checkpoint_is_named(command, name, depth, sources, merged, tmp_path, capsys):
     folder = Path(shutil.copytree(merged if command == "inspect" else sources["w4a16"], tmp_path / "source"))
@@ -232,10 +225,7 @@ def test_a_slow_pattern_is_refused_wherever_it_stands(place, w4a16, merged, tmp_
         served = source
     else:
         shutil.copytree(merged, served)
-        of_variant = edits.edit_json(
-            "config.json",
-            lambda c: pattern_in(c["quantization_config"]["variants"]["w4a16"]["quantization_config"], place),
-        )
-        of_variant(served)
+        w4a16s = lambda c: c["quantization_config"]["variants"]["w4a16"]["quantization_config"]  # noqa: E731
+        edits.edit_json("config.json", lambda c: pattern_in(w4a16s(c), place))(served)
     *_, found = examine(str(served), [])
     assert found.level == "problem" and re.search(refused, found.text)
