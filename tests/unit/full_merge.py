@@ -47,11 +47,7 @@ def model_of(kind: str, **config: int) -> tuple[PreTrainedModel, StateDict, set[
 
 
 def report(
-    tmp_path: Path,
-    edit: Edit | None = None,
-    architecture: str = "llama",
-    schemes=("w8a8", "w4a16"),
-    **overrides,
+    tmp_path: Path, edit: Edit | None = None, architecture="llama", schemes=("w8a8", "w4a16"), **overrides
 ) -> KVReport:
     """Compare an untouched variant (the reference) with an edited one."""
     reference = make_checkpoint(tmp_path / "a", architecture, schemes[0])

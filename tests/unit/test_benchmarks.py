@@ -162,9 +162,7 @@ def noisy(number: int) -> float:
         (Effort(2, 2), noisy, noisy, (2, 2)),
     ],
 )
-def test_a_workload_gets_more_rounds_until_its_ratios_are_narrow_or_the_most_are_measured(
-    effort, small, large, rounds
-):
+def test_a_workload_gets_rounds_until_its_ratios_are_narrow_or_it_has_the_most(effort, small, large, rounds):
     """FlexQuant takes the workload's time in each round; the static subjects take 1."""
     subjects = [parse_subject(name) for name in ("w8a8", "w4a16", "flexquant:phase-batch")]
     times = {SMALL: small, LARGE: large}

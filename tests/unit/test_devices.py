@@ -45,9 +45,7 @@ def changed(folder: Path, line: str) -> Device:
     return load_device(str(folder / "changed.yaml"))
 
 
-def test_calls_in_a_pass_may_be_cheaper_and_attention_to_prompts_may_have_a_rate_of_its_own(
-    model, tmp_path, device
-):
+def test_calls_in_a_pass_may_be_cheaper_and_prompts_attend_at_another_rate(model, tmp_path, device):
     graphs = changed(tmp_path, "call_in_pass_us: 2")
     assert linear_seconds(square("w8a8"), 8, graphs) == linear_seconds(square("w8a8"), 8, device)
     for variant, per_call in (("w8a8", 3e-6), ("w4a16", 5e-6)):

@@ -83,13 +83,12 @@ def test_derivations_under_one_name_and_heads_in_two_precisions_are_told_apart(s
     assert all(run.needs_engine for run in runs.values() if run.batch_size == 4)
 
 
-def test_default_policies_are_the_variants_and_the_default_or_the_stored_one_and_one_named_twice_is_one(
-    subject, folder, tmp_path
-):
+def test_default_policies_are_the_variants_and_the_default_or_the_stored_one(subject, folder, tmp_path):
     assert list(find_candidates(subject, None)) == ["w8a8", "w4a16", "phase-batch"]
     sources = {"w8a8": folder / "w8a8", "w4a16": folder / "w4a16"}
     merge_checkpoints(sources, tmp_path / "merged", policy="phase")
     assert list(find_candidates(Subject(tmp_path / "merged"), None)) == ["w8a8", "w4a16", "stored"]
+    # A policy that is named twice is one.
     assert list(find_candidates(subject, ["w8a8", "phase", "w8a8", "phase"])) == ["w8a8", "phase"]
 
 

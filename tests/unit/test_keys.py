@@ -180,9 +180,7 @@ def test_sensitivities_of_layers(folders: Path, tmp_path: Path, monkeypatch: pyt
     two, derives = (find_variants(merged, ["w8a8", name]) for name in ("w4a16", "w4a8"))
     few = Settings(batch_sizes=(2,), samples=2, prompt_tokens=8, tokens=4)
 
-    def key(
-        folder: str = "merged", variants: Any = two, text: str = "text.txt", of: Any = "model", how: Any = few
-    ) -> Any:
+    def key(folder="merged", variants=two, text="text.txt", of: Any = "model", how=few) -> Any:
         study = Study(Subject(folders / folder), variants, tmp_path / text, of and str(folders / of), how)
         never_alike = {"kl", "schema", "layers"}  # the number of layers is the model's
         return {part: value for part, value in study.described().items() if part not in never_alike}

@@ -31,7 +31,7 @@ Compare = Callable[..., KVReport]
 
 
 def write(
-    folder: Path, scheme: str, hidden: int, edit: Edit | None = None, seed: int = 0, kv_heads: int = KV_HEADS
+    folder: Path, scheme: str, hidden: int, edit: Edit | None = None, seed=0, kv_heads=KV_HEADS
 ) -> Path:
     """Write a model that is narrow inside, so that a wide residual stream stays quick."""
     heads = {"num_attention_heads": max(HEADS, kv_heads), "num_key_value_heads": kv_heads}

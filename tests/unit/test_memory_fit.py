@@ -40,9 +40,8 @@ def loaded(layers: int = LAYERS, **others: int) -> LoadedBytes:
     }
     rest: dict[str, dict[int | None, int]] = {FROM_INT4: {}, "shared": {None: 10 * MIB}}
     written, sources = {FROM_INT4: 3 * MIB}, {FROM_INT4: "w4a16"}
-    return LoadedBytes(
-        by_layer | rest, written, sources, LAYERS * 8 * MIB, lambda size: 100 - size // MIB, int
-    )
+    sizes = by_layer | rest, written, sources, LAYERS * 8 * MIB
+    return LoadedBytes(*sizes, lambda size: 100 - size // MIB, int)
 
 
 def variants(*names: str) -> dict[str, Policy]:

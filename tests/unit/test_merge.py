@@ -166,16 +166,14 @@ def test_incompatible_kv_caches_are_refused_or_recorded(tmp_path):
     assert "NOT interchangeable" in (tmp_path / "merged" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("number", "told"),
-    [("NaN", "NaN"), ("Infinity", "Infinity"), ("-Infinity", "-Infinity"), ("1e999", "Infinity")],
-)
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_what_only_python_reads_as_json_is_not_written_on(tmp_path, name, number, told):
+def test_what_only_python_reads_as_json_is_not_written_on(tmp_path, name, number):
     source = make_checkpoint(tmp_path / "w8a8", scheme="w8a8")
     text = (source / name).read_text() if (source / name).exists() else "{\n}"
     text = text.replace("{", f'{{"layer_scales": [0.0, {number}], ', 1).replace(", \n}", "}")
     (source / name).write_text(text)
+    told = "Infinity" if number == "1e999" else number
     with refused(f"{name} is not valid JSON: {told} is no number in JSON"):
         merge_checkpoints({"w8a8": source}, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
@@ -206,9 +204,7 @@ def test_what_is_written_of_incompatible_kv_caches_can_be_read_again(tmp_path, c
         verify_checkpoint(tmp_path / "merged")
 
 
-def test_an_output_that_exists_is_overwritten_when_told_to_and_foreign_folders_and_inputs_never(
-    sources, tmp_path
-):
+def test_an_output_is_overwritten_when_told_to_and_foreign_folders_and_inputs_never(sources, tmp_path):
     output = tmp_path / "merged"
     merge_checkpoints(sources, output)
     before = contents(output)

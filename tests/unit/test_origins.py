@@ -133,7 +133,7 @@ def lines(folder: Path, kl: str, perplexity: str, bound: float = 0.1) -> list[st
 
 
 @pytest.mark.parametrize(
-    ("kl", "perplexity"),
+    "kl, perplexity",
     [(".nan", "0.01"), ("0.01", ".nan"), ("-.inf", "0.01"), ("0.01", ".inf"), ("null", "null")],
 )
 def test_what_is_no_finite_number_is_too_much(kl: str, perplexity: str, tmp_path: Path) -> None:

@@ -264,9 +264,7 @@ NOT_POSSIBLE = ("EINVAL", "ENOTSUP", "EBADF", "ENOSYS", "EACCES")
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("kind", ["folder", "file"])
 @pytest.mark.parametrize("answer", [*NOT_POSSIBLE, "EIO", "ENOSPC", "EDQUOT", "ESTALE", "EPERM", "EROFS"])
-def test_only_a_folder_may_be_left_unsynced_and_only_where_that_is_not_possible(
-    output, kind, answer, tmp_path, monkeypatch
-):
+def test_a_folder_alone_may_be_left_unsynced_where_it_has_to(output, kind, answer, tmp_path, monkeypatch):
     fsync = os.fsync
 
     def answering(fd: int) -> None:

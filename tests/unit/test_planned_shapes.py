@@ -259,10 +259,7 @@ def test_a_part(name, outputs, inputs):
     assert LINEAR.share(f"layers.0.{name}", 4) == part and LINEAR.share(name, 1) == LINEAR
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [("a.o_proj", "the 40 inputs of 'a.o_proj'"), ("a.up_proj", "the 96 outputs of 'a.up_proj'")],
-)
-def test_what_ranks_cannot_share_is_refused(name, problem):
-    with refused(f"{problem} cannot be shared evenly by 7 devices; give"):
+@pytest.mark.parametrize(("name", "what"), [("a.o_proj", "40 inputs"), ("a.up_proj", "96 outputs")])
+def test_what_ranks_cannot_share_is_refused(name, what):
+    with refused(f"the {what} of '{name}' cannot be shared evenly by 7 devices; give"):
         LINEAR.share(name, 7)

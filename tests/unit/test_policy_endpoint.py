@@ -50,9 +50,7 @@ class Engine:
         self.is_asked = asyncio.Lock()
         """Held while it is asked, since it answers in the order of the questions."""
 
-    def flexquant_change_policy(
-        self, policy: dict[str, Any], dry_run: bool, seen: list[str] | None
-    ) -> dict[str, Any]:
+    def flexquant_change_policy(self, policy: Any, dry_run: bool, seen: list[str] | None) -> dict[str, Any]:
         told = {"before": described(self.policy), "after": described(policy["name"])}
         if not dry_run:
             self.between()
@@ -73,9 +71,7 @@ class EnginesClient:
         self.core_engines, self.engine_core = engines, self
         self.paused, self.vllm_config = False, vllm_config
 
-    async def _call_utility_async(
-        self, _: str, method: str, timeout: None, args: tuple[Any, ...], kwargs: None, *, engine: Engine
-    ) -> list[Any]:
+    async def _call_utility_async(self, _, method, timeout, args, kwargs, *, engine: Engine) -> list[Any]:
         assert timeout is None, "vLLM would give an answer that comes later to the next question"
         async with engine.is_asked:
             if method == "flexquant_change_policy" and args[1] is False:
@@ -236,11 +232,8 @@ def test_the_status_says_where_engines_disagree():
 @pytest.mark.parametrize(("key", "code"), [(KEYS[0], 404), (KEYS[1], 404), (KEYS[0] + KEYS[1], 401)])
 def test_every_key_of_vllms_is_taken(app, key, code, monkeypatch):
     """With a key of vLLM's, by an option or else a variable, the answer is that nothing merged is served."""
-    model, parallel = (
-        SimpleNamespace(quantization=None),
-        SimpleNamespace(worker_extension_cls=WORKER_EXTENSION),
-    )
-    not_merged = SimpleNamespace(model_config=model, parallel_config=parallel)
+    parallel = SimpleNamespace(worker_extension_cls=WORKER_EXTENSION)
+    not_merged = SimpleNamespace(model_config=SimpleNamespace(quantization=None), parallel_config=parallel)
     app.state.flexquant_engine = EnginesClient([], not_merged)
     with TestClient(app) as client:
         assert client.get("/flexquant", headers={"Authorization": f"Bearer {key}"}).status_code == code

@@ -34,17 +34,9 @@ GRAPHS = claims.TESTED["test_graph_modes.py"]
 ONE, OTHER = "tests/gpu/test_graph_modes.py::test_a[V1-x]", "tests/gpu/test_graph_modes.py::test_b[V1]"
 
 
-def verdict(
-    question: str,
-    claim: str,
-    outcomes: Any = None,
-    cells=(),
-    first_tokens=None,
-    live=None,
-    rival=None,
-    large=(),
-) -> claims.Verdict:
-    found = claims.Found(outcomes or {}, cells, first_tokens or {}, live or {}, rival or {}, large)
+def verdict(question: str, claim: str, outcomes: Any = None, **found: Any) -> claims.Verdict:
+    nothing = {"cells": (), "first_tokens": {}, "live": {}, "rival": {}, "large": ()}
+    found = claims.Found(outcomes or {}, **nothing | found)
     (one,) = [verdict for verdict in claims.judge(found)[question] if claim in verdict.claim]
     return one
 
@@ -117,9 +109,7 @@ def test_equality_is_shown_within_three_percent_by_five_rounds(times, expected):
         ("prefills a batch sooner than static W4A16", "w4a16", "flexquant:one-copy"),
     ],
 )
-def test_a_gain_is_shown_beyond_the_interval_and_by_both_servers(
-    claim, static, policy, milliseconds, expected
-):
+def test_a_gain_is_shown_beyond_the_interval_by_both_servers(claim, static, policy, milliseconds, expected):
     both = {static: [1.0] * 6, policy: [milliseconds] * 6}
     assert verdict(SERVERS, claim, cells=cells(BATCH, both)).verdict == expected
     if expected == SHOWN and static == "w8a8":  # a second server that is slower takes the certainty
@@ -173,8 +163,7 @@ def test_a_first_token_may_come_three_percent_late(low, high, rounds, expected):
 
 
 @pytest.mark.parametrize(
-    ("copy", "expected"),
-    [((90, 85, 95), SHOWN), ((100, 95, 105), NOT_SHOWN), ((120, 115, 125), CONTRADICTED)],
+    "copy, expected", [((90, 85, 95), SHOWN), ((100, 95, 105), NOT_SHOWN), ((120, 115, 125), CONTRADICTED)]
 )
 def test_a_kernel_is_sooner_beyond_its_quartiles(copy, expected):
     def found(middle: float, low: float, high: float) -> dict[str, Any]:

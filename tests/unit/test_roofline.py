@@ -21,9 +21,7 @@ from tests import prediction as hand
 from tests.prediction import BF16, MARLIN, UNLIKE, decode, in_16_bit, in_int4, model, prefill, times, total
 
 
-def check(
-    shape: ModelShape, variant: str, batch: Batch, parts: hand.Parts, layers: int = 3, calls: int = 4
-) -> None:
+def check(shape: ModelShape, variant: str, batch: Batch, parts: hand.Parts, layers=3, calls=4) -> None:
     """Compare a pass with a sum of parts, and the overhead of calls, layers and the pass."""
     overhead_us = (layers * calls + 1) * 3 + layers * 13 + 170
     found = pass_seconds(shape, variant, batch, UNLIKE)

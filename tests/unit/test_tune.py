@@ -150,9 +150,8 @@ def test_a_crossover_is_told_with_the_sizes_that_noise_leaves_open():
     curves = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.7 if n < 8 else 1.0 if n < 32 else 1.3}
     samples = measured(curves, noise=0.02)
     (note, _) = policy_file.crossover_notes(samples, VARIANTS, decided(samples))
-    assert (
-        "takes over between the measured 4 and 8; equal within 3.3 % at 8, equal within 2.2 % at 16)" in note
-    )
+    said = "takes over between the measured 4 and 8; equal within 3.3 % at 8, equal within 2.2 % at 16)"
+    assert said in note
 
 
 def added(noise: float, samples: Samples, effort: Effort) -> list[int]:
