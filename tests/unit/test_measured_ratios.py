@@ -145,8 +145,7 @@ def test_a_live_server(policy: str, way: str, run: str, as_served: Device, tmp_p
     for name, by_policy in json.loads((RESULTS / run / "policies.json").read_text())["cells"].items():
         load = Workload.parse(name)
         together = load.most_at_once
-        batches = Batches(load.input, load.output, (together,))
-        tried = try_ways(model, as_served, batches, 1, 0.9)
+        tried = try_ways(model, as_served, Batches(load.input, load.output, (together,)), 1, 0.9)
         outcomes = {outcome.way.name: asdict(outcome.loads[together]) for outcome in tried}
         ours, w8a8 = outcomes[way], outcomes["stock W8A8"]
         batch = roofline.Batch(together, together, cached=together * (load.input + load.output / 2))

@@ -98,13 +98,17 @@ def test_what_is_computed_takes_the_weights_that_it_is_computed_from():
     assert loaded().bits([computed]) == loaded().bits([int4]) == 4
 
 
-def test_less_than_one_copy_is_refused_with_what_it_takes():
+def test_less_than_one_copy_is_refused_with_what_it_takes_rounded_up_to_whole_mib():
     with pytest.raises(FlexQuantError, match=r"^one copy takes 29.0 MiB a rank, more than the 28.0 MiB") as e:
         fit(ONE_COPY - 1)
     parts = "26.0 MiB of weights, and 3.0 MiB to compute INT8 weights in; give --memory 29MiB or more"
     assert parts in str(e.value) and "w4a16 alone fits: serve by that policy" in str(e.value)
     with pytest.raises(FlexQuantError, match="give --memory 29MiB or more, or fewer --kv-tokens$"):
         fit(1)
+    more = replace(loaded(), written={FROM_INT4: 3 * MIB + 1})
+    with pytest.raises(FlexQuantError, match="give --memory 30MiB or more") as e:
+        fit(ONE_COPY, held=more)
+    assert "and 3.0 MiB to compute" in str(e.value) and fit(ONE_COPY + 1 / MIB, held=more).together
 
 
 def test_a_checkpoint_of_one_variant_has_one_copy():
@@ -123,13 +127,6 @@ def test_layers_have_8_bit_of_their_own_beside_a_variant_in_16():
     assert plan_of(found, "bf16") == [f"w8a8+{FROM_INT4}[2-3]"]
     assert found.remark.startswith("2 of 4 layers (0-1) fit with w8a8 of their own")
     assert {"bf16, w4a16", "bf16 alone"} <= {choice.name for choice in found.choices}
-
-
-def test_memory_that_is_no_whole_number_of_mib_is_rounded_up():
-    more = replace(loaded(), written={FROM_INT4: 3 * MIB + 1})
-    with pytest.raises(FlexQuantError, match="give --memory 30MiB or more") as e:
-        fit(ONE_COPY, held=more)
-    assert "and 3.0 MiB to compute" in str(e.value) and fit(ONE_COPY + 1 / MIB, held=more).together
 
 
 def sensitivity(folder: Path, lower: str = "w4a16", **changed: Any) -> Path:

@@ -135,16 +135,12 @@ def test_experts_that_are_held_turned_have_the_sizes_of_others(tmp_path):
     assert Linear(4, 256, 2 * 4 * 256, "bf16") in half, "the router is whole"
 
 
-def test_ranks_beyond_the_kv_heads_hold_one_twice(tmp_path):
+def test_ranks_beyond_the_kv_heads_hold_one_twice(tmp_path, merged):
     """8 devices: of 8 query heads one, of 2 KV heads one each; of 32 x 256 weights a head."""
     config = {**SMALL, "model_type": "qwen3", "num_hidden_layers": 1, "head_dim": 32}
     for devices, heads in ((1, 8 + 2 + 2), (2, 4 + 1 + 1), (8, 1 + 1 + 1)):
         found = planned(tmp_path, config).shape(("w8a8",), devices, {}).linears["w8a8"]
         assert Linear(heads * 32, 256, heads * 32 * (256 + 2), "w8a8") in found
-
-
-def test_a_device_holds_one_kv_head_at_least(merged):
-    """Four devices hold two KV heads: one each, twice over."""
     model = PlannedModel.read(str(merged))
     one, two, four = (model.shape(("w4a16",), n, {}).kv_bytes_per_token for n in (1, 2, 4))
     assert one == 2 * 2 * 2 * 32 * 2 and two == four == one / 2
@@ -170,9 +166,7 @@ def test_int8_computed_from_int4_is_no_second_copy(merged):
 
 
 def test_a_nested_variant_stores_4_bits_factors_and_exceptions(merged):
-    """It needs its source's weights in a layout that it reads, and memory for the largest linear."""
-    model = PlannedModel.read(str(merged))
-    plain = model.shape(("w8a8", "w4a16"), 1, {})
+    plain = PlannedModel.read(str(merged)).shape(("w8a8", "w4a16"), 1, {})
     nested = plain.with_nested("w8a8", "w4a16")
     int4, stored = 512 * 128 / 2 + 2 * 512, 512 * 128 / 2 + 4 * (512 + 512 + 128) + 3 * 512
     assert Linear(512, 128, 512 * 128, "w8a8", 1, 1, int4, stored) in nested.linears["w8a8"]

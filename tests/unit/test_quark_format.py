@@ -92,7 +92,6 @@ def schemes_of(quark: Path, linears: Iterable[str]) -> dict[str, tuple[str, bool
 
 
 def test_vllm_reads_the_same_scheme(tmp_path):
-    """vLLM gives a linear the same kernel for Quark's settings as for those that they are read as."""
     for by in ("per_tensor", "per_channel"):
         for static, symmetric in ((True, True), (True, False), (False, True), (False, False)):
             options = {"by": by, "static": static, "symmetric": symmetric}

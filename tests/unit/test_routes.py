@@ -236,8 +236,7 @@ def test_reachable_plans_of_a_size_are_those_of_the_phases_that_it_can_hold() ->
 
 @pytest.mark.parametrize("name", ["w8a8", "single-copy", "phase", "phase-batch"])
 def test_whether_the_size_alone_decides(name: str) -> None:
-    found = table(name, 30, 512, max_decode_tokens=64)
-    assert found.ignores_phase() is (name in ("w8a8", "single-copy"))
+    assert table(name, 30, 512, max_decode_tokens=64).ignores_phase() is (name in ("w8a8", "single-copy"))
 
 
 def test_size_alone_decides_where_phases_differ_only_beyond_the_largest_decode_batch() -> None:

@@ -94,16 +94,13 @@ def test_another_model_is_refused_though_releases_differ(tmp_path, edit, named):
         plan_with(tmp_path, edit)
 
 
-def test_null_is_not_the_default_of_a_key_that_is_absent(tmp_path):
+def test_null_is_not_the_default_of_an_absent_key_and_a_default_that_is_left_out_is_no_difference(tmp_path):
     """Mistral's window is 4096 tokens if its config has no key for it, and there is none if it says null."""
     edit = {"sliding_window": None}
     with refused("sliding_window: None against 4096"):
         plan_with(tmp_path / "another", edit, architecture="mistral")
     plan_with(tmp_path / "default", edit, architecture="mistral", sliding_window=4096)
-
-
-def test_a_default_that_one_release_leaves_out_is_no_difference_but_another_value_is(tmp_path):
-    plan_with(tmp_path / "default", {"attention_dropout": None})
+    plan_with(tmp_path / "left out", {"attention_dropout": None})
     with refused("tie_word_embeddings: "):
         plan_with(tmp_path / "tied", {"tie_word_embeddings": None}, tie_word_embeddings=True)
 

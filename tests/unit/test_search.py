@@ -175,7 +175,6 @@ def study(merged: Path, tmp_path: Path) -> Study:
 
 @pytest.fixture
 def file(study: Study, tmp_path: Path) -> Path:
-    """Return a file with the results of all plans."""
     rows = {describe_layers(p): [kl(p)] * 2 for p in product(("w8a8", "w4a16"), repeat=LAYERS)}
     (tmp_path / "sensitivity.json").write_text(json.dumps({**study.described(), "kl": rows}))
     return tmp_path / "sensitivity.json"

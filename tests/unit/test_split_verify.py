@@ -160,8 +160,7 @@ def test_a_malformed_provenance_is_one_sentence(sources, merged, tmp_path, damag
 
 
 def test_verify_finds_missing_tensors_and_a_missing_shard(merged):
-    ghost = edits.edit_json(PROVENANCE_FILE, lambda d: d["tensors"].update({"w8a8.ghost": "00"}))
-    ghost(merged)
+    edits.edit_json(PROVENANCE_FILE, lambda d: d["tensors"].update({"w8a8.ghost": "00"}))(merged)
     with refused("w8a8.ghost"):
         verify_checkpoint(merged)
     next(iter(merged.glob("model-*.safetensors"))).unlink()

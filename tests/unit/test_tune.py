@@ -122,7 +122,7 @@ def test_a_noisy_machine_is_told_and_not_decided():
             assert [samples.count(v, phase, size) for v in VARIANTS] == [rounds, rounds]
 
 
-def test_notes_of_kernels_rounds_and_what_is_not_loaded():
+def test_notes_of_kernels_rounds_what_is_not_loaded_and_throughput_beyond_what_was_measured():
     named, warning = kernel_notes({"w8a8": ["ExactCPUInt8LinearKernel"], "w4a16": ["CPUW4A16LinearKernel"]})
     assert named == "Kernels: w8a8 ExactCPUInt8LinearKernel; w4a16 CPUW4A16LinearKernel."
     assert warning.startswith("w8a8 runs on ExactCPUInt8LinearKernel, which multiplies W8A8 in fp32")
@@ -132,9 +132,14 @@ def test_notes_of_kernels_rounds_and_what_is_not_loaded():
     assert origin_notes({**origin, "rounds": 5}, Goal())[-1].startswith("Medians of 5 rounds or more")
     (note,) = policy_file.unused_notes({"w4a16": 2_000_000})
     assert note.startswith("w4a16 is never chosen and so not loaded, which leaves 1.9 MiB")
+    samples = measured(crossing_at(11))
+    (note,) = policy_file.batch_notes(samples, Goal("throughput", request_tokens=100), requests=lambda: 65)
+    assert "that of 64 sequences" in note and "65 requests of 100 tokens fit" in note
+    assert policy_file.batch_notes(samples, Goal("throughput"), requests=lambda: 64) == []
+    assert policy_file.batch_notes(samples, Goal("latency"), requests=lambda: 65) == []
 
 
-def test_few_undecided_sizes_are_noted():
+def test_few_undecided_sizes_are_noted_and_a_crossover_with_the_sizes_that_noise_leaves_open():
     samples = measured(crossing_at(11))
     for variant, seconds in (("w8a8", 1.0), ("w4a16", 3.0)):
         samples.add(variant, "prefill", 128, seconds)
@@ -144,9 +149,6 @@ def test_few_undecided_sizes_are_noted():
     notes = policy_file.crossover_notes(samples, VARIANTS, decided(samples))
     # Ratios of 3 and 1: of two rounds the interval is both.
     assert "prefill: undecided at these tokens: 128 (up to 200 % apart)." in notes
-
-
-def test_a_crossover_is_told_with_the_sizes_that_noise_leaves_open():
     curves = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.7 if n < 8 else 1.0 if n < 32 else 1.3}
     samples = measured(curves, noise=0.02)
     (note, _) = policy_file.crossover_notes(samples, VARIANTS, decided(samples))
@@ -212,14 +214,6 @@ def test_throughput_counts_the_batch_that_fits():
 def test_for_throughput_the_more_precise_may_be_slower_by_2_percent(w4a16, chosen):
     samples = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: w4a16}, noise=0)
     assert decided(samples, "throughput").variants == (chosen,)
-
-
-def test_throughput_beyond_what_was_measured_is_told():
-    samples = measured(crossing_at(11))
-    (note,) = policy_file.batch_notes(samples, Goal("throughput", request_tokens=100), requests=lambda: 65)
-    assert "that of 64 sequences" in note and "65 requests of 100 tokens fit" in note
-    assert policy_file.batch_notes(samples, Goal("throughput"), requests=lambda: 64) == []
-    assert policy_file.batch_notes(samples, Goal("latency"), requests=lambda: 65) == []
 
 
 def test_memory_is_divided_by_weights_and_evenly_beyond(merged):
@@ -316,7 +310,7 @@ def test_bounds_are_read_or_refused(text):
         parse_slo(text)
 
 
-def test_the_policy_says_what_was_decided(tmp_path):
+def test_the_policy_says_what_was_decided_and_one_variant_everywhere_is_one_rule(tmp_path):
     samples = measured(crossing_at(11))
     decision = decided(samples)
     times = samples.pass_times(16, {"model": "m", "date": "2026-11-21"})
@@ -333,9 +327,6 @@ def test_the_policy_says_what_was_decided(tmp_path):
     assert policy.measured.decode["w8a8"][8].median == pytest.approx(times.decode["w8a8"][8].median, rel=1e-3)
     assert text.startswith("# Tuned here.\n#\n# decode, ms")
     assert "8 sequences" in text
-
-
-def test_one_variant_everywhere_is_one_rule():
     samples = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 2.0})
     policies = find_policies(VARIANTS, VARIANTS)
     document = tuned_policy_document(decided(samples), policies, samples.pass_times(16, {}), "x")
