@@ -176,12 +176,8 @@ def test_what_is_missing_is_taken_for_the_worst(merged):
 
 @pytest.mark.parametrize(
     ("compatible", "mixable", "may"),
-    [
-        (True, [["a"], ["b"], ["c"]], ["ab", "bc"]),
-        (False, [["a", "b"], ["c"]], ["ab"]),
-        (False, [["a"], ["b"], ["c"]], []),
-        (False, [["a", "b", "c"]], []),
-    ],
+    [(True, [["a"], ["b"], ["c"]], ["ab", "bc"]), (False, [["a", "b"], ["c"]], ["ab"])]
+    + [(False, [["a"], ["b"], ["c"]], []), (False, [["a", "b", "c"]], [])],
 )
 def test_variants_share_a_cache_as_far_as_the_merge_compared_them(merged, compatible, mixable, may):
     section = config_of(merged)[SECTION]

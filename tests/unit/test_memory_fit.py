@@ -71,13 +71,8 @@ def test_tokens_of_the_cache_leave_a_memory():
 
 @pytest.mark.parametrize(
     ("mib", "plan"),
-    [
-        (ONE_COPY, []),
-        (ONE_COPY + 7.9, []),
-        (ONE_COPY + 8, [f"{FROM_INT4}+w8a8[0]"]),
-        (ONE_COPY + 3 * 8, [f"w8a8+{FROM_INT4}[3]"]),
-        (ONE_COPY + 4 * 8 - 3, []),
-    ],
+    [(ONE_COPY, []), (ONE_COPY + 7.9, []), (ONE_COPY + 8, [f"{FROM_INT4}+w8a8[0]"])]
+    + [(ONE_COPY + 3 * 8, [f"w8a8+{FROM_INT4}[3]"]), (ONE_COPY + 4 * 8 - 3, [])],
 )
 def test_as_many_layers_as_fit_have_their_own(mib, plan):
     """With two whole copies there is nothing to compute, and so no memory for that."""

@@ -89,12 +89,8 @@ def test_groups_are_stored_and_said_not_to_be_one(odd_one_out):
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
 @pytest.mark.parametrize(
     ("edit", "expected"),
-    [
-        (lambda state: None, ()),
-        (smooth_norms(), ("other",)),
-        (scale_up_to_down, ("other",)),
-        (rotate_residual, ("other",)),
-    ],
+    [(lambda state: None, ()), (smooth_norms(), ("other",))]
+    + [(scale_up_to_down, ("other",)), (rotate_residual, ("other",))],
     ids=["plain", "norms smoothed", "up to down smoothed", "rotated"],
 )
 def test_a_variant_whose_linears_take_other_inputs_is_noted(tmp_path, edit, expected, scheme):
@@ -121,14 +117,9 @@ def test_bytes_are_told_with_the_layers():
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [
-        ("model.layers.3.mlp.down_proj.weight", 3),
-        ("model.layers.12", 12),
-        ("model.language_model.layers.0.self_attn", 0),
-        ("model.vision_model.encoder.layers.3.mlp", None),
-        ("model.embed_tokens.weight", None),
-        ("lm_head", None),
-    ],
+    [("model.layers.3.mlp.down_proj.weight", 3), ("model.layers.12", 12)]
+    + [("model.language_model.layers.0.self_attn", 0), ("model.vision_model.encoder.layers.3.mlp", None)]
+    + [("model.embed_tokens.weight", None), ("lm_head", None)],
 )
 def test_the_decoder_layer_of_a_name(name, number):
     assert layer_number(name) == number
