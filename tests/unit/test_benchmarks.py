@@ -183,10 +183,7 @@ def test_a_workload_gets_rounds_until_its_ratios_are_narrow_or_it_has_the_most(e
 
 
 def left(folder: Path, rounds: int, times: Callable[[int], float], *more: str) -> int:
-    """Return how many cells a run without time leaves if it goes on from ``rounds`` rounds.
-
-    ``more`` names subjects that have no rounds.
-    """
+    """Return how many cells a run without time leaves from ``rounds`` on; subjects ``more`` have none."""
     plan = Plan([SMALL], [parse_subject(name) for name in ("w8a8", "flexquant:phase", *more)], Effort(6, 8))
     model = Model("tiny", SHAPES["tiny"], None, folder / "work")
     options = ServerOptions(64, 8, eager=True, kv_cache_gib=1, memory_share=0.5)

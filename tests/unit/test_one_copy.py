@@ -41,10 +41,7 @@ SHAPES = {"whole blocks": 128, "a narrow block": 128 + NARROW}
 
 
 def made(kind: Any, outputs: int, group: int, signs: float | None = 1.0, zeros: bool = False) -> tuple:
-    """Return a kernel, its packed layer, and the weights that it was given, float64 [out, in].
-
-    ``signs`` are those of all scales; None: both.
-    """
+    """Return a kernel, its packed layer and weights, float64 [out, in]; ``signs`` None: scales of both."""
     torch.manual_seed(0)
     layer = {"inputs": INPUTS, "outputs": outputs, "group_size": group, "zero_points": zeros}
     linear = trial.new_layer({**layer, "dtype": "bfloat16"}, kind)

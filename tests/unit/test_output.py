@@ -61,10 +61,7 @@ def test_two_outputs_in_one_folder_are_written_side_by_side(tmp_path):
 
 
 def write_and_die_early(folder: Path, fatal: int) -> bool:
-    """Write an output in a process of its own, and return whether it killed itself on the way.
-
-    It does so before the n-th operation on ``folder`` that Python reports to its audit hooks.
-    """
+    """Write in a process that kills itself before an audited operation on ``folder``; return if it did."""
     operations = 0
 
     def count(event: str, arguments: tuple[object, ...]) -> None:

@@ -34,10 +34,7 @@ def exported(folder: Path, **options: Any) -> Path:
 
 
 def converted(quark: Path, folder: Path) -> Iterator[tuple[str, bool, set[str]]]:
-    """Convert a checkpoint and compare the numbers of its linears.
-
-    Yield each linear's name, whether its weights have a scale for each channel, and its parts.
-    """
+    """Convert, compare numbers, yield each linear's name, whether it has scales by channel, its parts."""
     convert_checkpoint(quark, folder)
     stored, found = tensors_of(quark), tensors_of(folder)
     reader = WeightReader(open_source("w8a8", folder))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.comparison import Effort
 from flexquant.policy.routes import build_route_table
@@ -214,32 +213,6 @@ def test_throughput_counts_the_batch_that_fits():
 def test_for_throughput_the_more_precise_may_be_slower_by_2_percent(w4a16, chosen):
     samples = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: w4a16}, noise=0)
     assert decided(samples, "throughput").variants == (chosen,)
-
-
-def test_memory_is_divided_by_weights_and_evenly_beyond(merged):
-    memory = Memory(total=900, shared=100, own={"w8a8": {"w8a8": 400}, "w4a16": {"w4a16": 200}})
-    assert memory.requests(["w8a8"], 10) == 40 and memory.requests(["w8a8", "w4a16"], 10) == 20
-    shares = [memory.utilisation(name) for name in memory.own]
-    assert shares == pytest.approx([0.9 * 550 / 900, 0.9 * 350 / 900])
-    checkpoint = MergedCheckpoint.open(merged)
-    variants = find_variants(checkpoint.merged, VARIANTS)
-    one, two = (Memory.of(checkpoint, variants, devices) for devices in (1, 2))
-    assert two.total == 2 * one.total > 0 and two.own == one.own
-
-
-def test_one_copy_is_counted_once(merged):
-    """A variant that computes its weights adds none, and a plan with layers of two has a part of each."""
-    checkpoint = MergedCheckpoint.open(merged)
-    variants = find_variants(checkpoint.merged, ["w8a8", "w4a16", FROM_INT4])
-    half = {"default": FROM_INT4, "layers": {"0": "w8a8"}}
-    document = variants[FROM_INT4].document | {"rules": [{"use": half}]}
-    memory = Memory.of(checkpoint, variants | {"half": parse_policy(document, "stored policy")}, devices=1)
-    assert memory.own[FROM_INT4] == memory.own["w4a16"]
-    assert memory.own["half"]["w8a8"] * 2 == pytest.approx(memory.own["w8a8"]["w8a8"])
-    more = ([], [FROM_INT4], ["half"], ["half", "w8a8"])
-    (room, same, half_room, both) = (memory.requests(["w4a16", *names], request=1) for names in more)
-    assert room == same > half_room > both and list(memory.saved([FROM_INT4])) == ["w8a8"]
-    assert memory.saved(["half"]) == {}
 
 
 def test_of_sets_that_fit_the_first_is_taken_unless_another_is_faster():
