@@ -113,9 +113,7 @@ def test_an_absent_key_has_no_value_where_its_readers_have_several_defaults(valu
 
 def test_keys_that_no_server_reads_may_differ(tmp_path):
     """AutoAWQ, AutoGPTQ, unsloth and each release of transformers write some of them."""
-    edit: Config = dict.fromkeys(
-        ("_attn_implementation_autoset", "_from_model_config", "unsloth_fixed"), True
-    )
+    edit = dict.fromkeys(("_attn_implementation_autoset", "_from_model_config", "unsloth_fixed"), True)
     edit |= {"_name_or_path": "elsewhere", "attention_dropout": 0.1, "id2label": {"0": "yes"}}
     edit |= {"bos_token_id": 7, "eos_token_id": [257], "pad_token_id": 7, "license": "mit"}
     edit |= {"pretraining_tp": 2, "tokenizer_class": "PreTrainedTokenizerFast"}
