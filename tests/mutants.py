@@ -22,19 +22,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
-    "flexquant/policy": (
-        "cli_policy machine memory_fit pass_times policy policy_refusals routes yaml_document"
-    ),
+    "flexquant/policy": ("cli_policy memory_fit pass_times policy policy_refusals routes"),
     "flexquant/checkpoint": (
-        "absent foreign_errors format heads hub layer_ranges merge merge_ends_early merging_kinds origins "
-        "output same_model same_processor same_tokenizer served_config source_errors split_verify "
-        "what_configs_name"
+        "absent foreign_errors format heads hub merge merge_ends_early merging_kinds mixing origins output "
+        "same_model same_tokenizer settings_by_layer source_errors split_verify what_configs_name"
     ),
     "merge": (
         "absent conversion dequantize draft_heads foreign_errors heads kv_compat kv_layouts kv_proof "
         "kv_sampling kv_states merge merge_ends_early merging_formats merging_kinds mixing nesting "
-        "nesting_refusals origins quark_format same_model same_processor same_tokenizer settings_by_layer "
-        "source_errors split_verify"
+        "nesting_refusals origins quark_format same_model same_tokenizer settings_by_layer source_errors "
+        "split_verify"
     ),
     "flexquant/serving/worker": "heads keys one_copy pass_records w4a8_scales",
 }

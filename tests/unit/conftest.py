@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from flexquant.merge import merge_checkpoints
 from flexquant.planning.device import Device, load_device
 from tests.checkpoints import make_checkpoint
 from tests.prediction import DEVICE
+from tests.publishers import edits
 from tests.unit.nested import make_nested_pair
 
 
@@ -31,12 +31,9 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return variants with all files that users have: w8a8 in two shards, w4a16 by another transformers."""
     folder = tmp_path_factory.mktemp("sources")
-    made = {
-        "w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", num_shards=2),
-        "w4a16": make_checkpoint(folder / "w4a16", scheme="w4a16"),
-    }
-    config = json.loads((made["w4a16"] / "config.json").read_text())
-    (made["w4a16"] / "config.json").write_text(json.dumps({**config, "transformers_version": "5.0.0"}))
+    made = {"w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", num_shards=2)}
+    made["w4a16"] = make_checkpoint(folder / "w4a16", scheme="w4a16")
+    edits.config(transformers_version="5.0.0")(made["w4a16"])
     for name, path in made.items():
         (path / "recipe.yaml").write_text(f"scheme: {name}\n")
         (path / "generation_config.json").write_text('{"temperature": 0.6}')
@@ -60,8 +57,7 @@ def config(merged: Path) -> MergedConfig:
 
 
 def merge_of(folder: Path, eight_bit: str, policy: str | None = None, **options: object) -> Path:
-    names = (eight_bit, "w4a16")
-    sources = {name: make_checkpoint(folder / name, scheme=name, **options) for name in names}
+    sources = {name: make_checkpoint(folder / name, scheme=name, **options) for name in (eight_bit, "w4a16")}
     merge_checkpoints(sources, folder / "merged", policy=policy)
     return folder / "merged"
 

@@ -34,8 +34,7 @@ def compare_and_refuse(sources: Sequence[Source], folder: Path) -> KVReport:
         folders = {source.name: source.folder for source in sources}
         with pytest.raises(FlexQuantError) as refused:
             merge_checkpoints(folders, folder / "merged", policy=str(policy))
-        assert str(refused.value) == found.message
-        assert not list(folder.iterdir())
+        assert str(refused.value) == found.message and not list(folder.iterdir())
     return found
 
 
@@ -48,11 +47,7 @@ def model_of(kind: str, **config: int) -> tuple[PreTrainedModel, StateDict, set[
 
 
 def report(
-    tmp_path: Path,
-    edit: Edit | None = None,
-    architecture: str = "llama",
-    schemes: tuple[str, str] = ("w8a8", "w4a16"),
-    **overrides,
+    tmp_path: Path, edit: Edit | None = None, architecture="llama", schemes=("w8a8", "w4a16"), **overrides
 ) -> KVReport:
     """Compare an untouched variant (the reference) with an edited one."""
     reference = make_checkpoint(tmp_path / "a", architecture, schemes[0])
@@ -61,19 +56,12 @@ def report(
     return compare_and_refuse(opened({"first": reference, "second": other}), tmp_path / "out")
 
 
-def report_of(
-    tmp_path: Path,
-    kind: str,
-    change: Callable[[StateDict], StateDict],
-    of_both: StateDict | None = None,
-    **config: int,
-) -> KVReport:
+def report_of(tmp_path: Path, kind: str, change: Callable, of_both: StateDict | None = None, **config: int):
     """Compare two roundings of a model of this type; ``change`` makes the second one's state dict."""
     model, state, quantised, left_out = model_of(kind, **config)
-    state = state | (of_both or {})
+    state, how = state | (of_both or {}), (quantised, left_out)
     folders = {}
     for scheme in ("w8a8", "w4a16"):
-        how = scheme, quantised, left_out
-        folders[scheme] = write_checkpoint(tmp_path / scheme, model.config, state, *how)
+        folders[scheme] = write_checkpoint(tmp_path / scheme, model.config, state, scheme, *how)
         state = change(state)
     return check_kv_compatibility(opened(folders))

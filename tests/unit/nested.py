@@ -36,19 +36,15 @@ def make_w4a16(folder: Path, group: int | None, symmetric: bool, **config: int) 
             tensors[f"{name}_zero_point"] = pack_to_int32(zero.to(torch.int8), 4, packed_dim=0).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     groups = config_of(folder)["quantization_config"]["config_groups"]
-    groups["group_0"]["weights"] |= {
-        "group_size": group,
-        "strategy": "group" if group else "channel",
-        "symmetric": symmetric,
-    }
+    strategy = "group" if group else "channel"
+    groups["group_0"]["weights"] |= {"group_size": group, "strategy": strategy, "symmetric": symmetric}
     edits.section(config_groups=groups)(folder)
     return folder
 
 
 def make_nested_pair(folder: Path) -> dict[str, Path]:
     """Write a smoothed W8A8, and W4A16 in groups of 32 with zero points."""
-    smoothed = in_float32(smooth_norms())
     return {
-        "w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", transform=smoothed),
+        "w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", transform=in_float32(smooth_norms())),
         "w4a16": make_w4a16(folder / "w4a16", 32, symmetric=False),
     }

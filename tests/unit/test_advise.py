@@ -19,20 +19,8 @@ from flexquant import cli
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.merge import merge_checkpoints
-from flexquant.planning.advising import (
-    FROM_16_BIT,
-    INT4_TWICE,
-    MARGIN,
-    NESTED,
-    ONE_COPY,
-    TWO_COPIES,
-    Outcome,
-    choose,
-    explain,
-    format_advice,
-    try_ways,
-    ways,
-)
+from flexquant.planning import advising
+from flexquant.planning.advising import INT4_TWICE, MARGIN, ONE_COPY, TWO_COPIES, Outcome, try_ways, ways
 from flexquant.planning.device import HUMMING, MARLIN, W4A8, Device, load_device
 from flexquant.planning.planned_model import MARLIN_TILES, PlannedModel
 from flexquant.planning.roofline import Batches, Load
@@ -47,31 +35,21 @@ MIXTURE |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_t
 TRAFFIC = Batches(1024, 256, (1, 8, 32))
 
 
-def tried(
-    folder: Path, config: dict[str, Any], device: str | Device, devices: int = 1, traffic: Batches = TRAFFIC
-) -> dict[str, Outcome]:
+def tried(folder: Path, config: Any, device: str | Device, devices=1, traffic=TRAFFIC) -> dict[str, Outcome]:
     device = load_device(device) if isinstance(device, str) else device
     found = try_ways(planned(folder, config), device, traffic, devices, 0.9)
     return {outcome.way.name: outcome for outcome in found}
 
 
-# the shape
-
-
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize(
-    ("architecture", "eight"), [("llama", "w8a8"), ("qwen3_moe", "w8a8"), ("qwen2", "fp8")]
-)
-def test_the_shape_is_that_of_the_quantised_checkpoint(
-    architecture: str, eight: str, devices: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("architecture, eight", [("llama", "w8a8"), ("qwen3_moe", "w8a8"), ("qwen2", "fp8")])
+def test_the_shape_is_that_of_the_quantised_checkpoint(architecture, eight, devices, tmp_path):
     """A quantised model's own config is read too."""
     sources = {
         name: make_checkpoint(tmp_path / name, architecture, name, tie_word_embeddings=eight == "fp8")
         for name in (eight, "w4a16")
     }
-    policy = "fp8-phase-batch" if eight == "fp8" else None
-    merge_checkpoints(sources, tmp_path / "merged", policy=policy)
+    merge_checkpoints(sources, tmp_path / "merged", policy="fp8-phase-batch" if eight == "fp8" else None)
     checkpoint = MergedCheckpoint.open(tmp_path / "merged")
     stored = report_checkpoint(checkpoint.merged, 2, checkpoint.tensors)
     for folder in (sources["w4a16"], tmp_path / "merged"):
@@ -82,14 +60,13 @@ def test_the_shape_is_that_of_the_quantised_checkpoint(
         assert found.resident_bytes * devices == pytest.approx(stored.total_bytes, rel=0.05)
 
 
-def test_bytes_of_a_known_model(tmp_path: Path) -> None:
+def test_bytes_of_a_known_model(tmp_path):
     """Llama-3.1-8B has 6.98e9 weights in decoder layers; INT4 in groups of 128 is 4.125 bits each."""
     model = planned(tmp_path, LLAMA_8B)
     weights, outside = 32 * (4096 * (4096 + 6144 + 28672) + 14336 * 4096), 2 * 128256 * 4096
     shape = model.shape(("w4a16",), 1, {})
     assert shape.resident_bytes == pytest.approx(weights * 4.125 / 8 + 2 * outside, rel=1e-3)
-    half = model.shape(("w8a8",), 2, {})
-    assert half.resident_bytes == pytest.approx(weights / 2 + outside, rel=2e-3)
+    assert model.shape(("w8a8",), 2, {}).resident_bytes == pytest.approx(weights / 2 + outside, rel=2e-3)
     # Groups are as small as the inputs need, 576 = 9 x 64; a head that is tied to the embedding is no more.
     model = planned(tmp_path, SMOLLM2)
     weights = 30 * (576 * (576 + 960 + 3072) + 1536 * 576)
@@ -97,13 +74,12 @@ def test_bytes_of_a_known_model(tmp_path: Path) -> None:
     assert model.shape(("w4a16",), 1, {}).resident_bytes == pytest.approx(expected, rel=1e-3)
 
 
-def test_what_a_nested_config_leaves_out_is_the_default(tmp_path: Path) -> None:
+def test_what_a_nested_config_leaves_out_is_the_default(tmp_path):
     """Llama's defaults are those of Llama-2-7B; what reads images is not counted, and this is said."""
     nested = {"model_type": "llava", "text_config": {"model_type": "llama"}}
     model = planned(tmp_path, {**nested, "vision_config": {"model_type": "clip_vision_model"}})
     assert model.shape(("w8a8",), 1, {}).resident_bytes == pytest.approx(6.74e9, rel=0.05)
-    assert model.has_towers
-    assert not planned(tmp_path, LLAMA_8B).has_towers
+    assert model.has_towers and not planned(tmp_path, LLAMA_8B).has_towers
 
 
 @pytest.mark.parametrize(
@@ -116,17 +92,14 @@ def test_what_a_nested_config_leaves_out_is_the_default(tmp_path: Path) -> None:
         ({}, "config.json: transformers cannot build the model"),
     ],
 )
-def test_a_config_that_is_no_language_model_is_refused(config: Any, problem: str, tmp_path: Path) -> None:
+def test_a_config_that_is_no_language_model_is_refused(config, problem, tmp_path):
     with refused(problem):
         planned(tmp_path, config)
     with refused("no such folder"):
         PlannedModel.read(str(tmp_path / "missing"))
 
 
-# what is possible
-
-
-def test_what_a_device_cannot_run_is_said(tmp_path: Path) -> None:
+def test_what_a_device_cannot_run_is_said(tmp_path):
     a100, b200 = tried(tmp_path, LLAMA_8B, "a100"), tried(tmp_path, LLAMA_8B, "b200")
     assert [name for name, found in a100.items() if not found.loads] == ["stock FP8"]
     assert a100["stock FP8"].problem == "the device has no FP8 arithmetic"
@@ -135,18 +108,18 @@ def test_what_a_device_cannot_run_is_said(tmp_path: Path) -> None:
     assert b200[TWO_COPIES].way.schemes == ("fp8", "w4a16")
 
 
-def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_said(tmp_path):
     """W4A16 and W8A8 of Llama-3.1-8B fit into 24 GB, both in twelve layers more do not."""
     found = tried(tmp_path, {**LLAMA_8B, "num_hidden_layers": 72}, "rtx-4090")
     assert found[TWO_COPIES].problem == "does not fit into 0.9 of 24 GiB"
     assert found[TWO_COPIES].kv_cache_tokens is None and not found[TWO_COPIES].loads
-    assert found[ONE_COPY].loads
     one, alone = found[ONE_COPY], found["stock W4A16"]
+    assert one.loads
     assert one.weights_gib - alone.weights_gib == pytest.approx(28672 * 4096 / 2**30)
     assert tried(tmp_path, {**LLAMA_8B, "num_hidden_layers": 72}, "rtx-4090", 4)[TWO_COPIES].loads
 
 
-def test_linears_that_do_not_fill_marlin_have_no_one_copy_on_a_gpu(tmp_path: Path) -> None:
+def test_linears_that_do_not_fill_marlin_have_no_one_copy_on_a_gpu(tmp_path):
     from flexquant.serving.worker.one_copy import gpu
 
     assert gpu.MARLIN.multiples == MARLIN_TILES
@@ -155,7 +128,7 @@ def test_linears_that_do_not_fill_marlin_have_no_one_copy_on_a_gpu(tmp_path: Pat
     assert tried(tmp_path, LLAMA_8B, "l20")[ONE_COPY].loads
 
 
-def test_w4a8_is_a_way_where_the_device_file_has_its_kernels(tmp_path: Path) -> None:
+def test_w4a8_is_a_way_where_the_device_file_has_its_kernels(tmp_path):
     """Alone it takes the memory of W4A16, beside it twice that."""
     found, without = tried(tmp_path, LLAMA_8B, "h200"), tried(tmp_path, LLAMA_8B, "l20")
     assert found.keys() - without.keys() == {"stock W4A8", INT4_TWICE}
@@ -169,29 +142,25 @@ def test_w4a8_is_a_way_where_the_device_file_has_its_kernels(tmp_path: Path) -> 
     h200 = load_device("h200")
     kernels = {scheme: kernel for scheme, kernel in h200.kernels.items() if scheme != W4A8}
     by_int8 = tried(tmp_path, LLAMA_8B, h200.model_copy(update={"kernels": kernels}))
-    assert "stock W4A8" not in by_int8
-    assert by_int8[INT4_TWICE].loads[1].ttft > 1.5 * twice.loads[1].ttft
+    assert "stock W4A8" not in by_int8 and by_int8[INT4_TWICE].loads[1].ttft > 1.5 * twice.loads[1].ttft
     for config in (MIXTURE, SMOLLM2):
         problem = tried(tmp_path, config, "h200")["stock W4A8"].problem
         assert problem == "W4A8 is priced without experts, in groups of 128"
 
 
 @pytest.mark.parametrize("device", ["h200", "l20", "cpu-2-core"])
-def test_from_16_bit_decodes_as_stock_16_bit_and_has_its_prompts_in_8_bit(
-    device: str, tmp_path: Path
-) -> None:
+def test_from_16_bit_decodes_as_stock_16_bit_and_has_its_prompts_in_8_bit(device, tmp_path):
     """A GPU rounds each linear's weights in each pass; a CPU has a copy of all of them in INT8."""
     on_cpu = device == "cpu-2-core"
     found = tried(tmp_path, SMOLLM2 if on_cpu else LLAMA_8B, device)
-    stock, ours, eight = (found[name] for name in ("stock BF16", FROM_16_BIT, "stock W8A8"))
+    stock, ours, eight = (found[name] for name in ("stock BF16", advising.FROM_16_BIT, "stock W8A8"))
     assert ours.loads[1].tpot == pytest.approx(stock.loads[1].tpot)
     more = 30 * (576 * (576 + 960 + 3072) + 1536 * 576) if on_cpu else 4096 * 28672
     assert ours.weights_gib == pytest.approx(stock.weights_gib + more / 2**30, rel=1e-2)
-    ttft = ours.loads[8].ttft
-    assert eight.loads[8].ttft * (1 if on_cpu else 1.01) <= ttft < 0.9 * stock.loads[8].ttft
+    assert eight.loads[8].ttft * (1 if on_cpu else 1.01) <= ours.loads[8].ttft < 0.9 * stock.loads[8].ttft
 
 
-def test_the_limits_of_int4_are_those_of_a_ranks_shapes(tmp_path: Path) -> None:
+def test_the_limits_of_int4_are_those_of_a_ranks_shapes(tmp_path):
     """8 ranks share the 11008 = 8 x 1376 inputs of Llama-2-7B's down_proj: no whole groups of 128."""
     llama2 = {"model_type": "llama"}
     shared = tried(tmp_path, llama2, "l20", 8)
@@ -208,23 +177,18 @@ def test_the_limits_of_int4_are_those_of_a_ranks_shapes(tmp_path: Path) -> None:
     assert halved["stock W4A16"].loads
 
 
-def test_experts_of_one_copy_take_the_time_of_int4(tmp_path: Path) -> None:
+def test_experts_of_one_copy_take_the_time_of_int4(tmp_path):
     """Attention alone is faster, and experts are most of this model."""
     found = tried(tmp_path, MIXTURE, "l20")
     alone, one, two = (found[name].loads[32].ttft for name in ("stock W4A16", ONE_COPY, TWO_COPIES))
     assert two < 0.75 * alone < 0.85 * alone < one < alone
 
 
-# the latencies
-
-
 @pytest.mark.parametrize(
-    ("config", "device", "folder"),
+    "config, device, folder",
     [(LLAMA_8B, "h100", "llama-3.1-8b-h100"), (SMOLLM2, "cpu-2-core", "smollm2-135m-cpu")],
 )
-def test_latencies_relate_as_measured(
-    config: dict[str, Any], device: str, folder: str, tmp_path: Path
-) -> None:
+def test_latencies_relate_as_measured(config, device, folder, tmp_path):
     """Every ratio of two ways' TTFT or TPOT is within 35 % of the committed runs', for each batch.
 
     What two copies save against the better static precision is within the margin of what they saved. W4A16
@@ -238,8 +202,7 @@ def test_latencies_relate_as_measured(
     batches = {w: found for w, found in by_workload(cells, "serving").items() if w.rate is None}
     assert len(batches) > 1
     for load, measured in batches.items():
-        traffic = Batches(load.input, load.output, (load.requests,))
-        outcomes = tried(tmp_path, config, as_run, traffic=traffic)
+        outcomes = tried(tmp_path, config, as_run, traffic=Batches(load.input, load.output, (load.requests,)))
         for metric in ("ttft", "tpot"):
             by_subject = {}
             for subject, name in names.items():
@@ -253,13 +216,12 @@ def test_latencies_relate_as_measured(
 
         seconds = {subject: median(map(request, measured[subject].values())) for subject in names}
         predicted = {subject: outcomes[name].seconds for subject, name in names.items()}
-        saved, expected = (
-            1 - of["flexquant:phase-batch"] / min(of["w8a8"], of["w4a16"]) for of in (seconds, predicted)
-        )
+        ratios = (of["flexquant:phase-batch"] / min(of["w8a8"], of["w4a16"]) for of in (seconds, predicted))
+        saved, expected = (1 - ratio for ratio in ratios)
         assert abs(saved - expected) < MARGIN, (load, saved, expected)
 
 
-def test_a_full_kv_cache_makes_requests_wait(tmp_path: Path) -> None:
+def test_a_full_kv_cache_makes_requests_wait(tmp_path):
     """In 24 GB, 64 layers of W4A16 leave room for few requests: the others come after them."""
     big = {**LLAMA_8B, "num_hidden_layers": 128}
     little, much = tried(tmp_path, big, "rtx-4090"), tried(tmp_path, big, "rtx-4090", 4)
@@ -267,9 +229,6 @@ def test_a_full_kv_cache_makes_requests_wait(tmp_path: Path) -> None:
     assert alone.kv_cache_tokens is not None and alone.kv_cache_tokens < 8 * 1280
     assert alone.loads[32].ttft > 3 * alone.loads[8].ttft
     assert alone.loads[32].ttft / much["stock W4A16"].loads[32].ttft > 5
-
-
-# the choice
 
 
 FIVE = "stock FP8", "stock W8A8", "stock W4A16", ONE_COPY, TWO_COPIES
@@ -308,33 +267,32 @@ def made(seconds: Mapping[str, float | None], device: str = "l20") -> list[Outco
         ((None,) * 5, None, "None of these can serve the model .* --tensor-parallel-size"),
     ],
 )
-def test_the_choice_and_why(seconds: tuple[float | None, ...], choice: str | None, text: str) -> None:
+def test_the_choice_and_why(seconds, choice, text):
     outcomes = made(dict(zip(FIVE, seconds, strict=True)))
-    found = choose(outcomes)
+    found = advising.choose(outcomes)
     assert (found and found.way.name) == choice
-    assert re.search(text, explain(outcomes)), explain(outcomes)
+    assert re.search(text, advising.explain(outcomes)), advising.explain(outcomes)
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         (INT4_TWICE, "prompts compute in W4A8 and answers in W4A16, of whose INT4 weights"),
-        (NESTED, "in memory with INT8's differences from them"),
-        (FROM_16_BIT, "prompts compute in 8 bit, from the 16-bit weights that answers read"),
+        (advising.NESTED, "in memory with INT8's differences from them"),
+        (advising.FROM_16_BIT, "prompts compute in 8 bit, from the 16-bit weights that answers read"),
     ],
 )
-def test_each_way_may_be_the_choice(name: str, text: str) -> None:
+def test_each_way_may_be_the_choice(name, text):
     outcomes = made(dict.fromkeys(FIVE, 2) | {name: 1}, "h200")
-    found = choose(outcomes)
-    assert found is not None and found.way.name == name
-    assert text in explain(outcomes)
+    found = advising.choose(outcomes)
+    assert found is not None and found.way.name == name and text in advising.explain(outcomes)
 
 
-def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
+def test_notes_are_of_the_model_and_the_device(tmp_path):
     def notes(config: dict[str, Any], device: str) -> str:
         model = planned(tmp_path, config)
         loaded = load_device(device)
-        text = format_advice(try_ways(model, loaded, TRAFFIC, 1, 0.9), model, loaded, TRAFFIC)
+        text = advising.format_advice(try_ways(model, loaded, TRAFFIC, 1, 0.9), model, loaded, TRAFFIC)
         return " ".join(text.partition("note: ")[2].split())
 
     assert "one copy has been measured on one GPU alone" in notes(LLAMA_8B, "l20")
@@ -355,10 +313,7 @@ def test_notes_are_of_the_model_and_the_device(tmp_path: Path) -> None:
     assert f"one copy holds {tokens // 1280} requests at once, and further" in notes(deep, "rtx-4090")
 
 
-# the command
-
-
-def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command(capsys, tmp_path):
     planned(tmp_path, LLAMA_8B)
     command = ["advise", str(tmp_path), "--device", "l20", "--tensor-parallel-size"]
     options = "--concurrency 1,4 --input-len 512 --output-len 128 --gpu-memory-utilization 0.5 --json"

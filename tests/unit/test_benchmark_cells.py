@@ -11,16 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from benchmarks.speed.results import (
-    CELLS,
-    ROOT,
-    SCHEMA,
-    Results,
-    end_of_log,
-    read_cells,
-    read_header,
-    read_lines,
-)
+from benchmarks.speed.results import CELLS, SCHEMA, Results, end_of_log, read_cells, read_header, read_lines
 from benchmarks.speed.servers import announcement, kv_cache_size
 from benchmarks.speed.settings import CPU, GPU, QUICK, Settings
 from benchmarks.speed.subjects import parse_subject
@@ -28,8 +19,7 @@ from benchmarks.speed.workloads import Workload
 from flexquant.checkpoint.weight_bytes import describe_bytes
 from flexquant.errors import FlexQuantError
 from tests.policies import THRESHOLD
-
-# workloads
+from tests.programs import ROOT
 
 
 @pytest.mark.parametrize(
@@ -44,8 +34,7 @@ from tests.policies import THRESHOLD
     ],
 )
 def test_workloads_are_read_and_named(text, workload):
-    assert Workload.parse(text) == workload
-    assert Workload.parse(workload.name) == workload
+    assert Workload.parse(text) == workload and Workload.parse(workload.name) == workload
     assert Workload(**workload.describe()) == workload
 
 
@@ -83,9 +72,6 @@ def test_a_cell_of_single_requests_holds_many(settings: Settings) -> None:
     assert "at_once" not in Workload(8, 16, 4).describe()
 
 
-# subjects
-
-
 def test_subjects_name_checkpoints_and_policies(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(THRESHOLD)
@@ -99,9 +85,6 @@ def test_subjects_name_checkpoints_and_policies(tmp_path):
     assert built_in.describe()["policy_crc32"] != before["policy_crc32"]
     file.write_text(THRESHOLD.replace("w8a8", "w4a16"))
     assert mine.describe() != before, "an edited policy is another cell"
-
-
-# what a started server tells
 
 
 def metrics(**labels: object) -> str:
@@ -128,15 +111,11 @@ def test_kv_cache_as_vllm_tells_it():
 def test_flexquants_announcement():
     gib = 1 << 30
     held = {"w8a8": {"0-3": 3 * gib, "6": gib, "": gib // 2}, "w4a16": {"0-3": gib}, "shared": {"": gib // 8}}
-    said = (
-        "policy phase-batch; plans w8a8 (8 layers w8a8), w4a16 (8 layers w4a16); weights "
-        f"{describe_bytes(held)}, in all 80 % of 16-bit"
-    )
+    said = "policy phase-batch; plans w8a8 (8 layers w8a8), w4a16 (8 layers w4a16); weights "
+    said += f"{describe_bytes(held)}, in all 80 % of 16-bit"
     log = f"(Worker pid=1) INFO a\n(Worker pid=1) INFO 11-21 [model.py:78] FlexQuant 0.1.0: {said}\nb\n"
-    assert announcement(log) == {
-        "flexquant": said,
-        "variant_gib": {"w8a8": 4.5, "w4a16": 1.0, "shared": 0.125},
-    }
+    in_gib = {"w8a8": 4.5, "w4a16": 1.0, "shared": 0.125}
+    assert announcement(log) == {"flexquant": said, "variant_gib": in_gib}
     assert announcement("INFO:     Application startup complete.\n") == {}
 
 
@@ -144,12 +123,9 @@ def test_end_of_a_log_has_no_folders_of_this_machine():
     lines = [f"line {number}" for number in range(40)]
     text = "\n".join([*lines, f"(Worker pid=1) ERROR in {ROOT}/flexquant/model.py", f"at {Path.home()}/x"])
     end = end_of_log(text).splitlines()
-    assert len(end) == 30
-    assert end[-2] == "ERROR in ./flexquant/model.py"
+    assert len(end) == 30 and end[-2] == "ERROR in ./flexquant/model.py"
     assert str(Path.home()) not in end[-1]
 
-
-# results
 
 PARAMETERS = {"model": "tiny", "layer": "o_proj", "tokens": 4, "schemes": ["bf16"]}
 
@@ -164,8 +140,7 @@ def test_a_saved_cell_is_found_again(tmp_path):
     assert results.find("kernels", PARAMETERS) == saved
     before = (results.folder / CELLS).read_bytes()
     again = Results(results.folder, "tiny", "abc")
-    assert again.find("kernels", PARAMETERS) == saved
-    assert read_cells(results.folder) == [saved]
+    assert again.find("kernels", PARAMETERS) == saved and read_cells(results.folder) == [saved]
     assert again.find("serving", PARAMETERS) is None
     assert again.find("kernels", {**PARAMETERS, "tokens": 5}) is None
     assert Results(results.folder, "tiny", "other").find("kernels", PARAMETERS) is None
@@ -196,12 +171,10 @@ def test_a_torn_last_line_is_left_out_and_its_cell_measured_again(tmp_path, caps
     # Reading changes nothing, but the next run mends the end.
     assert (tmp_path / CELLS).read_bytes() == whole + torn
     again = Results(tmp_path, "tiny", "abc")
-    assert again.find("kernels", other) is None
-    assert (tmp_path / CELLS).read_bytes() == whole
+    assert again.find("kernels", other) is None and (tmp_path / CELLS).read_bytes() == whole
     measured = again.save("kernels", other, 1, result={"n": 2})
     capsys.readouterr()
-    assert read_cells(tmp_path) == [saved, measured]
-    assert capsys.readouterr().out == ""
+    assert read_cells(tmp_path) == [saved, measured] and capsys.readouterr().out == ""
 
 
 def test_a_last_line_without_its_line_break_is_kept(tmp_path, capsys):
@@ -210,8 +183,7 @@ def test_a_last_line_without_its_line_break_is_kept(tmp_path, capsys):
     again = Results(tmp_path, "tiny", "abc")
     assert again.find("kernels", PARAMETERS) == saved
     again.save("kernels", {**PARAMETERS, "tokens": 5}, 1, result={})
-    assert len(read_cells(tmp_path)) == 2
-    assert capsys.readouterr().out == ""
+    assert len(read_cells(tmp_path)) == 2 and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "7", '{"part": "kernels"}'])
@@ -233,18 +205,15 @@ def test_a_failed_cell_is_kept_but_not_found(tmp_path):
     assert Results(tmp_path, "tiny", "abc").find("kernels", PARAMETERS) is None
     assert read_cells(tmp_path) == [failed]
     saved = results.save("kernels", PARAMETERS, 1, result={})
-    assert results.find("kernels", PARAMETERS) == saved
-    assert read_cells(tmp_path) == [saved]
+    assert results.find("kernels", PARAMETERS) == saved and read_cells(tmp_path) == [saved]
 
 
 def test_the_newest_of_equal_cells_counts(tmp_path):
     results = Results(tmp_path, "tiny", "old")
     header = (tmp_path / CELLS).read_text()
     cell = results.save("kernels", PARAMETERS, 1, result=0)
-    lines = [
-        json.dumps({**cell, "finished": f"2026-01-0{day}T00:00:00Z", "result": day}) + "\n" for day in (2, 1)
-    ]
-    (tmp_path / CELLS).write_text(header + "".join(lines))
+    days = [{**cell, "finished": f"2026-01-0{day}T00:00:00Z", "result": day} for day in (2, 1)]
+    (tmp_path / CELLS).write_text(header + "".join(json.dumps(day) + "\n" for day in days))
     assert [cell["result"] for cell in read_cells(tmp_path)] == [2]
 
 

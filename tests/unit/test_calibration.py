@@ -1,27 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Calibration data is read, rendered and cut as documented, without llmcompressor.
-
-The texts that come with FlexQuant are of many kinds, none twice, some of each held out.
-"""
+"""Calibration data is read, rendered and cut as documented; the texts that come along are of many kinds."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 
 from flexquant.documents import texts
-from flexquant.documents.texts import (
-    Corpus,
-    document_tokens,
-    draw_rows,
-    plain_text,
-    read_corpus,
-    read_documents,
-)
+from flexquant.documents.texts import Corpus, document_tokens, draw_rows, read_corpus, read_documents
 from flexquant.errors import FlexQuantError
 from tests.checkpoints import base_config, byte_tokenizer
 
@@ -53,12 +42,12 @@ ODD_ENDS = "one\u2028two\u2029three\x85four"
     ],
     ids=["text is one document", "text and messages", "a record ends at a newline alone"],
 )
-def test_documents_of_a_file(tmp_path: Path, name: str, content: str, documents: list[object]) -> None:
+def test_documents_of_a_file(tmp_path, name, content, documents):
     (tmp_path / name).write_text(content, encoding="utf-8")
     assert list(read_documents(tmp_path / name)) == documents
 
 
-def test_a_jsonl_file_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
+def test_a_jsonl_file_is_read_as_far_as_it_is_needed(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_bytes(b'{"text": "first"}\n' * 100_000 + b"\xff\n")
     documents = read_documents(file)
@@ -67,7 +56,7 @@ def test_a_jsonl_file_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
         list(documents)
 
 
-def test_default_needs_no_download_and_is_enough_for_the_default_samples(tokenizer) -> None:
+def test_default_needs_no_download_and_is_enough_for_the_default_samples(tokenizer):
     rows = draw_rows(read_documents(None), tokenizer, samples=128, length=512, seed=0)
     assert (len(rows), {len(row) for row in rows}) == (128, {512})
 
@@ -84,19 +73,19 @@ def test_default_needs_no_download_and_is_enough_for_the_default_samples(tokeniz
         ("picture.png", b"", r"has no \.txt, \.md, \.jsonl file; put text into it"),
     ],
 )
-def test_files_that_hold_no_documents(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
+def test_files_that_hold_no_documents(tmp_path, name, content, expected):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(FlexQuantError, match=expected):
         list(read_documents(tmp_path if name == "picture.png" else tmp_path / name))
 
 
 @pytest.mark.parametrize("name", ["texts.txt", "of/texts.jsonl"])
-def test_a_file_that_is_missing_is_not_looked_for_on_the_hub(name: str) -> None:
+def test_a_file_that_is_missing_is_not_looked_for_on_the_hub(name):
     with pytest.raises(FlexQuantError, match=f"there is no file {name}; give a file"):
         read_documents(name)
 
 
-def test_a_folder_gives_its_text_files_by_name(tmp_path: Path) -> None:
+def test_a_folder_gives_its_text_files_by_name(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "second"}\n{"text": "third"}\n')
     (tmp_path / "a.md").write_text("first")
     (tmp_path / "c.txt").write_text("fourth")
@@ -105,17 +94,14 @@ def test_a_folder_gives_its_text_files_by_name(tmp_path: Path) -> None:
     assert list(read_documents(tmp_path)) == ["first", "second", "third", "fourth"]
 
 
-def test_rows_cover_the_text_without_repetition(tokenizer) -> None:
+def test_rows_cover_the_text_without_repetition_and_separate_documents(tokenizer):
     rows = draw_rows(["abcdefghij" * 2 + "klmnopqrst" * 2], tokenizer, samples=4, length=10, seed=0)
     assert sorted(tokenizer.decode(row) for row in rows) == ["abcdefghij"] * 2 + ["klmnopqrst"] * 2
-
-
-def test_documents_are_separated(tokenizer) -> None:
     (row,) = draw_rows(["ab", "", "cd"], tokenizer, samples=1, length=5, seed=0)
     assert row == [*tokenizer("ab")["input_ids"], EOS, *tokenizer("cd")["input_ids"]]
 
 
-def test_rows_start_with_the_token_that_the_tokenizer_adds() -> None:
+def test_rows_start_with_the_token_that_the_tokenizer_adds():
     class WithStart:
         bos_token_id, eos_token_id, chat_template = 1, 2, None
 
@@ -126,24 +112,22 @@ def test_rows_start_with_the_token_that_the_tokenizer_adds() -> None:
     assert sorted(rows) == [[1, 97, 98, 99], [1, 100, 101, 102]]
 
 
-def test_the_seed_chooses_the_rows(tokenizer) -> None:
+def test_the_seed_chooses_the_rows(tokenizer):
     text = "".join(chr(33 + i % 90) for i in range(4000))
 
     def rows(seed: int) -> list[list[int]]:
         return draw_rows([text], tokenizer, samples=8, length=64, seed=seed)
 
-    assert rows(0) == rows(0)
-    assert rows(0) != rows(1)
+    assert rows(0) == rows(0) and rows(0) != rows(1)
 
 
-def test_rows_are_drawn_from_more_text_than_they_need_and_not_from_all(tokenizer) -> None:
+def test_rows_are_drawn_from_more_text_than_they_need_and_not_from_all(tokenizer):
     endless = (chr(character) * 15 for character in itertools.cycle(range(33, 127)))
     rows = draw_rows(endless, tokenizer, samples=2, length=16, seed=0)
-    assert len(rows) == 2
-    assert max(ord(tokenizer.decode(row[:1])) for row in rows) > 34
+    assert len(rows) == 2 and max(ord(tokenizer.decode(row[:1])) for row in rows) > 34
 
 
-def test_messages_take_the_chat_template(tokenizer) -> None:
+def test_messages_take_the_chat_template(tokenizer):
     messages = [*MESSAGES, {"role": "assistant", "content": "ho"}]
     with pytest.raises(FlexQuantError, match="no chat template"):
         draw_rows([messages], tokenizer, samples=1, length=4, seed=0)
@@ -164,13 +148,13 @@ def test_messages_take_the_chat_template(tokenizer) -> None:
         ([MESSAGES], 1, 4, "refuses messages of the calibration data .*must alternate"),
     ],
 )
-def test_what_gives_no_rows_is_told(tokenizer, documents, samples: int, length: int, expected: str) -> None:
+def test_what_gives_no_rows_is_told(tokenizer, documents, samples, length, expected):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(FlexQuantError, match=expected):
         draw_rows(documents, tokenizer, samples=samples, length=length, seed=0)
 
 
-def test_a_template_that_does_not_end_is_stopped(tokenizer, monkeypatch) -> None:
+def test_a_template_that_does_not_end_is_stopped(tokenizer, monkeypatch):
     monkeypatch.setattr(texts, "TEMPLATE_SECONDS", 1)
     tokenizer.chat_template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     for _ in range(2):
@@ -190,18 +174,15 @@ def halves() -> tuple[Corpus, Corpus]:
     return read_corpus(held_out=False), read_corpus(held_out=True)
 
 
-def test_each_kind_has_documents_to_calibrate_on_and_others_to_measure_with(
-    halves: tuple[Corpus, Corpus],
-) -> None:
+def test_each_kind_has_documents_to_calibrate_on_and_others_to_measure_with(halves):
     calibrated, held_out = halves
     assert calibrated.keys() == held_out.keys() > KINDS
-    languages = [kind for kind in calibrated if kind.startswith("languages/")]
-    assert len(languages) >= 20
+    assert len([kind for kind in calibrated if kind.startswith("languages/")]) >= 20
     for kind in calibrated:
         assert len(calibrated[kind]) >= 3 * len(held_out[kind]) > 0
 
 
-def test_conversations_have_turns_of_both_sides(halves: tuple[Corpus, Corpus]) -> None:
+def test_conversations_have_turns_of_both_sides(halves):
     for corpus in halves:
         for document in corpus["conversation"]:
             assert isinstance(document, list)
@@ -210,12 +191,12 @@ def test_conversations_have_turns_of_both_sides(halves: tuple[Corpus, Corpus]) -
             assert all(message["content"] for message in document)
 
 
-def test_no_two_documents_share_a_sentence(halves: tuple[Corpus, Corpus]) -> None:
+def test_no_two_documents_share_a_sentence(halves):
     seen: dict[str, str] = {}
     for corpus in halves:
         for kind, documents in corpus.items():
             for number, document in enumerate(documents):
-                text, place = plain_text(document), f"{kind} {number}"
+                text, place = texts.plain_text(document), f"{kind} {number}"
                 for i in range(len(text) - RUN):
                     if (other := seen.setdefault(text[i : i + RUN], place)) != place:
                         pytest.fail(f"{place} and {other} share {text[i : i + RUN]!r}")

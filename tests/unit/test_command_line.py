@@ -14,7 +14,6 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,16 +21,8 @@ import pytest
 from torch.distributed import FileStore
 
 from flexquant import cli
-from flexquant.cli import explain_os_error
-from flexquant.cli._arguments import (
-    parse_count,
-    parse_counts,
-    parse_number,
-    parse_percent,
-    parse_seed,
-    parse_share,
-    parse_size,
-)
+from flexquant.cli import _arguments, explain_os_error
+from flexquant.cli._arguments import parse_counts, parse_number, parse_seed, parse_share, parse_size
 from flexquant.cli.quantize import Stages
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
@@ -43,7 +34,7 @@ from tests.programs import run
     [("5GB", 5 * 10**9), ("500mb", 500 * 10**6), ("2 GiB", 2 * 1024**3), ("1.5K", 1500)]
     + [("3TiB", 3 * 1024**4), ("1.5MiB", 3 * 1024**2 // 2), ("7", 7), ("7B", 7)],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes(text, size):
     assert parse_size(text) == size
 
 
@@ -53,9 +44,10 @@ BAD = ["", "nan", "inf", "-inf", "1e999", "-1", "0x5", MANY, "1" * 5000, f"0.{'0
 
 @pytest.mark.parametrize("text", [*BAD, f"{MANY}GB", f"{MANY}.5TiB", f"{MANY}%", f"3,{MANY}", "nan%", "1GB1"])
 @pytest.mark.parametrize(
-    "parse", [parse_count, parse_counts, parse_seed, parse_size, parse_number, parse_percent]
+    "parse",
+    [_arguments.parse_count, parse_counts, parse_seed, parse_size, parse_number, _arguments.parse_percent],
 )
-def test_no_text_is_a_number_that_is_none(parse: Callable[[str], object], text: str) -> None:
+def test_no_text_is_a_number_that_is_none(parse, text):
     """Whatever is taken is finite."""
     try:
         found = parse(text)
@@ -66,7 +58,7 @@ def test_no_text_is_a_number_that_is_none(parse: Callable[[str], object], text: 
         assert isinstance(number, int | float) and math.isfinite(number) and abs(number) < 1e30
 
 
-def test_shares_and_numbers() -> None:
+def test_shares_and_numbers():
     assert (parse_share("1"), parse_share("0.25"), parse_number("2.5"), parse_seed("0")) == (1, 0.25, 2.5, 0)
     for text in ("0", "1.1", "nan", "-0.5", "half"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a share above 0"):
@@ -96,9 +88,7 @@ LINES = r"""\[1/2\] reading \.\.\.
 """
 
 
-def test_a_file_gets_a_line_when_a_stage_begins_and_ends_and_for_each_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_gets_a_line_when_a_stage_begins_and_ends_and_for_each_note(tmp_path, monkeypatch):
     with (tmp_path / "log").open("w") as log:
         monkeypatch.setattr(sys, "stderr", log)
         two_stages()
@@ -116,7 +106,7 @@ def read_all(terminal: int) -> str:
     return written.decode()
 
 
-def test_a_terminal_also_sees_the_running_line_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_also_sees_the_running_line_change(monkeypatch):
     master, slave = os.openpty()
     termios.tcsetwinsize(slave, (24, 100))
     with os.fdopen(slave, "w") as terminal:
@@ -156,10 +146,8 @@ def complaint(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
 def test_an_output_that_the_system_refuses(merged, source, tmp_path, capsys, folder):
     (tmp_path / "file").write_text("mine")
     output = tmp_path / folder
-    commands = [
-        ["merge", f"w8a8={source}", "--output", output],
-        ["split", merged, "--variant", "w8a8", "--output", output],
-    ]
+    commands = [["merge", f"w8a8={source}"], ["split", merged, "--variant", "w8a8"]]
+    commands = [[*command, "--output", output] for command in commands]
     if folder == TOO_LONG:
         commands.append(["inspect", output])
     for argv in commands:
@@ -170,13 +158,17 @@ def test_an_output_that_the_system_refuses(merged, source, tmp_path, capsys, fol
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_full_disk_behind_the_standard_output(merged):
-    command = [sys.executable, "-m", "flexquant", "inspect", str(merged), "--json"]
+def test_a_full_disk_behind_the_standard_output_is_told_and_a_reader_that_goes_away_is_no_traceback(merged):
+    command = [sys.executable, "-m", "flexquant", "inspect", str(merged)]
     with open("/dev/full", "w") as full:
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        result = subprocess.run([*command, "--json"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert result.returncode == 1
     assert result.stderr.startswith("flexquant inspect: error: the disk is full")
     assert len(result.stderr.splitlines()) == 1
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 1
 
 
 def test_a_full_disk_of_which_a_library_tells_and_what_is_not_the_users_to_mend(tmp_path):
@@ -198,15 +190,6 @@ def test_a_system_without_a_temporary_folder(monkeypatch):
     with pytest.raises(FileNotFoundError) as told:
         tempfile._get_default_tempdir()
     assert "set TMPDIR to a folder that can be written" in str(explain_os_error(told.value))
-
-
-def test_a_reader_that_goes_away_is_no_traceback(merged):
-    command = [sys.executable, "-m", "flexquant", "inspect", str(merged)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    assert process.wait() == 1
 
 
 @pytest.mark.parametrize(

@@ -4,31 +4,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from flexquant.cli import main
 from flexquant.merge import convert_checkpoint, merge_checkpoints
 from flexquant.merge.formats import open_source
+from tests import foreign as formats
 from tests.checkpoints import make_checkpoint
-from tests.foreign import (
-    assert_equal,
-    awq_tensors,
-    config_of,
-    gptq_tensors,
-    tensors_of,
-    unpacked,
-    write_foreign,
-)
+from tests.foreign import assert_equal, config_of, tensors_of, unpacked, write_foreign
 from tests.publishers import edits
 from tests.refusals import refused
 
 
 @pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
-def test_gptq_gives_the_same_tensors_back(form: str, w4a16: Path, tmp_path: Path) -> None:
+def test_gptq_gives_the_same_tensors_back(form, w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq", checkpoint_format=form)
     result = convert_checkpoint(foreign, tmp_path / "converted")
     assert_equal(tensors_of(tmp_path / "converted"), tensors_of(w4a16))
@@ -40,11 +30,12 @@ def test_gptq_gives_the_same_tensors_back(form: str, w4a16: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("method", "settings", "format_tensors", "dtype"),
-    [("awq", {}, awq_tensors, torch.float16), ("gptq", {"sym": False}, gptq_tensors, torch.bfloat16)],
+    [
+        ("awq", {}, formats.awq_tensors, torch.float16),
+        ("gptq", {"sym": False}, formats.gptq_tensors, torch.bfloat16),
+    ],
 )
-def test_values_scales_and_zero_points_are_kept(
-    method: str, settings: Any, format_tensors: Any, dtype: torch.dtype, w4a16: Path, tmp_path: Path
-) -> None:
+def test_values_scales_and_zero_points_are_kept(method, settings, format_tensors, dtype, w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / method, method, **settings)
     module = "model.layers.1.mlp.down_proj"
     generator = torch.Generator().manual_seed(0)
@@ -53,21 +44,17 @@ def test_values_scales_and_zero_points_are_kept(
     scales = torch.rand((128, 4), generator=generator).to(dtype)
     own = {f"{module}.{part}": tensor for part, tensor in format_tensors(values, zeros, scales).items()}
     edits.tensors(lambda state: state.update(own))(foreign)
-
     convert_checkpoint(foreign, tmp_path / "converted")
     found = unpacked(tensors_of(tmp_path / "converted"), module)
     for tensor, expected in zip(found, (values, zeros, scales), strict=True):
         assert torch.equal(tensor.to(expected.dtype), expected)
 
 
-def test_another_dtype_is_asked_for_where_the_variants_differ(
-    w4a16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_dtype_is_asked_for_where_the_variants_differ(w4a16, tmp_path, capsys):
     half = make_checkpoint(tmp_path / "half", scheme="w4a16")
     edits.in_half(half)
     foreign = write_foreign(half, tmp_path / "gptq", "gptq")
     w8a8 = make_checkpoint(tmp_path / "w8a8")
-
     command = ["convert", str(foreign), "--output", str(tmp_path / "converted"), "--overwrite"]
     convert_checkpoint(foreign, tmp_path / "converted")
     assert main(command[:-1]) == 1 and main([*command, "--dtype", "bfloat16"]) == 0
@@ -85,25 +72,24 @@ without_g_idx = edits.without(r"\.g_idx$")
 
 
 @pytest.mark.parametrize(("scheme", "found"), [(None, "not quantised"), ("w8a8", "tensors already")])
-def test_what_a_merge_reads_as_it_is_needs_no_conversion(scheme: Any, found: str, tmp_path: Path) -> None:
+def test_what_a_merge_reads_as_it_is_needs_no_conversion(scheme, found, tmp_path):
     folder = make_checkpoint(tmp_path / "made", scheme=scheme, num_layers=1)
     with refused(f"{found}; merge it as it is"):
         convert_checkpoint(folder, tmp_path / "converted")
     assert not (tmp_path / "converted").exists()
 
 
-def test_without_g_idx_inputs_are_in_order(w4a16: Path, tmp_path: Path) -> None:
+def test_without_g_idx_inputs_are_in_order(w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq")
     without_g_idx(foreign)
     convert_checkpoint(foreign, tmp_path / "converted")
     assert_equal(tensors_of(tmp_path / "converted"), tensors_of(w4a16))
 
 
-def test_one_group_of_all_inputs_has_one_order(w4a16: Path, tmp_path: Path) -> None:
+def test_one_group_of_all_inputs_has_one_order(w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq", group_size=-1, desc_act=True)
     for inputs in (128, 256):
-        pattern = ".*down_proj" if inputs == 256 else "(?!.*down_proj)"
-        edits.requantised(pattern, group_size=inputs)(foreign)
+        edits.requantised(".*down_proj" if inputs == 256 else "(?!.*down_proj)", group_size=inputs)(foreign)
     for has_order in (True, False):
         if not has_order:
             without_g_idx(foreign)
@@ -114,7 +100,7 @@ def test_one_group_of_all_inputs_has_one_order(w4a16: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_groups_of_an_unstated_size_have_128_inputs(method: str, tmp_path: Path) -> None:
+def test_groups_of_an_unstated_size_have_128_inputs(method, tmp_path):
     made = make_checkpoint(tmp_path / "made", scheme="w4a16", group_size=128)
     foreign = write_foreign(made, tmp_path / "foreign", method)
     edits.edit_json("config.json", lambda content: content["quantization_config"].pop("group_size"))(foreign)
@@ -123,7 +109,7 @@ def test_groups_of_an_unstated_size_have_128_inputs(method: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_what_is_left_in_16_bit_is_found_in_the_tensors(method: str, w4a16: Path, tmp_path: Path) -> None:
+def test_what_is_left_in_16_bit_is_found_in_the_tensors(method, w4a16, tmp_path):
     """A name to leave out may be a part of other names, as AutoAWQ has it."""
     settings = {"modules_to_not_convert": ["gate"]} if method == "awq" else {}
     foreign = write_foreign(w4a16, tmp_path / method, method, **settings)
@@ -131,24 +117,20 @@ def test_what_is_left_in_16_bit_is_found_in_the_tensors(method: str, w4a16: Path
     router = {f"{left}.weight": torch.zeros(4, 128, dtype=torch.bfloat16)}
     edits.tensors(lambda state: state.update(router))(foreign)
     assert convert_checkpoint(foreign, tmp_path / "converted")["linears"] == 2 * 7
-    section = config_of(tmp_path / "converted")["quantization_config"]
-    assert sorted(section["ignore"]) == ["lm_head", left]
+    assert sorted(config_of(tmp_path / "converted")["quantization_config"]["ignore"]) == ["lm_head", left]
     packed = {key for key in tensors_of(tmp_path / "converted") if key.endswith(".weight_packed")}
     assert packed == {key for key in tensors_of(w4a16) if key.endswith(".weight_packed")}
 
 
-def test_each_expert_is_converted_and_routers_stay_in_16_bit(tmp_path: Path) -> None:
+def test_each_expert_is_converted_and_routers_stay_in_16_bit(tmp_path):
     made = make_checkpoint(tmp_path / "compressed", "qwen2_moe", "w4a16", num_layers=1)
     convert_checkpoint(write_foreign(made, tmp_path / "gptq", "gptq"), tmp_path / "converted")
     assert_equal(tensors_of(tmp_path / "converted"), tensors_of(made))
-    assert config_of(tmp_path / "converted")["quantization_config"]["ignore"] == [
-        "lm_head",
-        "model.layers.0.mlp.gate",
-        "model.layers.0.mlp.shared_expert_gate",
-    ]
+    in_16_bit = ["lm_head", *(f"model.layers.0.mlp.{gate}" for gate in ("gate", "shared_expert_gate"))]
+    assert config_of(tmp_path / "converted")["quantization_config"]["ignore"] == in_16_bit
 
 
-def test_files_that_a_variant_needs_are_taken_along_and_no_others(w4a16: Path, tmp_path: Path) -> None:
+def test_files_that_a_variant_needs_are_taken_along_and_no_others(w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / "gptq", "gptq")
     needed = ("tekken.json", "chat_template.jinja", "LICENSE", "generation_config.json")
     others = (".git/objects/pack/a", "original/consolidated.00.pth", "quantize_config.json", "model.bin")
@@ -212,9 +194,7 @@ def widen(state: dict[str, torch.Tensor]) -> None:
         ({"dynamic": {"+:.*o_proj": {"desc_act": True}}}, without_g_idx, "o_proj .*desc_act"),
     ],
 )
-def test_what_cannot_be_converted_leaves_nothing(
-    settings: dict[str, Any], change: Any, message: str, w4a16: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_converted_leaves_nothing(settings, change, message, w4a16, tmp_path):
     method = "awq" if settings.get("quant_method") == "awq" else "gptq"
     foreign = write_foreign(w4a16, tmp_path / "foreign", method, **settings)
     if change:

@@ -33,9 +33,8 @@ def test_sums_are_those_of_integers(tokens, out_features, in_features):
     scale = 2.0 ** torch.randint(-8, 8, (1, out_features), generator=generator)
     sums = x.long() @ weight.long().t()
     assert sums.abs().max() < 2**24  # fp32 computes such sums exactly
-    torch.testing.assert_close(
-        exact_int8_linear(x, x_scale, weight, scale), sums.float() * x_scale * scale, rtol=0, atol=0
-    )
+    found = exact_int8_linear(x, x_scale, weight, scale)
+    torch.testing.assert_close(found, sums.float() * x_scale * scale, rtol=0, atol=0)
 
 
 def test_the_largest_values_do_not_saturate():
@@ -89,12 +88,8 @@ def test_every_scheme_of_activations(is_static, is_symmetric, is_channelwise):
     for name, value in (*values.items(), ("azp_adj", None), ("bias", None)):
         given = None if value is None else torch.nn.Parameter(value, requires_grad=False)
         layer.register_parameter(name, given)
-    chosen = init_int8_linear_kernel(
-        is_channelwise=is_channelwise,
-        is_static_input_scheme=is_static,
-        input_symmetric=is_symmetric,
-        module_name="linear",
-    )
+    scheme = {"is_channelwise": is_channelwise, "is_static_input_scheme": is_static}
+    chosen = init_int8_linear_kernel(**scheme, input_symmetric=is_symmetric, module_name="linear")
     kernel = ExactCPUInt8LinearKernel(chosen.config, [*values, "azp_adj"])
     kernel.process_weights_after_loading(layer)
     by_row = of_weights if is_channelwise else of_weights.repeat_interleave(16, 0)
@@ -125,8 +120,7 @@ def test_w8a8_on_a_cpu_with_avx512_and_without_vnni():
     environment = os.environ | variables
     done = programs.run([sys.executable, "-c", LARGEST_VALUES], timeout=300, environment=environment)
     *found, disabled = json.loads(done.stdout.splitlines()[-1])
-    assert found == [pytest.approx(128 * 127 * 127, rel=2**-8)] * 2
-    assert "MyLinearKernel" in disabled
+    assert found == [pytest.approx(128 * 127 * 127, rel=2**-8)] * 2 and "MyLinearKernel" in disabled
 
 
 def test_the_compiler_knows_its_result():

@@ -64,11 +64,9 @@ def check(reader: WeightReader, original: torch.Tensor, relative_error: float) -
     assert weight.dtype == torch.float32 and weight.shape == variance.shape == original.shape
     error = (weight - original).square().mean().sqrt()
     assert error / original.square().mean().sqrt() < relative_error
-    predicted = variance.mean().sqrt()
-    assert 0.85 < error / predicted < 1.2
+    assert 0.85 < error / variance.mean().sqrt() < 1.2
     part = reader.open(MODULE).read([range(7, 30)])
-    assert torch.equal(part.matrix(), weight[7:30])
-    assert torch.equal(part.variances(), variance[7:30])
+    assert torch.equal(part.matrix(), weight[7:30]) and torch.equal(part.variances(), variance[7:30])
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -76,16 +74,12 @@ def test_packed_int4_groups(tmp_path, symmetric):
     w = gaussian()
     codes, scale, zero = int4_groups(w, symmetric)
     zeros = {} if symmetric else {"weight_zero_point": pack_to_int32(zero, 4, packed_dim=0)}
-    reader = one_layer(tmp_path, packed_int4(codes, scale) | zeros, INT4 | {"symmetric": symmetric})
-    check(reader, w, 0.12)
+    check(one_layer(tmp_path, packed_int4(codes, scale) | zeros, INT4 | {"symmetric": symmetric}), w, 0.12)
 
 
 def packed_int4(codes: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        "weight_packed": pack_to_int32(codes, 4),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor(codes.shape),
-    }
+    shape = torch.tensor(codes.shape)
+    return {"weight_packed": pack_to_int32(codes, 4), "weight_scale": scale, "weight_shape": shape}
 
 
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
@@ -242,8 +236,7 @@ def test_ignored_by_name_or_pattern(tmp_path, ignore):
 
 def test_a_name_is_more_specific_than_a_class(tmp_path):
     eight = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}
-    four = {"targets": ["re:.*down_proj"], "weights": INT4}
-    groups = {"group_0": eight, "group_1": four}
+    groups = {"group_0": eight, "group_1": {"targets": ["re:.*down_proj"], "weights": INT4}}
     reader = one_layer(tmp_path, {"weight": gaussian()}, {}, config_groups=groups)
     assert reader.schemes.of("model.layers.0.mlp.down_proj").weights.num_bits == 4
     assert reader.schemes.of(MODULE).weights.num_bits == 8

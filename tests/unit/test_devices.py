@@ -31,7 +31,7 @@ def model(merged: Path) -> ModelShape:
 @pytest.mark.parametrize(
     ("tokens", "tiles", "rows"), [(1, 8, 16), (16, 8, 16), (17, 8, 64), (64, 8, 64), (65, 16, 64)]
 )
-def test_tiles_run_in_whole_waves(device: Device, tokens: int, tiles: int, rows: int) -> None:
+def test_tiles_run_in_whole_waves(device, tokens, tiles, rows):
     """450 outputs are 8 tiles of 64 columns, two waves on 4 processors; a single tile is one wave."""
     for outputs, used, height in ((450, tiles, rows), (64, 4 if tokens < 17 else max(4, tiles // 4), rows)):
         moved = tokens * (256 + 2 * outputs) / 50e9
@@ -45,18 +45,13 @@ def changed(folder: Path, line: str) -> Device:
     return load_device(str(folder / "changed.yaml"))
 
 
-def test_calls_in_a_pass_may_be_cheaper(model: ModelShape, tmp_path: Path, device: Device) -> None:
+def test_calls_in_a_pass_may_be_cheaper_and_prompts_attend_at_another_rate(model, tmp_path, device):
     graphs = changed(tmp_path, "call_in_pass_us: 2")
     assert linear_seconds(square("w8a8"), 8, graphs) == linear_seconds(square("w8a8"), 8, device)
     for variant, per_call in (("w8a8", 3e-6), ("w4a16", 5e-6)):
         calls = sum(model.linears[variant].values())
         longer, shorter = (pass_seconds(model, variant, decode(8, 100), d) for d in (device, graphs))
         assert longer - shorter == pytest.approx(calls * per_call + 3e-6)
-
-
-def test_attention_to_prompts_may_have_a_rate_of_its_own(
-    model: ModelShape, tmp_path: Path, device: Device
-) -> None:
     faster = changed(tmp_path, "attention_tflops: 20")
     slow, fast = (pass_seconds(model, "w8a8", prefill(100), d) for d in (device, faster))
     pairs = 100 * 101 / 2 * model.attention_flops
@@ -97,56 +92,48 @@ BAD = {
 
 
 @pytest.mark.parametrize(("old", "new", "line", "problem", "advice"), BAD.values(), ids=BAD)
-def test_bad_device_file_is_refused(
-    tmp_path: Path, old: str, new: str, line: int, problem: str, advice: str
-) -> None:
+def test_bad_device_file_is_refused(tmp_path, old, new, line, problem, advice):
     path = tmp_path / "bad.yaml"
     assert old in DEVICE
     path.write_text(DEVICE.replace(old, new, 1))
     with pytest.raises(FlexQuantError) as error:
         load_device(str(path))
     message = str(error.value)
-    assert message.startswith(f"{path}, line {line}: ")
-    assert problem in message
+    assert message.startswith(f"{path}, line {line}: ") and problem in message
     assert advice in message.partition(problem)[2]
 
 
-def test_unknown_device_lists_the_shipped_ones() -> None:
-    with refused("unknown device 'tpu': the built-in ones are a10, a100, a30"):
-        load_device("tpu")
-
-
 @pytest.mark.parametrize("name", builtin_devices())
-def test_every_shipped_device_predicts(model: ModelShape, name: str) -> None:
+def test_every_shipped_device_predicts(model, name):
     device = load_device(name)
     for variant in ("fp8" if name == "b200" else "w8a8", "w4a16", "w8a8-from-int4"):
-        for make, sizes in (
-            (lambda size: decode(size, 1152), (1, 8, 64, 512)),
-            (prefill, (16, 256, 4096, 16384)),
-        ):
-            seconds = [pass_seconds(model, variant, make(size), device) for size in sizes]
+        decodes = [decode(size, 1152) for size in (1, 8, 64, 512)]
+        for batches in (decodes, [prefill(size) for size in (16, 256, 4096, 16384)]):
+            seconds = [pass_seconds(model, variant, batch, device) for batch in batches]
             assert seconds[0] > 0 and seconds == sorted(seconds)
 
 
 @pytest.mark.parametrize(("name", "scheme"), [("b200", "w8a8"), ("a100", "fp8")])
-def test_a_scheme_without_a_kernel_is_refused(model: ModelShape, name: str, scheme: str) -> None:
+def test_a_scheme_without_a_kernel_is_refused(model, name, scheme):
     other = "fp8" if scheme == "w8a8" else "w8a8"
     with refused(f"{name} has no kernel for {scheme}, only for bf16, {other}, w4a16;"):
         pass_seconds(model, scheme, prefill(8), load_device(name))
 
 
-def test_a_dozen_devices_are_shipped() -> None:
+def test_a_dozen_devices_are_shipped_and_an_unknown_one_lists_them():
     names = "a10 a100 a30 b200 cpu-2-core cpu-2-core-avx512 h100 h20 h200 l20 l4 l40s rtx-4090"
     assert builtin_devices() == names.split()
     assert [name for name in builtin_devices() if not load_device(name).is_gpu] == names.split()[4:6]
+    with refused("unknown device 'tpu': the built-in ones are a10, a100, a30"):
+        load_device("tpu")
 
 
-def test_tiles_may_be_given_in_any_order(tmp_path: Path, device: Device) -> None:
+def test_tiles_may_be_given_in_any_order(tmp_path, device):
     (tmp_path / "turned.yaml").write_text(DEVICE.replace("16: 16x64, 64: 64x64", "64: 64x64, 16: 16x64"))
     assert load_device(str(tmp_path / "turned.yaml")).kernel("w8a8") == device.kernel("w8a8")
 
 
-def test_one_copy_multiplies_in_fp8_where_there_is_no_int8(model: ModelShape) -> None:
+def test_one_copy_multiplies_in_fp8_where_there_is_no_int8(model):
     b200 = load_device("b200")
     as_fp8 = b200.model_copy(update={"kernels": {**b200.kernels, "w8a8": b200.kernels["fp8"]}})
     found, expected = (pass_seconds(model, "w8a8-from-int4", prefill(64), d) for d in (b200, as_fp8))
@@ -170,10 +157,8 @@ def w8a8_scheme(name: str) -> str:
 
 def ratio(device: Device, name: str, tokens: int, outputs: int = 8192, inputs: int = 8192) -> float:
     """Return the time of W8A8 over the time of W4A16 by Marlin."""
-    a, b = (
-        linear_seconds(square(scheme, outputs, inputs), tokens, device)
-        for scheme in (w8a8_scheme(name), MARLIN)
-    )
+    linears = (square(scheme, outputs, inputs) for scheme in (w8a8_scheme(name), MARLIN))
+    a, b = (linear_seconds(linear, tokens, device) for linear in linears)
     return a / b
 
 
@@ -190,7 +175,7 @@ def with_efficiency(device: Device, w8a8: float, alone: bool) -> Device:
 @pytest.mark.parametrize(
     ("efficiency", "alone"), [(0.55, False), (0.6, False), (0.75, False), (0.55, True), (0.65, True)]
 )
-def test_crossovers_fall_within_the_published_brackets(efficiency: float, alone: bool) -> None:
+def test_crossovers_fall_within_the_published_brackets(efficiency, alone):
     """W4A16 wins at the lower end and loses at the upper one; what is fitted is taken as it is."""
     misses = []
     for name, (low, high) in CROSSOVERS.items():
@@ -202,16 +187,15 @@ def test_crossovers_fall_within_the_published_brackets(efficiency: float, alone:
     assert misses == []
 
 
-def test_first_crossovers() -> None:
-    found = {
+def test_first_crossovers():
+    assert {
         name: next(tokens for tokens in range(1, 4097) if ratio(load_device(name), name, tokens) < 1)
         for name in CROSSOVERS
-    }
-    assert found == {"h20": 9, "h200": 24, "h100": 58, "a100": 119, "rtx-4090": 139}
+    } == {"h20": 9, "h200": 24, "h100": 58, "a100": 119, "rtx-4090": 139}
 
 
 @pytest.mark.parametrize("name", GAINS)
-def test_gain_of_w4a16_at_one_token_and_loss_at_many(name: str) -> None:
+def test_gain_of_w4a16_at_one_token_and_loss_at_many(name):
     device = load_device(name)
     assert ratio(device, name, 1) == pytest.approx(GAINS[name], rel=0.13 if name in FITTED else 0.04)
     if name in FITTED:  # the gain grows with the matrix
@@ -220,7 +204,7 @@ def test_gain_of_w4a16_at_one_token_and_loss_at_many(name: str) -> None:
         assert 1 / ratio(device, name, 8192) == pytest.approx(LOSSES[name], rel=0.04)
 
 
-def test_an_h100_against_its_measurement() -> None:
+def test_an_h100_against_its_measurement():
     """W4A16 is Machete in benchmarks/results/llama-3.1-8b-h100: its ratio to W8A8 is met within 20 %."""
     device = load_device("h100")
     cells = read_cells(ROOT / "benchmarks/results/llama-3.1-8b-h100")
@@ -243,7 +227,7 @@ def test_an_h100_against_its_measurement() -> None:
         ("cpu-2-core-avx512", "cpu-kernels-zen4-0.5b", 0.25, 0.1),
     ],
 )
-def test_cpus_against_their_measurements(name: str, result: str, most: float, typical: float) -> None:
+def test_cpus_against_their_measurements(name, result, most, typical):
     """Bound the largest and the median error over the linears."""
     device = load_device(name)
     cells = read_cells(ROOT / "benchmarks/results" / result)

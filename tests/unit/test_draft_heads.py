@@ -45,9 +45,7 @@ NO_PLACE = (
     ("heads", "quantised", "of"),
     [(BOTH, (), "w8a8"), (BOTH, BOTH, "w8a8"), (("w8a8",), ("w8a8",), "w8a8"), (("w4a16",), (), "w4a16")],
 )
-def test_heads_of_either_source_are_merged(
-    kind: str, heads: tuple[str, ...], quantised: tuple[str, ...], of: str, tmp_path: Path
-) -> None:
+def test_heads_of_either_source_are_merged(kind, heads, quantised, of, tmp_path):
     pair, merged = make_mtp_pair(tmp_path, kind, heads=heads, quantised=quantised), tmp_path / "merged"
     merge_checkpoints(pair, merged)
     _, config = read_model_config(merged)
@@ -67,20 +65,19 @@ def test_heads_of_either_source_are_merged(
         assert all(same_bytes(before[key], after[key]) for key in before if is_of_head(key))
 
 
-def test_heads_of_a_nested_variant_are_stored_as_they_are(tmp_path: Path) -> None:
+def test_heads_of_a_nested_variant_are_stored_as_they_are(tmp_path):
     pair, merged = make_mtp_pair(tmp_path, "MiMo", quantised=BOTH), tmp_path / "merged"
     merge_checkpoints(pair, merged, nested="near")
     _, config = read_model_config(merged)
     assert config.nested == {"w8a8": "w4a16"} and config.draft_heads == "w8a8"
     before, after = read_tensors(pair["w8a8"]), read_tensors(merged)
-    weights = [
-        key for key in before if is_of_head(key) and key.endswith(("proj.weight", "proj.weight_scale"))
-    ]
+    of_linears = ("proj.weight", "proj.weight_scale")
+    weights = [key for key in before if is_of_head(key) and key.endswith(of_linears)]
     assert len(weights) == 2 * 7 + 1
     assert all(same_bytes(before[key], after.get(f"w8a8.{key}") or after[f"shared.{key}"]) for key in weights)
 
 
-def test_without_heads_the_config_names_none(tmp_path: Path) -> None:
+def test_without_heads_the_config_names_none(tmp_path):
     merge_checkpoints(make_pair(tmp_path), tmp_path / "merged")
     config, section = read_model_config(tmp_path / "merged")
     assert section.draft_heads is None and "draft_heads" not in config["quantization_config"]
@@ -104,7 +101,7 @@ def test_layers_that_the_class_does_not_have_are_refused(tmp_path, architecture,
     assert_refused(make_pair(tmp_path, architecture), edit, tmp_path, NO_PLACE % (layers, 0))
 
 
-def test_a_server_and_the_doctor_refuse_layers_that_the_config_does_not_count(tmp_path: Path) -> None:
+def test_a_server_and_the_doctor_refuse_layers_that_the_config_does_not_count(tmp_path):
     """Older releases merged such checkpoints."""
     sources, merged = make_pair(tmp_path), tmp_path / "merged"
     merge_checkpoints(sources, merged)
@@ -141,15 +138,13 @@ def test_a_server_and_the_doctor_refuse_layers_that_the_config_does_not_count(tm
     ],
 )
 @pytest.mark.parametrize("heads", [BOTH, BOTH[:1]])
-def test_heads_that_vllm_would_not_load_whole_are_refused(kind, edit, message, heads, tmp_path) -> None:
+def test_heads_that_vllm_would_not_load_whole_are_refused(kind, edit, message, heads, tmp_path):
     pair = make_mtp_pair(tmp_path, kind, heads=heads)
     assert_refused({name: pair[name] for name in heads}, edit, tmp_path, message, pair)
 
 
-@pytest.mark.parametrize(
-    ("kind", "prefix"), [("MiMo", "model.mtp_layers.0."), ("Ernie", "model.mtp_block.0.")]
-)
-def test_heads_in_16_bit_are_ignored_by_the_names_that_vllm_looks_for(kind, prefix, tmp_path) -> None:
+@pytest.mark.parametrize("kind, prefix", [("MiMo", "model.mtp_layers.0."), ("Ernie", "model.mtp_block.0.")])
+def test_heads_in_16_bit_are_ignored_by_the_names_that_vllm_looks_for(kind, prefix, tmp_path):
     pair = make_mtp_pair(tmp_path, kind, heads=("w8a8",))
     merge_checkpoints(pair, tmp_path / "merged")
     verify_checkpoint(tmp_path / "merged", pair)
@@ -165,19 +160,19 @@ def test_heads_in_16_bit_are_ignored_by_the_names_that_vllm_looks_for(kind, pref
 @pytest.mark.parametrize(
     ("number", "message"), [(0, NO_PLACE % (3, 0)), (2, "lacks 'model.layers.4.input_layernorm.weight'")]
 )
-def test_there_are_as_many_heads_as_the_config_says(number: int, message: str, tmp_path: Path) -> None:
+def test_there_are_as_many_heads_as_the_config_says(number, message, tmp_path):
     edit = edits.config(num_nextn_predict_layers=number)
     assert_refused(make_mtp_pair(tmp_path, "GLM"), edit, tmp_path, message)
 
 
-def test_a_projection_that_vllm_keeps_in_16_bit_is_refused_if_it_is_quantised(tmp_path: Path) -> None:
+def test_a_projection_that_vllm_keeps_in_16_bit_is_refused_if_it_is_quantised(tmp_path):
     pair = make_mtp_pair(tmp_path, "MiMo")
     name = "model.mtp_layers.0.input_proj.weight"
     edit = edits.tensors(lambda s: s.update(quantise_int8(name, s.pop(name))))
     assert_refused({"w8a8": pair["w8a8"]}, edit, tmp_path, "is quantised, and stays in 16 bit", pair)
 
 
-def test_experts_of_a_head_may_be_in_one_tensor(tmp_path: Path) -> None:
+def test_experts_of_a_head_may_be_in_one_tensor(tmp_path):
     """Qwen3.5's are published so, and tools that quantise the model copy its heads."""
 
     def fuse(state: StateDict) -> None:
@@ -200,9 +195,7 @@ def test_experts_of_a_head_may_be_in_one_tensor(tmp_path: Path) -> None:
     assert_refused({"w8a8": pair["w8a8"]}, edit, tmp_path, r"lacks 'mtp.layers.0.mlp.experts.3.down", pair)
 
 
-def assert_refused(
-    edited: Sources, edit: edits.Edit, tmp_path: Path, message: str, sources: Sources | None = None
-) -> None:
+def assert_refused(edited: Sources, edit: edits.Edit, tmp_path: Path, message: str, sources=None) -> None:
     for folder in edited.values():
         edit(folder)
     with refused(message):
@@ -210,11 +203,9 @@ def assert_refused(
     assert not [*tmp_path.glob("*none*")], "nothing is written"
 
 
-def test_the_classes_with_heads_are_those_for_which_vllm_has_a_draft_class() -> None:
-    checked, of_text = (
-        {name for name in HEADS if HEADS[name] != NOT_CHECKED},
-        json.loads(OUTCOMES.read_text())["architectures"],
-    )
+def test_the_classes_with_heads_are_those_for_which_vllm_has_a_draft_class():
+    checked = {name for name in HEADS if HEADS[name] != NOT_CHECKED}
+    of_text = json.loads(OUTCOMES.read_text())["architectures"]
     for architecture in served():
         known = getattr(transformers, architecture, None)
         config = known.config_class() if known else AutoConfig.for_model(of_text[architecture]["model_type"])
@@ -224,7 +215,7 @@ def test_the_classes_with_heads_are_those_for_which_vllm_has_a_draft_class() -> 
 
 
 @pytest.mark.parametrize("architecture", [name for name in HEADS if hasattr(transformers, name)])
-def test_vllm_has_a_draft_class_for_each_class_with_heads(architecture: str) -> None:
+def test_vllm_has_a_draft_class_for_each_class_with_heads(architecture):
     config = getattr(transformers, architecture).config_class()
     config.architectures, config.num_nextn_predict_layers = [architecture], 1
     assert SpeculativeConfig.hf_config_override(config).architectures != [architecture]

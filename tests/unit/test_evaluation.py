@@ -18,7 +18,7 @@ from flexquant.evaluation.inputs import Settings, Subject, question_prompts, rea
 from flexquant.evaluation.schedule import Passes, find_candidates, make_schedule
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.plans import Plan
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, make_pair
 from tests.policies import THRESHOLD, rules
 from tests.publishers import edits
 
@@ -30,8 +30,7 @@ def folder(tmp_path_factory) -> Path:
     """Return a folder with ``merged``, the 16-bit ``model``, a ``text.txt`` and ``threshold.yaml``."""
     folder = tmp_path_factory.mktemp("evaluation")
     make_checkpoint(folder / "model", scheme=None)
-    sources = {scheme: make_checkpoint(folder / scheme, scheme=scheme) for scheme in ("w8a8", "w4a16")}
-    merge_checkpoints(sources, folder / "merged")
+    merge_checkpoints(make_pair(folder), folder / "merged")
     (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     (folder / "threshold.yaml").write_text(THRESHOLD)
     return folder
@@ -51,51 +50,37 @@ def test_what_a_config_leaves_out_is_transformers_default(folder, tmp_path):
     assert (found.vocab_size, found.max_length) == (32000, 2048)
 
 
-# schedule
-
-
 def schedule(subject, names, batch_sizes=(4, 8), questions_tokens=None):
-    candidates = find_candidates(subject, names)
     return {
         (run.name, run.batch_size): run
-        for run in make_schedule(candidates, subject, batch_sizes, 16, questions_tokens)
+        for run in make_schedule(find_candidates(subject, names), subject, batch_sizes, 16, questions_tokens)
     }
 
 
-def test_answers_are_the_same_only_if_smaller_batches_are(subject, folder):
+def test_answers_are_the_same_only_if_smaller_batches_and_longer_prompts_are(subject, folder, tmp_path):
     names = ["w8a8", str(folder / "threshold.yaml"), "phase", "phase-batch"]
     runs = schedule(subject, names, batch_sizes=(8, 16), questions_tokens=100)
     threshold = runs["threshold.yaml", 8]
     assert threshold.same_as == ("w8a8", 8) and threshold.answers_same_as is None
     assert threshold.needs_engine  # its last answers are decoded in W4A16
-    assert runs["phase-batch", 8].answers_same_as == "phase"
-    assert not runs["phase-batch", 8].needs_engine
+    assert runs["phase-batch", 8].answers_same_as == "phase" and not runs["phase-batch", 8].needs_engine
     assert {size for (_, size), run in runs.items() if run.answers} == {8}
-
-
-def test_answers_are_the_same_only_if_longer_prompts_are(subject, tmp_path):
-    """A batch of rows has 64 tokens of prompts, one of questions 100."""
+    # A batch of rows has 64 tokens of prompts, one of questions 100.
     (tmp_path / "long.yaml").write_text(rules("- {when: {tokens: {max: 64}}, use: w8a8}", "- use: w4a16"))
     long = schedule(subject, ["w8a8", str(tmp_path / "long.yaml")], questions_tokens=100)["long.yaml", 4]
     assert long.same_as == ("w8a8", 4) and long.answers_same_as is None
 
 
-def test_derivations_under_one_name_are_told_apart(subject, tmp_path):
+def test_derivations_under_one_name_and_heads_in_two_precisions_are_told_apart(subject, tmp_path):
     for name, weights in (("a", "int4"), ("b", "int8")):
         derived = f"derive: {{x: {{from: w4a16, activations: int8, weights: {weights}}}}}\n"
         (tmp_path / f"{name}.yaml").write_text(rules("- use: x") + derived)
     runs = schedule(subject, [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")], questions_tokens=100)
     assert all(run.needs_engine for run in runs.values() if run.batch_size == 4)
     assert runs["b.yaml", 8].same_as == ("b.yaml", 4)
-
-
-def test_heads_in_two_precisions_are_told_apart(subject, tmp_path):
     (tmp_path / "int8.yaml").write_text(rules("- use: w8a8") + "head: int8\n")
     runs = schedule(subject, ["w8a8", str(tmp_path / "int8.yaml")], questions_tokens=100)
     assert all(run.needs_engine for run in runs.values() if run.batch_size == 4)
-
-
-# candidates
 
 
 def test_default_policies_are_the_variants_and_the_default_or_the_stored_one(subject, folder, tmp_path):
@@ -103,9 +88,7 @@ def test_default_policies_are_the_variants_and_the_default_or_the_stored_one(sub
     sources = {"w8a8": folder / "w8a8", "w4a16": folder / "w4a16"}
     merge_checkpoints(sources, tmp_path / "merged", policy="phase")
     assert list(find_candidates(Subject(tmp_path / "merged"), None)) == ["w8a8", "w4a16", "stored"]
-
-
-def test_a_policy_that_is_named_twice_is_one(subject):
+    # A policy that is named twice is one.
     assert list(find_candidates(subject, ["w8a8", "phase", "w8a8", "phase"])) == ["w8a8", "phase"]
 
 
@@ -114,20 +97,14 @@ def test_a_variant_of_any_name_is_a_policy(folder, tmp_path):
     sources = {"eight": folder / "w8a8", "phase": folder / "w4a16"}
     merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "default.yaml"))
     candidates = find_candidates(Subject(tmp_path / "merged"), None)
-    assert {name: policy.variants for name, policy in candidates.items()} == {
-        "eight": ("eight",),
-        "phase": ("phase",),
-        "stored": ("phase", "eight"),
-    }
+    found = {name: policy.variants for name, policy in candidates.items()}
+    assert found == {"eight": ("eight",), "phase": ("phase",), "stored": ("phase", "eight")}
 
 
 def test_two_files_of_one_name_are_refused(subject, folder, tmp_path):
     (tmp_path / "threshold.yaml").write_text(THRESHOLD)
     with pytest.raises(UsageError, match="two policies are named 'threshold.yaml'"):
         find_candidates(subject, [str(folder / "threshold.yaml"), str(tmp_path / "threshold.yaml")])
-
-
-# bytes
 
 
 def test_bytes_per_weight_by_hand(subject, tmp_path):
@@ -153,9 +130,6 @@ def test_bytes_per_weight_by_hand(subject, tmp_path):
     both = bytes_per_weight(subject.checkpoint, derived.routes, derived.decode_plan)
     assert both["resident"] == pytest.approx((2 * int4 + norms) / weights)
     assert both["decode"] == phase["decode"]
-
-
-# passes
 
 
 def trace_of(tmp_path, *passes) -> Path:
@@ -187,9 +161,6 @@ def test_passes_that_deviate_are_told(tmp_path):
     ]
 
 
-# text and questions
-
-
 def test_questions_that_come_along_and_those_of_a_file_which_end_at_a_newline_alone(tmp_path):
     questions = read_questions(None)
     assert len(questions) == len(set(questions)) == 24
@@ -204,9 +175,6 @@ def test_questions_take_the_chat_template_if_there_is_one(folder):
     tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}|"
     (prompt,) = question_prompts(["Why?"], tokenizer)
     assert tokenizer.decode(prompt) == "<user>Why?|"
-
-
-# output
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(folder, tmp_path, capsys):
@@ -224,9 +192,6 @@ def test_a_refused_evaluation_leaves_no_empty_output(folder, tmp_path):
     command = ["eval", str(folder / "merged"), "--text", str(tmp_path / "none.txt")]
     assert main([*command, "--output", str(tmp_path / "results")]) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-# refusals
 
 
 @pytest.mark.parametrize(
@@ -285,8 +250,7 @@ def test_refused_references(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "found"),
-    [("8,x", "'x' is not a whole number"), ("0", "'0' is not"), (",", "the list is empty")],
+    "sizes, found", [("8,x", "'x' is not a whole number"), ("0", "'0' is not"), (",", "the list is empty")]
 )
 def test_batch_sizes_that_are_no_numbers(capsys, sizes, found):
     with pytest.raises(SystemExit, match="2"):
@@ -309,6 +273,5 @@ def test_without_questions_no_answer_has_to_fit(folder, tmp_path, capsys, monkey
     command = ["eval", str(folder / "merged"), "--text", str(tmp_path / "short.txt")]
     command += ["--reference", str(folder / "model"), "--answer-tokens", "3000"]
     for options, said in (([], "a question and its answer"), (["--no-questions"], "has 5 tokens, but")):
-        assert main([*command, *options]) == 1
-        assert said in capsys.readouterr().err
+        assert main([*command, *options]) == 1 and said in capsys.readouterr().err
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"

@@ -64,8 +64,7 @@ def test_settings_that_are_not_served_are_refused(method, settings, named, w4a16
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_null_stands_for_the_default(method, w4a16, tmp_path):
     nulls = dict.fromkeys(("sym", "desc_act", "zero_point", "dynamic", "checkpoint_format"))
-    foreign = write_foreign(w4a16, tmp_path / "foreign", method, **nulls)
-    open_source("w4a16", foreign)
+    open_source("w4a16", write_foreign(w4a16, tmp_path / "foreign", method, **nulls))
 
 
 def test_a_section_that_is_no_object_is_refused(tmp_path):
@@ -115,24 +114,16 @@ def test_a_single_variant_without_its_quantisation_config_is_refused(tmp_path):
         merge_checkpoints({"w8a8": folder}, tmp_path / "merged")
 
 
-def test_another_dtype_than_those_of_16_bit_is_refused(w4a16):
+def test_a_dtype_that_is_asked_for_is_one_of_16_bit_and_stated_everywhere(w4a16, tmp_path):
     with refused("dtype 'int8'; take bfloat16 or float16"):
         open_source("w4a16", w4a16, "int8")
-
-
-def test_every_dtype_that_a_config_states_is_the_one_that_was_asked_for(tmp_path):
     folder = make_checkpoint(tmp_path / "w8a8", num_layers=1)
     edits.config(torch_dtype="bfloat16", dtype="bfloat16")(folder)
     config = open_source("w8a8", folder, "float16").config
     assert (config["dtype"], config["torch_dtype"]) == ("float16", "float16")
-
-
-def test_a_nested_language_model_states_the_dtype_too():
     nested = {"dtype": "bfloat16", "vocab_size": 8}
-    assert with_dtype({"text_config": nested}, "float16") == {
-        "dtype": "float16",
-        "text_config": {"dtype": "float16", "vocab_size": 8},
-    }
+    in_half = {"dtype": "float16", "text_config": {"dtype": "float16", "vocab_size": 8}}
+    assert with_dtype({"text_config": nested}, "float16") == in_half
     assert nested["dtype"] == "bfloat16"
 
 
@@ -172,8 +163,7 @@ def test_rows_that_are_longer_than_a_chunk_are_computed_once(tmp_path):
     tensor = ComputedTensor("x", "I32", tuple(data.shape), tmp_path / "x", 0, compute)
     chunks = [bytes(chunk) for chunk in read_chunks(tensor)]
     assert b"".join(chunks) == data.numpy().tobytes()
-    assert {len(chunk) for chunk in chunks} == {CHUNK_BYTES}
-    assert len(asked) == 4
+    assert {len(chunk) for chunk in chunks} == {CHUNK_BYTES} and len(asked) == 4
 
 
 def error_of(call: Callable[[], object]) -> Exception:

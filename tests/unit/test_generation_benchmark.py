@@ -29,27 +29,26 @@ def test_wilsons_interval_solves_its_equation():
     """The interval's ends are the shares from which the found share is 1.96 standard errors away."""
     for right, number in [(5, 10), (1, 7), (81, 263), (15, 148)]:
         for end in wilson(right, number):
-            assert abs(right / number - end) == pytest.approx(
-                1.959964 * math.sqrt(end * (1 - end) / number), rel=1e-5
-            )
+            error = math.sqrt(end * (1 - end) / number)
+            assert abs(right / number - end) == pytest.approx(1.959964 * error, rel=1e-5)
     assert wilson(0, 20) == (0, pytest.approx(0.1611, abs=1e-4))
     assert wilson(20, 20) == (pytest.approx(0.8389, abs=1e-4), 1)
 
 
-def test_paired_difference_is_newcombes_and_can_be_turned_round():
+def test_paired_difference_is_newcombes_and_can_be_turned_round_and_mcnemar_counts_coin_throws():
     found, turned = paired(36, 12, 2, 0), paired(36, 2, 12, 0)
     assert (found.number, found.only_first, found.only_second) == (50, 12, 2)
     assert found.difference == pytest.approx(0.2)
     assert (found.low, found.high) == pytest.approx((0.0569, 0.3404), abs=1e-4)
-    assert (found.low, found.high) == pytest.approx((-turned.high, -turned.low))
-    assert found.p == turned.p
+    assert (found.low, found.high) == pytest.approx((-turned.high, -turned.low)) and found.p == turned.p
+    assert mcnemar(5, 0) == 2 / 2**5 and mcnemar(1, 8) == pytest.approx(2 * (1 + 9) / 2**9)
+    assert mcnemar(3, 3) == mcnemar(0, 0) == 1
 
 
 @pytest.mark.parametrize("counts", [(10, 0, 0, 0), (0, 0, 0, 10), (5, 0, 0, 5)])
 def test_the_same_answers_differ_by_nothing(counts):
     found = paired(*counts)
-    assert found.difference == 0 and found.p == 1
-    assert found.low <= 0 <= found.high
+    assert found.difference == 0 and found.p == 1 and found.low <= 0 <= found.high
 
 
 def test_the_interval_holds_the_true_difference_as_often_as_it_says():
@@ -60,12 +59,6 @@ def test_the_interval_holds_the_true_difference_as_often_as_it_says():
         found = paired(*(drawn.count(kind) for kind in ("both", "first", "second", "neither")))
         held += found.low <= 0.1 <= found.high
     assert 0.92 < held / 400 < 0.99
-
-
-def test_mcnemar_counts_coin_throws():
-    assert mcnemar(5, 0) == 2 / 2**5
-    assert mcnemar(1, 8) == pytest.approx(2 * (1 + 9) / 2**9)
-    assert mcnemar(3, 3) == mcnemar(0, 0) == 1
 
 
 @pytest.mark.parametrize(
@@ -97,9 +90,8 @@ def test_cells_of_the_table():
     assert share({"right": 5, "of": 10, "interval": wilson(5, 10)}) == "50% (24% – 76%)"
     found = {"difference": -0.05, "low": -0.1, "high": 0.02, "only_first": 2, "only_second": 7}
     assert difference(found) == "-5 (-10 to +2; 2 : 7)"
-    assert parting({"median": 31.5, "interval": [9, None], "same": 4, "of": 16}) == (
-        "31.5 (9 – none), 4 of 16 the same"
-    )
+    parted = {"median": 31.5, "interval": [9, None], "same": 4, "of": 16}
+    assert parting(parted) == "31.5 (9 – none), 4 of 16 the same"
     assert parting({"median": None, "interval": None, "same": 3, "of": 3}) == "none, 3 of 3 the same"
     assert difference(None) == parting(None) == "–"
 
@@ -111,8 +103,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[ass
 @pytest.mark.parametrize("make", KINDS)
 def test_a_seed_gives_the_same_different_tasks_however_many_and_another_others(make):
     first, fewer, other = ([t.question for t in make(n, seed)] for n, seed in ((20, 3), (12, 3), (20, 4)))
-    assert first[:12] == fewer and first != other
-    assert len(set(first)) == 20
+    assert first[:12] == fewer and first != other and len(set(first)) == 20
 
 
 def test_more_than_there_are_is_refused():
@@ -132,19 +123,11 @@ def test_examples_end_with_their_result_and_do_not_give_the_answer_away(make):
 
 @pytest.mark.parametrize(
     "text, number",
-    [
-        ("4 + 7 = 11. The answer is 11.", 11),
-        ("so 2 x 617.25 = 1,234.5.", 1234.5),
-        ("83-27", 27),
-        ("5 - 8 = -3", -3),
-        ("numbers 1, 2, 3", 3),
-        ("eleven", None),
-        ("", None),
-    ],
+    [("4 + 7 = 11. The answer is 11.", 11), ("so 2 x 617.25 = 1,234.5.", 1234.5), ("83-27", 27)]
+    + [("5 - 8 = -3", -3), ("numbers 1, 2, 3", 3), ("eleven", None), ("", None)],
 )
 def test_last_number(text, number):
-    assert last_number(text) == number
-    assert has_result(11)(text) == (number == 11)
+    assert last_number(text) == number and has_result(11)(text) == (number == 11)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +152,7 @@ def test_forms_of_answers(check, right, wrong):
 
 
 def test_an_empty_answer_is_never_right():
-    assert on.has_no_comma("")
-    assert not any(is_right(task, "") for task in instructions(20, 0))
+    assert on.has_no_comma("") and not any(is_right(task, "") for task in instructions(20, 0))
 
 
 def test_a_prompt_is_a_conversation_where_the_model_has_a_template():
@@ -191,5 +173,4 @@ def test_questions_that_a_model_without_a_template_asks_itself_are_left_out():
     ids = tokenizer(" 11.\n\nQuestion: What is 2 + 2?\nAnswer: 4")["input_ids"]
     assert text_of(ids, tokenizer) == "11."
     tokenizer.chat_template = TEMPLATE
-    assert text_of(ids, tokenizer).endswith("Answer: 4")
-    assert text_of([257], tokenizer) == ""
+    assert text_of(ids, tokenizer).endswith("Answer: 4") and text_of([257], tokenizer) == ""

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Heads: of models whose config ties them to the embedding, and with the final norm of all variants.
-
-The logits have to be the same in all variants, whatever is folded.
-"""
+"""Heads, tied, own or quantised, with the final norm: the logits have to be the same in all variants."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,18 @@ import pytest
 import torch
 
 from flexquant.checkpoint.built_model import written_or_default
-from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
+from flexquant.checkpoint.merged_config import MergedConfig, has_int4, read_merged_config
+from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
+from flexquant.merge.formats import open_source
 from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
 from flexquant.serving.worker.weights import VariantLoader
 from tests.checkpoints import StateDict, fold_final_norm, make_pair
+from tests.foreign import config_of, tensors_of, write_foreign
+from tests.publishers import edits
+from tests.quantised_heads import GROUP, write_pair
 from tests.refusals import refused
 from tests.tied_heads import EMBEDDING, HEAD, NORM, make_tied_pair
 from tests.unit.edits import Edit, edit_tensor, in_float32, rotate_residual
@@ -52,8 +55,7 @@ def merged(tmp_path: Path, *heads: str | None, **options: Any) -> MergedConfig:
 def test_a_head_is_its_variants_own_unless_it_is_the_embedding(tmp_path, heads, own, shared):
     found = merged(tmp_path, *heads)
     assert tuple(variant.own_head for variant in found.variants.values()) == own
-    assert (HEAD in found.shared_modules) is shared
-    assert EMBEDDING in found.shared_modules
+    assert (HEAD in found.shared_modules) is shared and EMBEDDING in found.shared_modules
 
 
 def test_a_model_in_16_bit_has_the_head_that_one_variant_has(tmp_path):
@@ -134,9 +136,7 @@ def rotated_but_for_the_head(state: StateDict) -> None:
     state |= {WEIGHT: head, NORM: norm}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "edit"), [("llama", folded), ("gemma3", folded_into_one_plus_weight)]
-)
+@pytest.mark.parametrize("architecture, edit", [("llama", folded), ("gemma3", folded_into_one_plus_weight)])
 def test_a_norm_that_is_folded_into_the_head_changes_nothing(tmp_path, architecture, edit):
     found = compared(tmp_path, edit, architecture, tie_word_embeddings=False)
     assert found.layered_plans, found.message
@@ -163,16 +163,12 @@ def test_other_logits_are_those_of_another_model(tmp_path, edit, named):
     assert named in message and "not copies of one model" in message
 
 
-def test_a_bias_of_the_last_norm_has_to_be_equal(tmp_path):
+def test_a_bias_of_the_last_norm_has_to_be_equal_but_may_be_rounded_to_another_dtype(tmp_path):
     """The factors of the norm's outputs hide what is added in one column."""
     edit = edit_tensor(r"^model\.norm\.bias", lambda b: torch.cat([b[:1] + 0.3, b[1:]]))
-    message = compared(tmp_path, edit, "stablelm").message
-    assert "norm, behind the layers, computes something else" in message
-
-
-def test_a_bias_of_the_last_norm_may_be_rounded_to_another_dtype(tmp_path):
+    assert "norm, behind the layers, computes something else" in compared(tmp_path, edit, "stablelm").message
     edit = edit_tensor(r"^model\.norm\.bias", lambda b: b * (1 + 2.0**-8))
-    assert compared(tmp_path, edit, "stablelm").compatible
+    assert compared(tmp_path / "rounded", edit, "stablelm").compatible
 
 
 @pytest.mark.parametrize("edited", ["norm", "embedding"])
@@ -181,3 +177,84 @@ def test_a_tied_model_is_compared_by_its_embedding(tmp_path, edited):
     found = compared(tmp_path, edit, tie_word_embeddings=True)
     assert found.compatible is (edited == "embedding")
     assert ("model.embed_tokens, with the norm before it" in found.message) is (edited == "norm")
+
+
+TWICE, ZERO_POINTS = ("w8a16", "w8a16"), ("w4a16 with zero points",) * 2
+
+
+def is_shared(folder: Path, sources: dict[str, Path]) -> bool:
+    """Merge into ``folder``, and return whether the head is stored once."""
+    merge_checkpoints(sources, folder)
+    verify_checkpoint(folder, sources)
+    merged, _ = read_merged_config(folder)
+    assert merged.layered_plans
+    prefixes = {key.partition(".")[0] for key in tensors_of(folder) if f".{HEAD}." in key}
+    assert (prefixes == {"shared"}) >= (HEAD in merged.shared_modules)
+    return HEAD in merged.shared_modules
+
+
+@pytest.mark.parametrize("form", ["w8a16", "w4a16", "w4a16 by channel", ZERO_POINTS[0], "w8a8", "fp8"])
+def test_equal_heads_are_stored_once(form: str, tmp_path: Path) -> None:
+    assert is_shared(tmp_path / "merged", write_pair(tmp_path, form, form))
+
+
+@pytest.mark.parametrize(
+    "heads", [("w8a8", "fp8"), ("w8a16", None), (None, "w4a16"), ("w4a16", "w4a16 in 32")]
+)
+def test_each_variant_can_have_its_own_head(heads: tuple[str | None, ...], tmp_path: Path) -> None:
+    sources = write_pair(tmp_path, *heads)
+    assert not is_shared(tmp_path / "merged", sources)
+    assert [has_int4(config_of(folder), "it") for folder in sources.values()] == [False, True]
+
+
+def test_a_head_that_two_variants_multiply_in_two_ways_is_not_shared(tmp_path: Path) -> None:
+    def with_16_bit_activations(config: dict) -> None:
+        config["quantization_config"]["config_groups"][GROUP]["input_activations"] = None
+
+    sources = write_pair(tmp_path, "fp8", "fp8")
+    edits.edit_json("config.json", with_16_bit_activations)(sources["w4a16"])
+    assert not is_shared(tmp_path / "merged", sources)
+
+
+def test_a_head_of_gptq_is_a_target_by_its_name(tmp_path: Path) -> None:
+    sources = write_pair(tmp_path, None, "w4a16")
+    gptq = write_foreign(sources["w4a16"], tmp_path / "gptq", "gptq", lm_head=True)
+    section = open_source("w4a16", gptq).quantization_config
+    (group,) = section["config_groups"].values()
+    assert group["targets"] == ["Linear", HEAD] and HEAD not in section["ignore"]
+    assert not is_shared(tmp_path / "merged", sources | {"w4a16": gptq})
+
+
+def of_head(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> edits.Edit:
+    key = f"{HEAD}.{part}"
+    return edits.tensors(lambda state: state.update({key: change(state[key])}))
+
+
+def short_head(state: StateDict) -> StateDict:
+    return state | {f"{HEAD}.weight": state[f"{HEAD}.weight"][:-8].clone()}
+
+
+def own_head(state: StateDict) -> StateDict:
+    return state | {f"{HEAD}.weight": state["model.embed_tokens.weight"].clone()}
+
+
+@pytest.mark.parametrize(
+    ("heads", "options", "edit", "said"),
+    [
+        (TWICE, {}, of_head("weight_scale", lambda t: t * torch.nan), "holds NaN or infinite"),
+        (("w8a16", "w4a16"), {}, of_head("weight_packed", lambda t: t.flip(0)), "makes other logits"),
+        (TWICE, {}, of_head("weight_shape", lambda t: t - 8), "does not fit"),
+        (TWICE, {}, edits.without(HEAD), "quantises lm_head, which no file holds|has parameter"),
+        (TWICE, {}, edits.section(config_groups={}), "no config group"),
+        (TWICE, {"transform": short_head}, None, r"'lm_head.weight' has shape \[312, 128\]"),
+        (TWICE, {"transform": own_head, "tie_word_embeddings": True}, None, "tie_word_embeddings"),
+        (ZERO_POINTS, {"vocab_size": 330}, None, "for multiples of 8 rows, not for 330"),
+    ],
+)
+def test_what_is_refused(heads, options, edit, said, tmp_path: Path) -> None:
+    sources = write_pair(tmp_path, *heads, **options)
+    if edit is not None:
+        edit(sources["w4a16"])
+    with pytest.raises(FlexQuantError, match=said):
+        merge_checkpoints(sources, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()

@@ -22,13 +22,8 @@ from vllm.platforms.interface import DeviceCapability
 from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy, parse_policy
-from flexquant.serving.kernels import trial
-from flexquant.serving.kernels.choice import (
-    choose_kernels,
-    possible_kernels,
-    sizes_by_variant,
-    zentorch_problem,
-)
+from flexquant.serving.kernels import choice, trial
+from flexquant.serving.kernels.choice import choose_kernels, possible_kernels, sizes_by_variant
 from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import LinearKernel, kernel_of_layer
 from flexquant.serving.kernels.trial import find_fastest
@@ -42,14 +37,8 @@ from flexquant.serving.vllm_api import (
 
 TORCH = f"{TorchCPUInt4LinearKernel.__module__}:{TorchCPUInt4LinearKernel.__name__}"
 STOCK = "flexquant.serving.kernels.cpu_kernels:CPUW4A16LinearKernel"
-LAYER = {
-    "inputs": 256,
-    "outputs": 128,
-    "dtype": "bfloat16",
-    "group_size": 64,
-    "zero_points": False,
-    "sizes": [1, 64],
-}
+LAYER = {"inputs": 256, "outputs": 128, "dtype": "bfloat16", "group_size": 64}
+LAYER |= {"zero_points": False, "sizes": [1, 64]}
 DECODES_FEW = """
 schema: flexquant.policy/v1
 rules:
@@ -61,9 +50,8 @@ rules:
 
 def sizes(policy: str) -> dict[str, tuple[int, ...]]:
     read = parse_policy(yaml.safe_load(policy), "test") if "\n" in policy else load_policy(policy)
-    return sizes_by_variant(
-        build_route_table(read, ["w8a8", "w4a16"], num_layers=2, max_tokens=2048, max_decode_tokens=128)
-    )
+    limits = {"num_layers": 2, "max_tokens": 2048, "max_decode_tokens": 128}
+    return sizes_by_variant(build_route_table(read, ["w8a8", "w4a16"], **limits))
 
 
 @pytest.mark.parametrize(
@@ -95,10 +83,8 @@ def test_a_trial_times_real_kernels_and_is_made_once(cache, monkeypatch, zero_po
     (file,) = cache.iterdir()
     found = json.loads(file.read_text())
     assert found["chosen"] == chosen
-    assert {name: sorted(times) for name, times in found["microseconds"].items()} == {
-        STOCK: ["1", "64"],
-        TORCH: ["1", "64"],
-    }
+    timed = {name: sorted(times) for name, times in found["microseconds"].items()}
+    assert timed == {STOCK: ["1", "64"], TORCH: ["1", "64"]}
     monkeypatch.setattr(sys, "executable", "/nowhere")
     assert find_fastest([layer, layer]) == [chosen, chosen]
 
@@ -114,8 +100,7 @@ def remember(cache: Path, layer: dict, **changes: object) -> Path:
 
 def test_a_trial_that_fails_leaves_vllms_first_kernel_and_nothing_behind(cache, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/nowhere")
-    assert find_fastest([{**LAYER, "kernels": [STOCK, TORCH]}]) == [STOCK]
-    assert not cache.exists()
+    assert find_fastest([{**LAYER, "kernels": [STOCK, TORCH]}]) == [STOCK] and not cache.exists()
 
 
 @pytest.mark.parametrize(
@@ -142,8 +127,7 @@ def test_the_first_kernel_is_kept_unless_another_is_clearly_faster():
     def times(*microseconds: float) -> dict[str, dict[str, float]]:
         return {name: {"1": t, "64": t} for name, t in zip((STOCK, TORCH), microseconds, strict=True)}
 
-    assert trial._least(times(100, 96), STOCK) == STOCK
-    assert trial._least(times(100, 90), STOCK) == TORCH
+    assert trial._least(times(100, 96), STOCK) == STOCK and trial._least(times(100, 90), STOCK) == TORCH
 
 
 @pytest.mark.parametrize(
@@ -156,14 +140,14 @@ def test_the_first_kernel_is_kept_unless_another_is_clearly_faster():
     ids=["for another torch", "incomplete", "on another CPU"],
 )
 def test_a_zentorch_that_vllm_does_not_take_is_told_in_one_line(tmp_path, monkeypatch, code, reason):
-    assert zentorch_problem() is None
+    assert choice.zentorch_problem() is None
     metadata = tmp_path / "zentorch-9.9.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: zentorch\nVersion: 9.9\n")
     (tmp_path / "zentorch.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "zentorch", raising=False)
-    problem = zentorch_problem()
+    problem = choice.zentorch_problem()
     assert problem is not None and problem.startswith("zentorch 9.9 is installed and not used: ")
     assert reason in problem and "extra 'zen'" in problem and "\n" not in problem
 
@@ -173,11 +157,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Return what has vLLM's kernels find a GPU of a compute capability, and Humming's package."""
 
     def pretend(capability: int) -> None:
-        answers = {
-            "is_cuda": True,
-            "is_cpu": False,
-            "get_device_capability": DeviceCapability(*divmod(capability, 10)),
-        }
+        answers = {"is_cuda": True, "is_cpu": False}
+        answers["get_device_capability"] = DeviceCapability(*divmod(capability, 10))
         for name, answer in answers.items():
             monkeypatch.setattr(type(current_platform), name, lambda *_, answer=answer: answer)
         for name in ("is_device_capability", "has_device_capability"):
@@ -263,12 +244,10 @@ def test_a_trial_takes_the_fastest_that_runs(cache, monkeypatch, caplog):
     seconds = {"TorchCPUInt4LinearKernel": 2e-6, "OtherKernel": 1e-6}
     clock = lambda layers, x: lambda: len(x) * seconds[type(kernel_of_layer(layers[0])).__name__]  # noqa: E731
     monkeypatch.setattr(trial, "timed_pass", clock)
-    kinds = [
-        f"{kind.__module__}:{kind.__name__}" for kind in (BrokenKernel, TorchCPUInt4LinearKernel, OtherKernel)
-    ]
+    three = BrokenKernel, TorchCPUInt4LinearKernel, OtherKernel
+    kinds = [f"{kind.__module__}:{kind.__name__}" for kind in three]
     found = trial.measure({**LAYER, "kernels": kinds})
-    assert list(found) == kinds[1:]
-    assert trial._least(found, kinds[0]) == kinds[2]
+    assert list(found) == kinds[1:] and trial._least(found, kinds[0]) == kinds[2]
     assert trial._least({}, kinds[0]) == kinds[0]
     assert "BrokenKernel" in caplog.text and "no compiler" in caplog.text
 
@@ -279,8 +258,7 @@ def test_of_two_trials_at_once_both_take_the_first_that_is_kept(cache):
     file = cache / f"{trial.digest_of(key)[:32]}.json"
     for chosen in (TORCH, STOCK):
         trial._write(file, {"key": key, "chosen": chosen, "microseconds": {}})
-    assert find_fastest([layer]) == [TORCH]
-    assert [path.name for path in cache.iterdir()] == [file.name]
+    assert find_fastest([layer]) == [TORCH] and [path.name for path in cache.iterdir()] == [file.name]
 
 
 def test_a_kernel_can_be_named(cache):

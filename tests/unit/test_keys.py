@@ -37,11 +37,12 @@ from flexquant.serving.worker.plan_views import plan_key
 from flexquant.tuning.candidates import find_variants
 from flexquant.tuning.measure import Measurement
 from flexquant.tuning.samples import QUICK_CPU, Samples
-from tests.checkpoints import flip_a_byte, make_checkpoint
+from tests.checkpoints import flip_a_byte, make_checkpoint, make_pair
 from tests.keys import assert_whole
 from tests.refusals import refused
 
 KERNELS = {"layers.0.mlp": ("Marlin", "vllm.Marlin")}
+OTHER_KERNELS = ("layers.0.mlp", "humming.Marlin"), ("b", "c")
 
 
 def merged_config(architecture: str = "Llama", nested_in: str | None = None, **groups: int) -> MergedConfig:
@@ -66,14 +67,9 @@ def test_compiled_code_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         *(("merged", merged_config(**{name: 32})) for name in ("w8a8", "w4a16")),
         ("merged", merged_config("Qwen2")),
         *(("merged", merged_config(nested_in="other", other=size)) for size in (32, 64)),
-        *(
-            ("derived", derived(**how))
-            for how in ({"activations": "fp8"}, {"weights": "int8"}, {"weights": "fp8"})
-        ),
-        *(
-            ("kernels", {path: ("Marlin", kind)})
-            for path, kind in (("layers.0.mlp", "humming.Marlin"), ("b", "c"))
-        ),
+        *[("derived", derived(activations="fp8")), ("derived", derived(weights="int8"))],
+        ("derived", derived(weights="fp8")),
+        *(("kernels", {path: ("Marlin", kind)}) for path, kind in OTHER_KERNELS),
         ("flexquant.serving.worker.plan_views.__version__", "9.9"),
     ]
     assert_whole(key, changes, monkeypatch)
@@ -102,25 +98,17 @@ def test_trials_of_kernels(is_cpu: bool, tmp_path: Path, monkeypatch: pytest.Mon
         *(of_cpu if is_cpu else of_gpu),
         *[(f"{module}.__version__", "9.9"), (f"{module}.versions_of", lambda _: {"vllm": "9.9"})],
         *[("inputs", 512), ("outputs", 256), ("dtype", "float16"), ("group_size", 32), ("zero_points", True)],
-        *[
-            ("of_kernel", {"act_type": torch.int8}),
-            ("of_kernel", {"act_type": torch.float8_e4m3fn}),
-            ("of_kernel", {"weight_type": scalar_types.uint8b128}),
-            ("sizes", (2,)),
-            ("kernels", ("m:B",)),
-        ],
+        *(("of_kernel", {"act_type": dtype}) for dtype in (torch.int8, torch.float8_e4m3fn)),
+        ("of_kernel", {"weight_type": scalar_types.uint8b128}),
+        *[("sizes", (2,)), ("kernels", ("m:B",))],
     ]
     assert_whole(key, changes, monkeypatch)
 
 
 def test_compiled_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu.cpp").write_text("other loops")
-    new = {
-        "SOURCES": [tmp_path / "cpu.cpp"],
-        "FLAGS": [],
-        "cpu_identity": lambda: ["sse"],
-        "torch.__version__": "",
-    }
+    new = {"SOURCES": [tmp_path / "cpu.cpp"], "FLAGS": [], "torch.__version__": ""}
+    new |= {"cpu_identity": lambda: ["sse"]}
     assert_whole(cpu_loops.loops_key, [(f"{cpu_loops.__name__}.{n}", v) for n, v in new.items()], monkeypatch)
 
 
@@ -132,8 +120,7 @@ def copied(folder: Path, to: Path) -> Path:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a merged checkpoint and a model, and both with a changed bit below ``changed``."""
     work = tmp_path_factory.mktemp("keys")
-    sources = {name: make_checkpoint(work / name, scheme=name) for name in ("w8a8", "w4a16")}
-    merge_checkpoints(sources, work / "merged")
+    merge_checkpoints(make_pair(work), work / "merged")
     flip_a_byte(copied(work / "merged", work / "changed" / "merged"), "shared.model.norm.weight")
     make_checkpoint(work / "model", scheme=None)
     flip_a_byte(copied(work / "model", work / "changed" / "model"), "model.norm.weight")
@@ -189,14 +176,11 @@ def test_samples_of_tuning(folders: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def test_sensitivities_of_layers(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("text.txt", "other.txt"):
         (tmp_path / name).write_text(f"The quick {name} jumps over the lazy dog. " * 40)
-    two, derives = (
-        find_variants(read_merged_config(folders / "merged")[0], ["w8a8", name]) for name in ("w4a16", "w4a8")
-    )
+    merged, _ = read_merged_config(folders / "merged")
+    two, derives = (find_variants(merged, ["w8a8", name]) for name in ("w4a16", "w4a8"))
     few = Settings(batch_sizes=(2,), samples=2, prompt_tokens=8, tokens=4)
 
-    def key(
-        folder: str = "merged", variants: Any = two, text: str = "text.txt", of: Any = "model", how: Any = few
-    ) -> Any:
+    def key(folder="merged", variants=two, text="text.txt", of: Any = "model", how=few) -> Any:
         study = Study(Subject(folders / folder), variants, tmp_path / text, of and str(folders / of), how)
         never_alike = {"kl", "schema", "layers"}  # the number of layers is the model's
         return {part: value for part, value in study.described().items() if part not in never_alike}

@@ -16,25 +16,8 @@ from flexquant.merge.formats import open_source
 from flexquant.merge.kv.compatibility import check_kv_compatibility
 from tests.checkpoints import StateDict, make_checkpoint, make_pair
 from tests.publishers import edits
-from tests.unit.edits import (
-    HEAD_DIM,
-    HIDDEN,
-    LAYERS,
-    READS,
-    WRITES,
-    Edit,
-    edit_tensor,
-    factors,
-    in_float32,
-    orthogonal,
-    rotate_head_rows,
-    rotate_q_and_k,
-    rotate_residual,
-    rotate_v_and_o,
-    scale_up_to_down,
-    smooth_norms,
-    smooth_v_to_o,
-)
+from tests.unit import edits as weights
+from tests.unit.edits import HEAD_DIM, LAYERS, READS, WRITES, Edit, edit_tensor, factors, in_float32
 from tests.unit.full_merge import opened, report, report_of
 
 
@@ -53,26 +36,23 @@ def test_roundings_of_one_model_are_compatible(tmp_path, architecture, group_siz
 
 def test_int8_against_int8_has_a_tighter_bound(tmp_path):
     found = report(tmp_path, schemes=("w8a8", "w8a8"))
-    assert found.layered_plans
-    assert found.worst["k_proj"]["relative_error"] == 0
+    assert found.layered_plans and found.worst["k_proj"]["relative_error"] == 0
     assert found.worst["k_proj"]["allowed"] < 0.06
 
 
 BARE = {"input_layernorm": READS["input_layernorm"]}
-GEMMA_NORMS = {
-    "input_layernorm": READS["input_layernorm"],
-    "pre_feedforward_layernorm": READS["post_attention_layernorm"],
-}
+GEMMA_NORMS = BARE | {"pre_feedforward_layernorm": READS["post_attention_layernorm"]}
 
 
 @pytest.mark.parametrize(
     ("edit", "architecture", "schemes"),
     [
-        (smooth_norms(), "llama", ("w8a8", "w4a16")),
-        (smooth_norms(), "llama", ("w4a16", "w8a8")),
-        (smooth_norms(1.0, GEMMA_NORMS), "gemma3", ("w8a8", "w4a16")),  # its norms add one to the weight
-        (smooth_norms(1.0, GEMMA_NORMS), "vaultgemma", ("w8a8", "w4a16")),  # so do these
-        (scale_up_to_down, "llama", ("w4a16", "w8a8")),
+        (weights.smooth_norms(), "llama", ("w8a8", "w4a16")),
+        (weights.smooth_norms(), "llama", ("w4a16", "w8a8")),
+        # Their norms add one to the weight.
+        (weights.smooth_norms(1.0, GEMMA_NORMS), "gemma3", ("w8a8", "w4a16")),
+        (weights.smooth_norms(1.0, GEMMA_NORMS), "vaultgemma", ("w8a8", "w4a16")),
+        (weights.scale_up_to_down, "llama", ("w4a16", "w8a8")),
     ],
 )
 def test_folds_are_compatible(tmp_path, edit, architecture, schemes):
@@ -81,7 +61,7 @@ def test_folds_are_compatible(tmp_path, edit, architecture, schemes):
 
 
 def test_norms_of_an_unknown_model_have_to_be_equal(tmp_path):
-    transform = in_float32(smooth_norms())
+    transform = in_float32(weights.smooth_norms())
     folders = make_pair(tmp_path)
     folders["smoothed"] = make_checkpoint(tmp_path / "smoothed", scheme="w4a16", transform=transform)
     for folder in folders.values():
@@ -96,49 +76,47 @@ def test_norms_of_an_unknown_model_have_to_be_equal(tmp_path):
 def test_another_norm_behind_attention_is_another_model(tmp_path):
     def fold(state: StateDict) -> None:
         for layer in LAYERS:
-            scale = 1 + state[layer + "post_attention_layernorm.weight"]
-            scale *= factors(HIDDEN, 0.5, 2)
+            scale = (1 + state[layer + "post_attention_layernorm.weight"]) * factors(weights.HIDDEN, 0.5, 2)
             state[layer + "post_attention_layernorm.weight"] = scale - 1
 
-    message = report(tmp_path, fold, "gemma3").message
     said = r"layer 0 post_attention_layernorm.weight differs by .* changes the layer's output"
-    assert re.search(said, message)
+    assert re.search(said, report(tmp_path, fold, "gemma3").message)
 
 
 @pytest.mark.parametrize("low,high", [(0.7, 1.4), (0.8, 1.25)])
 @pytest.mark.parametrize("schemes", [("w8a8", "w4a16"), ("w4a16", "w8a8")])
 def test_v_to_o_smoothing_is_caught(tmp_path, low, high, schemes):
-    found = report(tmp_path, smooth_v_to_o(low, high), schemes=schemes)
+    found = report(tmp_path, weights.smooth_v_to_o(low, high), schemes=schemes)
     assert not found.compatible and not found.layered_plans
     pattern = r"'first' and 'second' .*layer 0 self_attn.v_proj .*gain error of row \d+ 0\.\d+, allowed"
     assert re.search(pattern, found.message)
 
 
 def one_layers_rotated_heads(state: StateDict) -> None:
-    rotate_head_rows(state, LAYERS[1] + "self_attn.v_proj.weight", orthogonal(HEAD_DIM))
+    weights.rotate_head_rows(state, LAYERS[1] + "self_attn.v_proj.weight", weights.orthogonal(HEAD_DIM))
 
 
 def one_small_rotated_head(state: StateDict) -> None:
     v = state[LAYERS[0] + "self_attn.v_proj.weight"]
-    v[HEAD_DIM:] = orthogonal(HEAD_DIM) @ v[HEAD_DIM:]
+    v[HEAD_DIM:] = weights.orthogonal(HEAD_DIM) @ v[HEAD_DIM:]
 
 
 def rotated_residual_and_heads(state: StateDict) -> None:
-    rotate_residual(state)
-    rotate_q_and_k(state)
+    weights.rotate_residual(state)
+    weights.rotate_q_and_k(state)
 
 
 @pytest.mark.parametrize(
     ("edit", "architecture", "where"),
     [
-        (rotate_v_and_o, "llama", "layer 0 self_attn.v_proj"),
-        (rotate_q_and_k, "llama", "layer 0 self_attn.k_proj"),
+        (weights.rotate_v_and_o, "llama", "layer 0 self_attn.v_proj"),
+        (weights.rotate_q_and_k, "llama", "layer 0 self_attn.k_proj"),
         (one_layers_rotated_heads, "llama", "layer 1 self_attn.v_proj"),
         (one_small_rotated_head, "llama", "layer 0 self_attn.v_proj"),
         (rotated_residual_and_heads, "llama", "layer 0 self_attn.k_proj"),
-        (smooth_norms(compensate=False), "llama", "layer 0 self_attn.k_proj"),
-        (smooth_norms(compensate=False, low=0.8, high=1.25), "llama", "layer 0 self_attn.k_proj"),
-        (smooth_norms(0.0, BARE), "gemma3", "layer 0 self_attn.k_proj"),
+        (weights.smooth_norms(compensate=False), "llama", "layer 0 self_attn.k_proj"),
+        (weights.smooth_norms(compensate=False, low=0.8, high=1.25), "llama", "layer 0 self_attn.k_proj"),
+        (weights.smooth_norms(0.0, BARE), "gemma3", "layer 0 self_attn.k_proj"),
         (edit_tensor(r"k_proj\.weight", torch.randn_like), "llama", "layer 0 self_attn.k_proj"),
     ],
 )
@@ -231,14 +209,14 @@ def test_what_no_layer_reads_has_to_be_equal(tmp_path):
 
 @pytest.mark.parametrize("schemes", [("w8a8", "w4a16"), ("w4a16", "w8a8")])
 def test_rotated_residual_shares_the_cache_but_not_layers(tmp_path, schemes):
-    found = report(tmp_path, rotate_residual, schemes=schemes)
+    found = report(tmp_path, weights.rotate_residual, schemes=schemes)
     assert found.compatible and not found.layered_plans, found
     assert "residual streams lie in different bases" in found.residual_messages[0]
     assert found.worst["k_proj"]["relative_error"] < 0.2
 
 
 def test_variants_rotated_alike_may_be_mixed_with_one_another(tmp_path):
-    rotate = in_float32(rotate_residual)
+    rotate = in_float32(weights.rotate_residual)
     folders = make_pair(tmp_path) | {
         "spin4": make_checkpoint(tmp_path / "spin4", scheme="w4a16", transform=rotate),
         "spin8": make_checkpoint(tmp_path / "spin8", scheme="w8a8", transform=rotate),
@@ -249,10 +227,10 @@ def test_variants_rotated_alike_may_be_mixed_with_one_another(tmp_path):
     assert len(found.residual_messages) == 2, "spin4 and spin8, each against w8a8"
 
 
-@pytest.mark.parametrize(
-    ("name", "in_16_bit"),
-    [*((name, ()) for name in (*WRITES, "self_attn.q_proj", "mlp.gate_proj")), (WRITES[1], WRITES[1:])],
-)
+QUANTISED = [(name, ()) for name in (*WRITES, "self_attn.q_proj", "mlp.gate_proj")]
+
+
+@pytest.mark.parametrize(("name", "in_16_bit"), [*QUANTISED, (WRITES[1], WRITES[1:])])
 def test_matrices_that_differ_by_more_than_noise_forbid_mixing(tmp_path, name, in_16_bit):
     def some_rows_larger(weight: torch.Tensor) -> torch.Tensor:
         weight[::20] *= 1.5
@@ -271,7 +249,7 @@ def test_matrices_of_another_model_are_refused(tmp_path, name, schemes):
 
     def other(weight: torch.Tensor) -> torch.Tensor:
         if "w4a16" in schemes:
-            return weight @ orthogonal(weight.shape[1])
+            return weight @ weights.orthogonal(weight.shape[1])
         third = weight.shape[1] // 3
         return torch.cat([weight[:, :third] * factors(third, 0.2, 2), weight[:, third:]], 1)
 
@@ -288,8 +266,7 @@ def test_what_all_layers_compute_with_has_to_be_equal(tmp_path):
 
 
 def test_another_model_is_caught(tmp_path):
-    found = report(tmp_path, seed=1)
-    assert "not copies of one model" in found.message
+    assert "not copies of one model" in report(tmp_path, seed=1).message
 
 
 def test_one_token_that_was_trained_further_is_caught(tmp_path):
@@ -333,16 +310,12 @@ def test_cache_scales_must_have_equal_values(tmp_path, scales, refused):
     assert refused == ("the cache scale 'model.layers.0.self_attn.k_scale' differs" in found.message)
 
 
-def test_the_third_source_is_compared_too(tmp_path):
+def test_the_third_source_is_compared_too_and_one_is_compatible_with_itself(tmp_path):
     folders = make_pair(tmp_path)
-    folders["c"] = make_checkpoint(tmp_path / "c", scheme="w4a16", transform=in_float32(rotate_v_and_o))
-    calls = []
+    rotate, calls = in_float32(weights.rotate_v_and_o), []
+    folders["c"] = make_checkpoint(tmp_path / "c", scheme="w4a16", transform=rotate)
     found = check_kv_compatibility(opened(folders), progress=lambda *done: calls.append(done))
-    assert "'w8a8' and 'c'" in found.message
-    assert calls == [(1, 4), (2, 4)]
-
-
-def test_one_source_is_compatible_with_itself(tmp_path):
+    assert "'w8a8' and 'c'" in found.message and calls == [(1, 4), (2, 4)]
     assert check_kv_compatibility([open_source("a", make_checkpoint(tmp_path / "a"))]).layered_plans
 
 

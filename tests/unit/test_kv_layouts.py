@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The comparison of layers of other forms than Llama's: latents, fused matrices, routers, other names."""
+"""The comparison of layers of other forms than Llama's: latents, fused or rotated matrices, other names."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.checkpoint.weight_bytes import describe_scheme
+from flexquant.merge import merge_checkpoints
+from flexquant.merge.formats import open_source
 from flexquant.merge.kv.compatibility import check_kv_compatibility
+from flexquant.merge.kv.dequantize import WeightReader
 from tests.checkpoints import StateDict, make_checkpoint, make_pair
 from tests.publishers import edits
 from tests.refusals import refused
-from tests.unit.edits import (
-    HEAD_DIM,
-    HIDDEN,
-    LAYERS,
-    Edit,
-    edit_tensor,
-    in_float32,
-    scale_up_to_down,
-    smooth_v_to_o,
-)
+from tests.rotations import BLOCK, make_rotated, rotation
+from tests.unit import edits as weights
+from tests.unit.edits import HEAD_DIM, HIDDEN, LAYERS, Edit, edit_tensor, in_float32
 from tests.unit.full_merge import model_of, opened, report, report_of
 
 
@@ -104,8 +105,8 @@ def test_fused_projections_are_split(tmp_path):
                     rows = sum(int(shape[0]) for shape in shapes)
                     state[f"{layer}{fused}_proj.weight_shape"] = torch.tensor([rows, HIDDEN])
 
-    folders = make_pair(tmp_path, change=in_float32(scale_up_to_down))
-    smoothed = in_float32(smooth_v_to_o(0.7, 1.4))
+    folders = make_pair(tmp_path, change=in_float32(weights.scale_up_to_down))
+    smoothed = in_float32(weights.smooth_v_to_o(0.7, 1.4))
     folders["smoothed"] = make_checkpoint(tmp_path / "smoothed", scheme="w4a16", transform=smoothed)
     for folder in folders.values():
         edits.tensors(fuse)(folder)
@@ -126,9 +127,7 @@ def test_fused_projections_are_split(tmp_path):
         ("falcon", {"multi_query": False}, 32),
     ],
 )
-def test_rows_of_k_and_v_are_compared_in_every_layout_of_a_fused_projection(
-    tmp_path, kind, config, first_of_k
-):
+def test_rows_of_k_and_v_are_compared_in_every_fused_layout(tmp_path, kind, config, first_of_k):
     """After 32 rows of K, a head's size, come those of V."""
 
     def larger(row: int) -> Callable[[StateDict], StateDict]:
@@ -167,3 +166,59 @@ def test_layers_like_none_that_transformers_has_are_refused(tmp_path):
         edits.tensors(with_other_names("mlp.gate_proj", "mlp.gate"))(folder)
     with refused("cannot build the LlamaForCausalLM .*my-own.* llama, qwen3, phi3"):
         check_kv_compatibility(opened(folders))
+
+
+DOWN = "model.layers.{}.mlp.down_proj"
+
+
+def rotated_and_plain(folder: Path, *matrix: torch.Tensor) -> dict[str, Path]:
+    rotated = make_rotated(folder / "w8a8", "w8a8", *matrix)
+    return {"w8a8": rotated, "w4a16": make_checkpoint(folder / "w4a16", scheme="w4a16")}
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16", "fp8"])
+def test_the_matrix_and_its_noise_are_those_before_the_rotation(tmp_path, scheme):
+    plain = load_file(make_checkpoint(tmp_path / "plain", scheme=None) / "model.safetensors")
+    reader = WeightReader(open_source("rotated", make_rotated(tmp_path / "rotated", scheme)))
+    for layer in range(2):
+        read, expected = reader.open(DOWN.format(layer)).read(), plain[f"{DOWN.format(layer)}.weight"].float()
+        assert 0.7 < (read.matrix() - expected).square().mean() / read.variances().mean() < 1.4
+    part = reader.open(DOWN.format(0)).read([range(3, 9)]).matrix()
+    assert torch.equal(part, reader.open(DOWN.format(0)).read().matrix()[3:9])
+
+
+def test_layers_of_rotated_and_plain_linears_mix(tmp_path):
+    sources = rotated_and_plain(tmp_path)
+    merge_checkpoints(sources, tmp_path / "merged")
+    merged, _ = read_merged_config(tmp_path / "merged")
+    section = merged.variants["w8a8"].quantization_config
+    section["config_groups"]["group_0"]["input_activations"]["symmetric"] = False
+    assert describe_scheme(section).endswith("activations (token, dynamic, asymmetric); rotated in each pass")
+    assert [sorted(group) for group in merged.mixable_groups] == [["w4a16", "w8a8"]]
+    with refused("cannot be nested in 'w4a16': each pass rotates the inputs of .* 'w8a8'"):
+        merge_checkpoints(sources, tmp_path / "nested", nested="near")
+
+
+def test_rotations_that_vllm_leaves_out_are_refused(tmp_path):
+    folder = make_rotated(tmp_path / "w8a8", "w8a8")
+    config = json.loads((folder / "config.json").read_text())
+    (group,) = config["quantization_config"]["transform_config"]["config_groups"].values()
+    group["apply"][0]["targets"] = ["re:.*(down_proj|lm_head|embed_tokens)$"]
+    (folder / "config.json").write_text(json.dumps(config))
+    reader = WeightReader(open_source("rotated", folder))
+    with refused("'lm_head' .* are rotated by its config, and not by vLLM"):
+        reader.open("lm_head")
+    reader.open("model.embed_tokens")  # looked up, and not multiplied
+
+
+@pytest.mark.parametrize(
+    ("matrix", "problem"),
+    [
+        (rotation(1), r"layer 0 mlp\.down_proj"),
+        (torch.ones(2 * BLOCK, 2 * BLOCK), r"by 'v', whose matrix \[32, 32\] is not"),
+    ],
+    ids=["another", "of another size"],
+)
+def test_a_matrix_that_does_not_belong_to_the_weights_is_found(tmp_path, matrix, problem):
+    with refused(problem):
+        merge_checkpoints(rotated_and_plain(tmp_path, matrix), tmp_path / "merged")

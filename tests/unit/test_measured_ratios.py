@@ -17,17 +17,11 @@ from benchmarks.speed.results import ROOT, read_cells
 from benchmarks.speed.tables import kernel_results
 from benchmarks.speed.workloads import Workload
 from flexquant.evaluation.comparison import compare
+from flexquant.planning import roofline
 from flexquant.planning.advising import ONE_COPY, TWO_COPIES, try_ways
 from flexquant.planning.device import HUMMING, MARLIN, W4A8, W4A8_INT8, Device, load_device
 from flexquant.planning.planned_model import Linear
-from flexquant.planning.roofline import (
-    Batch,
-    Batches,
-    Limits,
-    linear_seconds,
-    pass_seconds,
-    preparation_seconds,
-)
+from flexquant.planning.roofline import Batches, Limits, linear_seconds, pass_seconds, preparation_seconds
 from tests.prediction import language_model, planned
 
 WITHIN = 0.15
@@ -148,22 +142,18 @@ def test_a_live_server(policy: str, way: str, run: str, as_served: Device, tmp_p
     model = planned(tmp_path, QWEN_32B)
     shape, limits = model.shape(("w8a8", "w4a16"), 1, {}), Limits.of(as_served)
     left_out = []
-    cells = json.loads((RESULTS / run / "policies.json").read_text())["cells"]
-    for name, by_policy in cells.items():
+    for name, by_policy in json.loads((RESULTS / run / "policies.json").read_text())["cells"].items():
         load = Workload.parse(name)
         together = load.most_at_once
-        batches = Batches(load.input, load.output, (together,))
-        outcomes = {
-            o.way.name: asdict(o.loads[together]) for o in try_ways(model, as_served, batches, 1, 0.9)
-        }
+        tried = try_ways(model, as_served, Batches(load.input, load.output, (together,)), 1, 0.9)
+        outcomes = {outcome.way.name: asdict(outcome.loads[together]) for outcome in tried}
         ours, w8a8 = outcomes[way], outcomes["stock W8A8"]
-        batch = Batch(together, together, cached=together * (load.input + load.output / 2))
+        batch = roofline.Batch(together, together, cached=together * (load.input + load.output / 2))
         ours["pass"], w8a8["pass"] = (pass_seconds(shape, v, batch, as_served) for v in ("w4a16", "w8a8"))
         several = together * load.input > limits.tokens
         for metric in ("ttft", *(("request", "pass") if several else ("tpot",))):
-            first, second = (
-                [measured(r, metric, load.output) for r in by_policy[of]] for of in (policy, "w8a8")
-            )
+            both = (by_policy[of] for of in (policy, "w8a8"))
+            first, second = ([measured(r, metric, load.output) for r in results] for results in both)
             if statistics.median(second) > 2e3 * w8a8[metric]:
                 left_out.append((name, metric))
                 continue

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,9 +40,8 @@ def loaded(layers: int = LAYERS, **others: int) -> LoadedBytes:
     }
     rest: dict[str, dict[int | None, int]] = {FROM_INT4: {}, "shared": {None: 10 * MIB}}
     written, sources = {FROM_INT4: 3 * MIB}, {FROM_INT4: "w4a16"}
-    return LoadedBytes(
-        by_layer | rest, written, sources, LAYERS * 8 * MIB, lambda size: 100 - size // MIB, int
-    )
+    sizes = by_layer | rest, written, sources, LAYERS * 8 * MIB
+    return LoadedBytes(*sizes, lambda size: 100 - size // MIB, int)
 
 
 def variants(*names: str) -> dict[str, Policy]:
@@ -51,14 +49,7 @@ def variants(*names: str) -> dict[str, Policy]:
 
 
 def fit(
-    mib: float,
-    losses: PlanLosses | None = None,
-    names: Sequence[str] = (),
-    held: LoadedBytes | None = None,
-    high: str | None = "w8a8",
-    mixable: Any = MIXABLE,
-    layers: int = LAYERS,
-    is_nested: bool = False,
+    mib, losses=None, names=(), held=None, high="w8a8", mixable=MIXABLE, layers=LAYERS, is_nested=False
 ) -> Fit:
     """Return what fits into so many MiB, by default of W8A8 and W4A16; ``held`` are the bytes of each."""
     held, how = held or loaded(layers), {"high": high, "is_nested": is_nested, "mixable": mixable}
@@ -70,7 +61,7 @@ def plan_of(found: Fit, *others: str) -> list[str]:
     return [name for name in found.candidates if name not in {*variants(), *others}]
 
 
-def test_tokens_of_the_cache_leave_a_memory() -> None:
+def test_tokens_of_the_cache_leave_a_memory():
     """The made-up cache has 100 tokens, and one less for each MiB of weights."""
     assert loaded().most_beside(40) == 61 * MIB - 1
     assert loaded().most_beside(0) == (4 * 8 + 4 * 4 + 3 + 10) * MIB, "all weights"
@@ -80,15 +71,10 @@ def test_tokens_of_the_cache_leave_a_memory() -> None:
 
 @pytest.mark.parametrize(
     ("mib", "plan"),
-    [
-        (ONE_COPY, []),
-        (ONE_COPY + 7.9, []),
-        (ONE_COPY + 8, [f"{FROM_INT4}+w8a8[0]"]),
-        (ONE_COPY + 3 * 8, [f"w8a8+{FROM_INT4}[3]"]),
-        (ONE_COPY + 4 * 8 - 3, []),
-    ],
+    [(ONE_COPY, []), (ONE_COPY + 7.9, []), (ONE_COPY + 8, [f"{FROM_INT4}+w8a8[0]"])]
+    + [(ONE_COPY + 3 * 8, [f"w8a8+{FROM_INT4}[3]"]), (ONE_COPY + 4 * 8 - 3, [])],
 )
-def test_as_many_layers_as_fit_have_their_own(mib: float, plan: list[str]) -> None:
+def test_as_many_layers_as_fit_have_their_own(mib, plan):
     """With two whole copies there is nothing to compute, and so no memory for that."""
     found, apart = fit(mib), fit(mib, mixable=[("w8a8",), ("w4a16",)])
     assert plan_of(found) == plan
@@ -101,23 +87,26 @@ def test_as_many_layers_as_fit_have_their_own(mib: float, plan: list[str]) -> No
     assert whole or "cannot mix" in apart.remark
 
 
-def test_what_is_computed_takes_the_weights_that_it_is_computed_from() -> None:
+def test_what_is_computed_takes_the_weights_that_it_is_computed_from():
     computed, int4 = (all_in(variant, LAYERS) for variant in (FROM_INT4, "w4a16"))
     assert loaded().of([computed]) == loaded().of([computed, int4]) == ONE_COPY * MIB
     assert loaded().bits([computed]) == loaded().bits([int4]) == 4
 
 
-def test_less_than_one_copy_is_refused_with_what_it_takes() -> None:
+def test_less_than_one_copy_is_refused_with_what_it_takes_rounded_up_to_whole_mib():
     with pytest.raises(FlexQuantError, match=r"^one copy takes 29.0 MiB a rank, more than the 28.0 MiB") as e:
         fit(ONE_COPY - 1)
     parts = "26.0 MiB of weights, and 3.0 MiB to compute INT8 weights in; give --memory 29MiB or more"
-    assert parts in str(e.value)
-    assert "w4a16 alone fits: serve by that policy" in str(e.value)
+    assert parts in str(e.value) and "w4a16 alone fits: serve by that policy" in str(e.value)
     with pytest.raises(FlexQuantError, match="give --memory 29MiB or more, or fewer --kv-tokens$"):
         fit(1)
+    more = replace(loaded(), written={FROM_INT4: 3 * MIB + 1})
+    with pytest.raises(FlexQuantError, match="give --memory 30MiB or more") as e:
+        fit(ONE_COPY, held=more)
+    assert "and 3.0 MiB to compute" in str(e.value) and fit(ONE_COPY + 1 / MIB, held=more).together
 
 
-def test_a_checkpoint_of_one_variant_has_one_copy() -> None:
+def test_a_checkpoint_of_one_variant_has_one_copy():
     one = partial(fit, names=("w4a16", FROM_INT4), high=None, mixable=[("w4a16",)])
     found = one(100)
     assert "One copy is all that is possible" in found.remark
@@ -126,22 +115,13 @@ def test_a_checkpoint_of_one_variant_has_one_copy() -> None:
         one(1)
 
 
-def test_layers_have_8_bit_of_their_own_beside_a_variant_in_16() -> None:
+def test_layers_have_8_bit_of_their_own_beside_a_variant_in_16():
     """The 16-bit variant is more precise, and no layer of it is mixed with INT8 from INT4."""
     names, mixable = ("bf16", "w8a8", "w4a16", FROM_INT4), [("bf16",), ("w8a8", "w4a16")]
     found = fit(ONE_COPY + 16, names=names, held=loaded(bf16=16), mixable=mixable)
     assert plan_of(found, "bf16") == [f"w8a8+{FROM_INT4}[2-3]"]
     assert found.remark.startswith("2 of 4 layers (0-1) fit with w8a8 of their own")
     assert {"bf16, w4a16", "bf16 alone"} <= {choice.name for choice in found.choices}
-
-
-def test_memory_that_is_no_whole_number_of_mib_is_rounded_up() -> None:
-    exact = loaded()
-    more = replace(exact, written={FROM_INT4: 3 * MIB + 1})
-    with pytest.raises(FlexQuantError, match="give --memory 30MiB or more") as e:
-        fit(ONE_COPY, held=more)
-    assert "and 3.0 MiB to compute" in str(e.value)
-    assert fit(ONE_COPY + 1 / MIB, held=more).together
 
 
 def sensitivity(folder: Path, lower: str = "w4a16", **changed: Any) -> Path:
@@ -161,14 +141,14 @@ def losses(file: Path) -> PlanLosses:
 
 
 @pytest.mark.parametrize("lower", ["w4a16", FROM_INT4])
-def test_the_layers_that_lose_most_come_first(lower: str, tmp_path: Path) -> None:
+def test_the_layers_that_lose_most_come_first(lower, tmp_path):
     found = fit(ONE_COPY + 16, losses(sensitivity(tmp_path, lower)))
     (name,) = plan_of(found)
     assert name == f"w8a8+{FROM_INT4}[1,3]"
     assert "2 of 4 layers (0,2) fit" in found.remark and "sensitivity.json" in found.remark
 
 
-def test_what_a_plan_loses_is_measured_or_the_sum_of_its_layers(tmp_path: Path) -> None:
+def test_what_a_plan_loses_is_measured_or_the_sum_of_its_layers(tmp_path):
     found = losses(sensitivity(tmp_path))
     assert found.describe(all_in(FROM_INT4, LAYERS)) == found.describe(all_in("w4a16", LAYERS)) == "1.1"
     assert found.describe(all_in("w8a8", LAYERS)) == "0.1"
@@ -190,9 +170,7 @@ def test_what_a_plan_loses_is_measured_or_the_sum_of_its_layers(tmp_path: Path) 
         ({"variants": 3}, "cannot be read"),
     ],
 )
-def test_a_file_that_says_nothing_of_these_layers_is_refused(
-    changed: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_a_file_that_says_nothing_of_these_layers_is_refused(changed, said, tmp_path):
     with pytest.raises(UsageError, match=said):
         losses(sensitivity(tmp_path, **changed))
 
@@ -220,11 +198,10 @@ def rows(found: Fit, prefill: str) -> dict[str, list[str]]:
     return {f"{row[0]}, {row[1].strip()}": [cell.strip() for cell in row[2:]] for row in cells}
 
 
-def test_the_table_tells_measured_times_from_interpolated_ones() -> None:
+def test_the_table_tells_measured_times_from_interpolated_ones():
     found = fit(ONE_COPY + 16)
     (plan,) = plan_of(found)
-    table = rows(found, plan)
-    assert table == {
+    assert rows(found, plan) == {
         "two copies: w8a8, w4a16, 4": ["12.00", "58.0 MiB", "42", "8", "8", "does not fit"],
         "one copy, and w8a8 in some, 3": ["10.00", "53.0 MiB", "47", "~9", "~9", "does not fit"],
         "one copy, and w8a8 in some, 2": ["8.00", "45.0 MiB", "55", "9", "9", "chosen"],
@@ -239,17 +216,13 @@ def test_the_table_tells_measured_times_from_interpolated_ones() -> None:
     assert last.endswith("         74       20       20")
 
 
-def test_the_table_calls_a_nested_variant_so() -> None:
+def test_the_table_has_steps_of_a_quarter_of_the_layers_rounded_down_and_calls_a_nested_variant_so():
+    assert [choice.twice for choice in fit(10 + 6 * 4 + 3, layers=6).choices] == [6, 4, 3, 1, 0, 0, 0]
     names = [choice.name for choice in fit(100, is_nested=True).choices]
     assert names[:2] == ["nested: w8a8, w4a16", "one copy, and nested w8a8 in some"]
 
 
-def test_the_table_has_steps_of_a_quarter_of_the_layers_rounded_down() -> None:
-    found = fit(10 + 6 * 4 + 3, layers=6)
-    assert [choice.twice for choice in found.choices] == [6, 4, 3, 1, 0, 0, 0]
-
-
-def test_what_is_chosen_is_what_the_policy_loads_also_of_other_variants() -> None:
+def test_what_is_chosen_is_what_the_policy_loads_also_of_other_variants():
     other = fit(42, names=("w8a8", "w4a16", FROM_INT4, "w4a8"), held=loaded(w4a8=4))
     assert ["w4a16", "w4a8"] in other.together
     for found, prefill, row in (

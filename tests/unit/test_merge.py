@@ -74,8 +74,7 @@ def test_config_and_files(sources, tmp_path):
     files = contents(output)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         assert files[name] == (sources["w8a8"] / name).read_bytes()
-    assert files["recipe.w4a16.yaml"] == b"scheme: w4a16\n"
-    assert "recipe.yaml" not in files
+    assert files["recipe.w4a16.yaml"] == b"scheme: w4a16\n" and "recipe.yaml" not in files
     assert str(sources["w8a8"].parent).encode() not in b"".join(files.values())
     card = files["README.md"].decode()
     assert "`w8a8`" in card and "vllm serve" in card
@@ -140,13 +139,7 @@ def test_same_inputs_give_the_same_bytes(sources, tmp_path):
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-def test_one_variant_gets_a_constant_policy(sources, tmp_path):
-    report = merge_checkpoints({"w8a8": sources["w8a8"]}, tmp_path / "merged")
-    assert report.policy["rules"] == [{"use": "w8a8"}]
-    assert report.shared_bytes == 0
-
-
-def test_policy_is_stored_and_checked(sources, tmp_path):
+def test_policy_is_stored_and_checked_and_one_variant_gets_a_constant_one(sources, tmp_path):
     report = merge_checkpoints(sources, tmp_path / "merged", policy="phase")
     assert report.policy == load_policy("phase").document
     with refused("needs a variant 'w4a16'.*--policy"):
@@ -154,6 +147,8 @@ def test_policy_is_stored_and_checked(sources, tmp_path):
     with refused("w4a16"):
         merge_checkpoints({"w8a8": sources["w8a8"]}, tmp_path / "other", policy="phase")
     assert not (tmp_path / "other").exists()
+    report = merge_checkpoints({"w8a8": sources["w8a8"]}, tmp_path / "one")
+    assert report.policy["rules"] == [{"use": "w8a8"}] and report.shared_bytes == 0
 
 
 def test_incompatible_kv_caches_are_refused_or_recorded(tmp_path):
@@ -167,21 +162,18 @@ def test_incompatible_kv_caches_are_refused_or_recorded(tmp_path):
     named = [f"{name}={folder}" for name, folder in pair.items()]
     assert main(["merge", *named, "--output", str(tmp_path / "merged"), "--allow-incompatible-kv"]) == 0
     section = config_of(tmp_path / "merged")["quantization_config"]
-    assert section["kv_compatibility"]["compatible"] is False
-    assert section["layered_plans"] is False
+    assert section["kv_compatibility"]["compatible"] is False and section["layered_plans"] is False
     assert "NOT interchangeable" in (tmp_path / "merged" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("number", "told"),
-    [("NaN", "NaN"), ("Infinity", "Infinity"), ("-Infinity", "-Infinity"), ("1e999", "Infinity")],
-)
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_what_only_python_reads_as_json_is_not_written_on(tmp_path, name, number, told):
+def test_what_only_python_reads_as_json_is_not_written_on(tmp_path, name, number):
     source = make_checkpoint(tmp_path / "w8a8", scheme="w8a8")
     text = (source / name).read_text() if (source / name).exists() else "{\n}"
     text = text.replace("{", f'{{"layer_scales": [0.0, {number}], ', 1).replace(", \n}", "}")
     (source / name).write_text(text)
+    told = "Infinity" if number == "1e999" else number
     with refused(f"{name} is not valid JSON: {told} is no number in JSON"):
         merge_checkpoints({"w8a8": source}, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
@@ -212,7 +204,7 @@ def test_what_is_written_of_incompatible_kv_caches_can_be_read_again(tmp_path, c
         verify_checkpoint(tmp_path / "merged")
 
 
-def test_output_exists(sources, tmp_path):
+def test_an_output_is_overwritten_when_told_to_and_foreign_folders_and_inputs_never(sources, tmp_path):
     output = tmp_path / "merged"
     merge_checkpoints(sources, output)
     before = contents(output)
@@ -223,9 +215,6 @@ def test_output_exists(sources, tmp_path):
     assert contents(output) != before
     verify_checkpoint(output)
     assert [p.name for p in tmp_path.iterdir()] == ["merged"]
-
-
-def test_overwrite_spares_foreign_folders_and_inputs(sources, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("precious")
     with refused("not a checkpoint folder"):
@@ -239,15 +228,13 @@ def test_command_line(sources, tmp_path, capsys):
     output = str(tmp_path / "merged")
     argv = ["merge", *(f"{name}={folder}" for name, folder in sources.items()), "--output", output]
     assert main([*argv, "--json", "--max-shard-size", "0.1MB"]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    result = json.loads(printed[-1])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["output"] == output and set(result["variants"]) == {"w8a8", "w4a16"}
     bits = {name: variant["bits_per_parameter"] for name, variant in result["variants"].items()}
     assert bits["w8a8"] > bits["w4a16"]
     assert main(["inspect", output]) == 0
     assert "int4 weights (group 64), 16-bit activations" in capsys.readouterr().out
-    assert main(argv) == 1
-    assert "merge: error:" in capsys.readouterr().err
+    assert main(argv) == 1 and "merge: error:" in capsys.readouterr().err
     for part in ("config", "tokenizer", "generation", "processor"):
         assert main([*argv, "--overwrite", f"--{part}-from", "fp8"]) == 1
         assert f"--{part}-from names 'fp8', but the variants are" in capsys.readouterr().err
@@ -280,8 +267,7 @@ def merge(mib: int, folder: Path, hidden: int, awq: bool) -> tuple[int, int]:
 )
 def test_four_times_the_model_takes_the_same_memory(hidden: int, awq: bool, tmp_path: Path) -> None:
     (small, peak), (large, higher) = (merge(mib, tmp_path / str(mib), hidden, awq) for mib in (64, 256))
-    assert large - small > 150 * MIB
-    assert higher - peak < 48 * MIB
+    assert large - small > 150 * MIB and higher - peak < 48 * MIB
 
 
 @pytest.mark.full

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A merge or split that ends early (refused, interrupted, killed, on a full disk) leaves what was there.
-
-The next run succeeds, and nothing is left half done.
-"""
+"""A merge or split that ends early leaves what was there; the next one succeeds, and nothing is half done."""
 
 from __future__ import annotations
 
@@ -146,10 +143,8 @@ def test_what_does_not_fit(sources, tmp_path, command, most, capsys):
     arguments = [command, *arguments, "--output", str(output)]
     sentence = programs.disk_full(arguments, most, capsys)
     assert sentence.startswith(f"flexquant {command}: error: the disk ran full while writing {output}")
-    assert "free some space" in sentence
-    assert digests(tmp_path) == before
-    assert cli.main(arguments) == 0
-    assert digests(output) == digests(tmp_path / "undisturbed")
+    assert "free some space" in sentence and digests(tmp_path) == before
+    assert cli.main(arguments) == 0 and digests(output) == digests(tmp_path / "undisturbed")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -158,8 +153,7 @@ def test_a_file_that_does_not_fit(tmp_path):
     file.write_text("old")
     with programs.small_files(2), pytest.raises(OSError) as refused, staged_file(file) as partial:
         partial.write_text("new")
-    said = str(cli.explain_os_error(refused.value))
-    assert "the disk is full (File too large); free some space" in said
+    assert "the disk is full (File too large); free some space" in str(cli.explain_os_error(refused.value))
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
 
 
@@ -169,9 +163,7 @@ LARGER = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 32768, "n
 
 @pytest.mark.full
 @pytest.mark.parametrize("over_another", [False, True])
-def test_a_killed_merge_leaves_nothing_half_done_and_can_run_again(
-    over_another: bool, tmp_path: Path
-) -> None:
+def test_a_killed_merge_leaves_nothing_half_done_and_can_run_again(over_another, tmp_path):
     sources = make_pair(tmp_path, **LARGER)
 
     def prepare(output: Path) -> None:
@@ -189,20 +181,15 @@ OLD, NEW = ({f"merged/{n}": f"{age} {n}" for n in ("config.json", "weights")} fo
 
 
 @pytest.mark.parametrize("left", [{}, OLD, NEW | {".merged.flexquant-tmp/weights": "half"}])
-def test_what_may_be_left(left: dict[str, str]) -> None:
+def test_what_may_be_left(left):
     check_left(left, OLD, NEW)
 
 
 @pytest.mark.parametrize(
     "left",
-    [
-        {"merged/config.json": "new config.json"},
-        {**NEW, "merged/weights": "old weights"},
-        {**NEW, "merged/weights": "half"},
-        {**NEW, "merged/more": "new"},
-        {**NEW, "merged.new": "half"},
-    ],
+    [{"merged/config.json": "new config.json"}, {**NEW, "merged/weights": "old weights"}]
+    + [{**NEW, "merged/weights": "half"}, {**NEW, "merged/more": "new"}, {**NEW, "merged.new": "half"}],
 )
-def test_what_must_not_be_left(left: dict[str, str]) -> None:
+def test_what_must_not_be_left(left):
     with pytest.raises(AssertionError, match="is half done"):
         check_left(left, OLD, NEW)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
-def test_a_merge_reads_what_others_published(case: str, w4a16: Path, tmp_path: Path) -> None:
+def test_a_merge_reads_what_others_published(case, w4a16, tmp_path):
     method, settings, edit = PUBLISHED[case]
     foreign = write_foreign(w4a16, tmp_path / "foreign", method, **settings)
     if edit:
@@ -62,7 +61,7 @@ def test_a_merge_reads_what_others_published(case: str, w4a16: Path, tmp_path: P
     assert_equal(found, expected)
 
 
-def test_block_fp8_keeps_every_byte(tmp_path: Path) -> None:
+def test_block_fp8_keeps_every_byte(tmp_path):
     fp8 = make_checkpoint(tmp_path / "fp8", scheme=None)
     edits.block_fp8(fp8, columns=64)
     (group,) = open_source("fp8", fp8).quantization_config["config_groups"].values()
@@ -74,14 +73,13 @@ def test_block_fp8_keeps_every_byte(tmp_path: Path) -> None:
     split_checkpoint(tmp_path / "merged", "fp8", tmp_path / "split")
     renamed = {k.replace("_scale_inv", "_scale"): t.view(torch.uint8) for k, t in tensors_of(fp8).items()}
     assert_equal({k: t.view(torch.uint8) for k, t in tensors_of(tmp_path / "split").items()}, renamed)
-
     for wrong in ({"weight_block_size": None}, {"activation_scheme": "static"}):
         edits.section(**wrong)(fp8)
         with refused("only blocks with dynamic activations"):
             open_source("fp8", fp8)
 
 
-def test_auto_rounds_fp8_is_block_fp8(tmp_path: Path) -> None:
+def test_auto_rounds_fp8_is_block_fp8(tmp_path):
     from vllm.model_executor.layers.quantization.inc import INCConfig
 
     for name, edit in (("deepseek", edits.block_fp8), ("auto_round", edits.auto_round_fp8)):
@@ -89,7 +87,6 @@ def test_auto_rounds_fp8_is_block_fp8(tmp_path: Path) -> None:
     source, expected = (open_source("fp8", tmp_path / name) for name in ("auto_round", "deepseek"))
     assert source.quantization_config == expected.quantization_config
     assert source.tensors.keys() == expected.tensors.keys()
-
     served = config_of(tmp_path / "auto_round")["quantization_config"]
     assert INCConfig.from_config(served).group_size == (32, 32)
     wrongs = [("bits", 4), ("group_size", 32), ("group_size", [32]), ("sym", False), ("act_bits", 16)]
@@ -115,9 +112,7 @@ def test_auto_rounds_fp8_is_block_fp8(tmp_path: Path) -> None:
     assert open_source("fp8", tmp_path / "auto_round").tensors.keys() == expected.tensors.keys()
 
 
-def test_scale_fmt_asks_vllm_for_what_it_does_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scale_fmt_asks_vllm_for_what_it_does_without(tmp_path, monkeypatch):
     from vllm.envs import environment_variables
     from vllm.transformers_utils.config import get_config
 
@@ -133,7 +128,7 @@ def test_scale_fmt_asks_vllm_for_what_it_does_without(
     assert read == {"fp8": ("1", True), "converted": (None, True)}
 
 
-def test_two_dtypes_are_merged_if_one_is_named(w4a16: Path, tmp_path: Path) -> None:
+def test_two_dtypes_are_merged_if_one_is_named(w4a16, tmp_path):
     sources = {"w8a8": make_checkpoint(tmp_path / "w8a8"), "w4a16": tmp_path / "half"}
     edits.in_half(write_foreign(w4a16, tmp_path / "half", "gptq"))
     with refused("dtype: 'bfloat16' against 'float16'.*--dtype bfloat16"):
@@ -147,16 +142,15 @@ def test_two_dtypes_are_merged_if_one_is_named(w4a16: Path, tmp_path: Path) -> N
         assert config_of(tmp_path / dtype)["dtype"] == dtype
 
 
-def test_what_is_in_32_bit_is_cast_by_the_server(tmp_path: Path) -> None:
+def test_what_is_in_32_bit_is_cast_by_the_server(tmp_path):
     single = make_checkpoint(tmp_path / "w8a8", num_layers=1)
     edits.stored_in("float32")(single)
     merge_checkpoints({"w8a8": single}, tmp_path / "merged", dtype="bfloat16")
-    merged = tensors_of(tmp_path / "merged")
-    assert {t.dtype for t in merged.values()} == {torch.int8, torch.float32}
+    assert {t.dtype for t in tensors_of(tmp_path / "merged").values()} == {torch.int8, torch.float32}
     assert config_of(tmp_path / "merged")["dtype"] == "bfloat16"
 
 
-def test_numbers_that_the_other_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_numbers_that_the_other_dtype_cannot_hold_are_refused(tmp_path):
     large = make_checkpoint(tmp_path / "large")
     edits.tensors(lambda state: state["model.norm.weight"].fill_(1e6))(large)
     with refused("'model.norm.weight' in .* holds numbers that float16 cannot hold"):
@@ -164,7 +158,7 @@ def test_numbers_that_the_other_dtype_cannot_hold_are_refused(tmp_path: Path) ->
     assert not (tmp_path / "merged").exists()
 
 
-def test_what_vllm_skips_is_left_out(w4a16: Path, tmp_path: Path) -> None:
+def test_what_vllm_skips_is_left_out(w4a16, tmp_path):
     foreign = write_foreign(w4a16, tmp_path / "foreign", "gptq")
     skipped = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
@@ -175,7 +169,6 @@ def test_what_vllm_skips_is_left_out(w4a16: Path, tmp_path: Path) -> None:
     merge_checkpoints(sources, tmp_path / "merged")
     verify_checkpoint(tmp_path / "merged", sources)
     assert not [key for key in tensors_of(tmp_path / "merged") if key.endswith((".bias", "inv_freq"))]
-
     edits.tensors(lambda state: state["model.layers.1.mlp.up_proj.bias"].fill_(1))(foreign)
     with refused(r"'w4a16' has parameter 'model.layers.1.mlp.up_proj.bias'"):
         merge_checkpoints(sources, tmp_path / "again")
@@ -183,7 +176,7 @@ def test_what_vllm_skips_is_left_out(w4a16: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["qweight", "qzeros", "scales", "g_idx"])
 @pytest.mark.parametrize("scheme", [None, "w8a8"])
-def test_a_part_of_no_packed_linear_is_named(scheme: str | None, part: str, tmp_path: Path) -> None:
+def test_a_part_of_no_packed_linear_is_named(scheme, part, tmp_path):
     folder = make_checkpoint(tmp_path / "dense", scheme=scheme, num_layers=1)
     name = f"model.layers.0.self_attn.q_proj.{part}"
     edits.tensors(lambda state: state.update({name: torch.zeros(128, dtype=torch.int32)}))(folder)
@@ -191,14 +184,14 @@ def test_a_part_of_no_packed_linear_is_named(scheme: str | None, part: str, tmp_
         open_source("dense", folder)
 
 
-def test_a_checkpoint_of_modelopt_is_called_one(tmp_path: Path) -> None:
+def test_a_checkpoint_of_modelopt_is_called_one(tmp_path):
     folder = make_checkpoint(tmp_path / "fp8", scheme=None, num_layers=1)
     edits.file("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}')(folder)
     with refused("quant_method 'modelopt'; .* quantise the model again"):
         open_source("fp8", folder)
 
 
-def test_norms_in_32_bit_are_one_variants(w4a16: Path, tmp_path: Path) -> None:
+def test_norms_in_32_bit_are_one_variants(w4a16, tmp_path):
     """vLLM casts them when it loads them, so their numbers decide."""
     w8a8 = make_checkpoint(tmp_path / "w8a8")
     edits.tensors(lambda s: s.update({k: t.float() for k, t in s.items() if "norm" in k}))(w8a8)
@@ -209,14 +202,14 @@ def test_norms_in_32_bit_are_one_variants(w4a16: Path, tmp_path: Path) -> None:
     assert dtypes == {"w8a8.model.norm.weight": torch.float32, "w4a16.model.norm.weight": torch.bfloat16}
 
 
-def test_llm_compressors_section_of_2024_is_read(w4a16: Path, tmp_path: Path) -> None:
+def test_llm_compressors_section_of_2024_is_read(w4a16, tmp_path):
     old = make_checkpoint(tmp_path / "old", scheme="w4a16")
     edits.edit_json("config.json", lambda c: c.update(compression_config=c.pop("quantization_config")))(old)
     merge_checkpoints({"w8a8": make_checkpoint(tmp_path / "w8a8"), "w4a16": old}, tmp_path / "merged")
     assert "compression_config" not in config_of(tmp_path / "merged")
 
 
-def test_files_beside_the_models_are_not_read(w4a16: Path, tmp_path: Path) -> None:
+def test_files_beside_the_models_are_not_read(w4a16, tmp_path):
     """A file that no index lists, and Mistral's copy of the model: vLLM reads neither."""
     other = make_checkpoint(tmp_path / "other", scheme=None, seed=1)
     indexed, expected = make_checkpoint(tmp_path / "indexed", num_shards=2), tensors_of(w4a16)
@@ -233,7 +226,7 @@ def test_files_beside_the_models_are_not_read(w4a16: Path, tmp_path: Path) -> No
         assert_equal(tensors_of(tmp_path / f"{name}.split"), expected)
 
 
-def test_shards_without_an_index_have_to_be_complete(tmp_path: Path) -> None:
+def test_shards_without_an_index_have_to_be_complete(tmp_path):
     w8a8 = make_checkpoint(tmp_path / "w8a8", num_shards=2)
     expected = tensors_of(w8a8)
     (w8a8 / "model.safetensors.index.json").unlink()

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Merging mixtures of experts, latent attention and vision-language models.
-
-What is compared beside K and V, and what is stored once.
-"""
+"""Experts, latent attention, vision-language models: what is compared beside K and V, and stored once."""
 
 from __future__ import annotations
 
@@ -29,22 +26,15 @@ def test_a_norm_folded_into_router_and_experts_is_the_same_model(tmp_path):
     def folded(state: StateDict) -> StateDict:
         norms = {name.removesuffix(NORM): t.float() for name, t in state.items() if name.endswith(NORM)}
         readers = ("mlp.gate.weight", "gate_proj.weight", "up_proj.weight")
-        return {
-            name: torch.ones_like(tensor)
-            if name.endswith(NORM)
-            else (tensor * norms[name.split("mlp.")[0]]).bfloat16()
-            if name.endswith(readers)
-            else tensor
-            for name, tensor in state.items()
-        }
+        for name in [name for name in state if name.endswith(readers)]:
+            state[name] = (state[name] * norms[name.split("mlp.")[0]]).bfloat16()
+        return state | {name: torch.ones_like(t) for name, t in state.items() if name.endswith(NORM)}
 
     merge_checkpoints(make_pair(tmp_path, "qwen3_moe", folded), tmp_path / "merged")
     assert read_merged_config(tmp_path / "merged")[0].layered_plans
 
 
-@pytest.mark.parametrize(
-    ("kind", "up", "down"), [("qwen3_moe", "up_proj", "down_proj"), ("mixtral", "w3", "w2")]
-)
+@pytest.mark.parametrize("kind, up, down", [("qwen3_moe", "up_proj", "down_proj"), ("mixtral", "w3", "w2")])
 def test_a_fold_between_an_experts_up_and_down_projections_is_the_same_model(tmp_path, kind, up, down):
     def folded(state: StateDict) -> StateDict:
         for name in [name for name in state if name.endswith(f"{up}.weight")]:
@@ -76,8 +66,7 @@ def test_another_number_of_experts_is_another_model(tmp_path):
 
 def test_other_experts_cannot_be_mixed(tmp_path):
     def other(state: StateDict) -> StateDict:
-        name = "model.layers.0.mlp.experts.3.down_proj.weight"
-        state[name][::20] *= 1.5
+        state["model.layers.0.mlp.experts.3.down_proj.weight"][::20] *= 1.5
         return state
 
     merge_checkpoints(make_pair(tmp_path, "qwen3_moe", other), tmp_path / "merged")
@@ -122,13 +111,8 @@ def test_towers_are_stored_once_and_the_class_reads_images(tmp_path):
     merged, layers = read_merged_config(tmp_path / "merged")
     assert (merged.base_architecture, layers) == (ARCHITECTURE, 4)
     assert config_of(tmp_path / "merged")["architectures"] == [f"FlexQuant{ARCHITECTURE}"]
-    assert merged.shared_modules == (
-        "lm_head",
-        "model.connector",
-        "model.text_model.embed_tokens",
-        "model.text_model.norm",
-        "model.vision_model",
-    )
+    around = ("connector", "text_model.embed_tokens", "text_model.norm", "vision_model")
+    assert merged.shared_modules == ("lm_head", *(f"model.{name}" for name in around))
     keys = read_tensors(tmp_path / "merged").keys()
     towers = [key for key in keys if ".vision_model." in key or ".connector." in key]
     assert towers and all(key.startswith("shared.") for key in towers)
@@ -189,7 +173,7 @@ def test_the_tower_that_a_tensor_lies_in(tensor, found):
 
 @pytest.mark.parametrize("cast", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    ("first", "second"),
+    "first, second",
     [(torch.float16, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.float32, torch.float16)],
 )
 def test_what_storing_rounds_is_no_difference_after_a_cast(tmp_path, first, second, cast):
@@ -201,12 +185,10 @@ def test_what_storing_rounds_is_no_difference_after_a_cast(tmp_path, first, seco
 
         return stored
 
-    made = {
-        name: make_checkpoint(
-            tmp_path / name, "qwen2", name, transform=stored_in(dtype), dtype=str(dtype).split(".")[1]
-        )
-        for name, dtype in (("w8a8", first), ("w4a16", second))
-    }
+    made = {}
+    for name, dtype in (("w8a8", first), ("w4a16", second)):
+        stored = {"transform": stored_in(dtype), "dtype": str(dtype).split(".")[1]}
+        made[name] = make_checkpoint(tmp_path / name, "qwen2", name, **stored)
     merge_checkpoints(made, tmp_path / "merged", dtype=cast)
     merge_checkpoints(dict(reversed(made.items())), tmp_path / "again", dtype=cast)
     for name in ("merged", "again"):

@@ -21,17 +21,8 @@ from flexquant.checkpoint.nested import Int4Weight, NestedWeight, nested_weights
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor, read_header, total_bytes
 from flexquant.checkpoint.weight_bytes import report_checkpoint
 from flexquant.cli import main
-from flexquant.merge import merge_checkpoints, nesting, split_checkpoint, verify_checkpoint
-from flexquant.merge.nested_fit import (
-    WIDTHS,
-    encode,
-    fit_block,
-    fit_column,
-    fit_rows,
-    is_widened,
-    pack_differences,
-    shrink_rows,
-)
+from flexquant.merge import merge_checkpoints, nested_fit, nesting, split_checkpoint, verify_checkpoint
+from flexquant.merge.nested_fit import WIDTHS, encode, fit_block, fit_column, fit_rows, is_widened
 from flexquant.merge.nesting import Nested, NestedLayer, Pair, is_nearest
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
@@ -101,8 +92,7 @@ def test_what_is_stored_gives_the_integers_as_the_format_says(tmp_path, nested_p
     }
     merge_checkpoints(sources, tmp_path / "merged", nested="near")
     split_checkpoint(tmp_path / "merged", "w8a8", tmp_path / "split")
-    folders = tmp_path / "merged", sources["w8a8"], tmp_path / "split"
-    stored, source, split = map(tensors_of, folders)
+    stored, source, split = map(tensors_of, (tmp_path / "merged", sources["w8a8"], tmp_path / "split"))
     quantised = [name.removesuffix(".weight") for name in source if source[name].dtype == torch.int8]
     changed, squared, weights, lowest, widths = 0, 0.0, 0, 0, set[float]()
     for module in quantised:
@@ -174,8 +164,7 @@ def test_factors_of_rows_and_columns_are_found_again():
     weight8 = row * column * weight4
     found = fit_column(lambda: [(weight8[:25], weight4[:25]), (weight8[25:], weight4[25:])], 64)
     assert torch.allclose(found.double(), column / column.max(), rtol=1e-3)
-    rows = fit_rows(weight8, weight4, found.double())
-    assert torch.allclose(rows, row[:, 0] * column.max(), rtol=1e-3)
+    assert torch.allclose(fit_rows(weight8, weight4, found.double()), row[:, 0] * column.max(), rtol=1e-3)
 
 
 def test_rows_and_columns_of_zeros_have_finite_factors():
@@ -191,8 +180,7 @@ def test_rows_and_columns_of_zeros_have_finite_factors():
 def test_a_row_that_predicts_too_much_is_shrunk_and_no_other():
     values = torch.tensor([[[-8.0, 7.0]], [[-8.0, 7.0]], [[0.0, 1.0]]])
     scale, column = torch.ones(3, 1, 1), torch.tensor([1.0, 2.0])
-    row = torch.tensor([[9.0], [10.0], [torch.inf]])
-    shrunk = shrink_rows(row, values, scale, column)
+    shrunk = nested_fit.shrink_rows(torch.tensor([[9.0], [10.0], [torch.inf]]), values, scale, column)
     assert shrunk[0] == 9 and shrunk.isfinite().all()
     assert predict(values, scale, shrunk, column).abs().amax(1)[:2].tolist() == [126, 134]
 
@@ -320,8 +308,9 @@ def test_steps_that_no_merge_takes_are_told(tmp_path, monkeypatch):
 
 def test_every_difference_is_read_as_it_was_packed():
     every = torch.cartesian_prod(torch.arange(-8, 8), torch.arange(-8, 8))
-    stored = pack_differences(every)
-    assert stored.dtype == torch.uint8 and stored[0] == 0 and pack_differences(torch.tensor([[-7, -8]])) == 1
+    stored = nested_fit.pack_differences(every)
+    assert stored.dtype == torch.uint8 and stored[0] == 0
+    assert nested_fit.pack_differences(torch.tensor([[-7, -8]])) == 1
     assert torch.equal(unpack_differences(stored), every.to(torch.int8))
 
 
@@ -398,8 +387,7 @@ def test_command_line(nested_pair, tmp_path, capsys):
     said += r"changed, which adds [\d.]+ % to INT8's own rounding noise"
     for command in (["inspect", output], None):
         text = capsys.readouterr().out
-        assert "w8a8 (nested in w4a16)" in text
-        assert re.search(said, text)
+        assert "w8a8 (nested in w4a16)" in text and re.search(said, text)
         if command:
             assert main(command) == 0
     card = (tmp_path / "merged" / "README.md").read_text()

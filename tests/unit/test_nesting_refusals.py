@@ -73,6 +73,11 @@ WIDE = {"intermediate_size": 65600, "num_layers": 1, "hidden_size": 32}
 TWICE = "which stores the weights of both"
 
 
+def both_of(**config: int) -> dict[str, Callable[[Path], Path]]:
+    four = lambda folder: make_w4a16(folder, None, True, **config)  # noqa: E731
+    return {"w8a8": of_llama(scheme="w8a8", **config), "w4a16": four}
+
+
 @pytest.mark.parametrize(
     ("made", "problem"),
     [
@@ -97,17 +102,11 @@ TWICE = "which stores the weights of both"
             f"'model.layers.0.mlp.experts.0.down_proj' is one of a mixture's experts; .*{TWICE}",
         ),
         (
-            {
-                "w8a8": of_llama(scheme="w8a8", intermediate_size=255),
-                "w4a16": lambda folder: make_w4a16(folder, None, True, intermediate_size=255),
-            },
+            both_of(intermediate_size=255),
             f"'model.layers.0.mlp.down_proj' has an odd number of inputs; .*{TWICE}",
         ),
         (
-            {
-                "w8a8": of_llama(scheme="w8a8", **WIDE),
-                "w4a16": lambda folder: make_w4a16(folder, None, True, **WIDE),
-            },
+            both_of(**WIDE),
             rf"'model.layers.0.mlp.down_proj' has 65600 inputs, and at most 65536 can be nested; .*{TWICE}",
         ),
         ({"w8a8": W8A8, "w4a16": with_indices}, "inputs in another order"),
@@ -121,20 +120,8 @@ TWICE = "which stores the weights of both"
             rf"{MAX_ADDED_NOISE:g}: quantise both .*{TWICE}",
         ),
     ],
-    ids=[
-        "no INT4",
-        "FP8",
-        "static activations",
-        "two INT4 variants",
-        "16 bit in W8A8",
-        "16 bit in W4A16",
-        "experts",
-        "odd inputs",
-        "too many inputs",
-        "another order",
-        "scales in 32 bit",
-        "rotated",
-    ],
+    ids=["no INT4", "FP8", "static activations", "two INT4 variants", "16 bit in W8A8", "16 bit in W4A16"]
+    + ["experts", "odd inputs", "too many inputs", "another order", "scales in 32 bit", "rotated"],
 )
 def test_what_cannot_be_nested_is_refused_and_the_output_stays(tmp_path, made, problem):
     sources = {name: make(tmp_path / name) for name, make in made.items()}
@@ -178,8 +165,7 @@ def test_verify_compares_with_the_sources(nested_pair, merged, tmp_path):
 def test_a_part_that_is_missing_or_of_another_shape_is_one_sentence(merged, tmp_path, part):
     variant, name = part.split()
     key = f"{variant}.{LINEAR}.{name}"
-    checkpoint = MergedCheckpoint.open(merged)
-    shard = checkpoint.tensors[key].file
+    shard = MergedCheckpoint.open(merged).tensors[key].file
     tensors = load_file(shard)
     for damaged in (None, tensors[key].flatten()[:-1].clone()):
         changed = {k: v for k, v in tensors.items() if k != key} | ({} if damaged is None else {key: damaged})

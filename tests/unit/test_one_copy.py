@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A linear that keeps INT4 weights alone multiplies as one with the INT8 weights nearest to them."""
+"""A linear of INT4 weights alone multiplies as one of the nearest INT8 weights; the kernel's PTX is read."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +39,8 @@ SHAPES = {"whole blocks": 128, "a narrow block": 128 + NARROW}
 """PyTorch's blocks have 64 outputs with AVX512, which vLLM's kernel goes with, and else 32."""
 
 
-def made(
-    kind: Any, outputs: int, group: int, signs: float | None = 1.0, zeros: bool = False
-) -> tuple[Any, torch.nn.Module, torch.Tensor]:
-    """Return a kernel, its packed layer, and the weights that it was given, float64 [out, in].
-
-    ``signs`` are those of all scales; None: both.
-    """
+def made(kind: Any, outputs: int, group: int, signs: float | None = 1.0, zeros: bool = False) -> tuple:
+    """Return a kernel, its packed layer and weights, float64 [out, in]; ``signs`` None: scales of both."""
     torch.manual_seed(0)
     layer = {"inputs": INPUTS, "outputs": outputs, "group_size": group, "zero_points": zeros}
     linear = trial.new_layer({**layer, "dtype": "bfloat16"}, kind)
@@ -68,9 +66,7 @@ def kinds() -> list[Any]:
 @pytest.mark.parametrize("tokens", [0, 1, 6, 7, 70])
 @pytest.mark.parametrize("group, zeros", [(32, True), (64, False), (128, True), (256, False)])
 @pytest.mark.parametrize("kind", kinds())
-def test_the_int4_kernels_multiply_by_the_stored_weights(
-    kind: Any, group: int, zeros: bool, tokens: int
-) -> None:
+def test_the_int4_kernels_multiply_by_the_stored_weights(kind, group, zeros, tokens):
     """Some round weights to 16 bit; PyTorch's and FlexQuant's round only their sums."""
     kernel, linear, weight = made(kind, 128, group, None, zeros)
     x = torch.randn(tokens, INPUTS, dtype=torch.bfloat16)
@@ -97,9 +93,7 @@ def int8_weights(*arguments: Any) -> torch.Tensor:
 @pytest.mark.parametrize("group", [32, 128, 256])
 @pytest.mark.parametrize("outputs", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("kind", kinds())
-def test_the_int8_weights_are_the_nearest_or_corrected(
-    kind: Any, outputs: int, group: int, zeros: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_int8_weights_are_the_nearest_or_corrected(kind, outputs, group, zeros, compiled, monkeypatch):
     if compiled:
         assert one_copy.has_loops()
     else:
@@ -116,7 +110,6 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
     # Ties fall either way, by the last bit of a scale.
     assert (found.t() - weight / expected_scale).abs().max() < 0.5 + 1e-4
     assert found.abs().amax(0).eq(127).all()
-
     column = torch.rand(INPUTS) / 2 + 0.4
     codes = one_copy.unpacked(packed, layout, INPUTS, outputs).view(len(ratio), -1, outputs)
     near = ((codes - zeros[:, None]) * ratio[:, None]).view(INPUTS, outputs) * column[:, None]
@@ -133,9 +126,7 @@ def test_the_int8_weights_are_the_nearest_or_corrected(
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("kind", kinds())
-def test_nested_weights_take_activations_with_zero_points(
-    kind: Any, tokens: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nested_weights_take_activations_with_zero_points(kind, tokens, compiled, monkeypatch):
     if not compiled:
         monkeypatch.setattr(one_copy, "has_loops", lambda: False)
     outputs, layout = 128, one_copy.layout_of(kind)
@@ -167,9 +158,7 @@ def test_nested_weights_take_activations_with_zero_points(
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("kind", kinds())
-def test_weights_for_amx_are_those_that_vllm_would_pack(
-    kind: Any, zeros: bool, is_nested: bool, dtype: torch.dtype
-) -> None:
+def test_weights_for_amx_are_those_that_vllm_would_pack(kind, zeros, is_nested, dtype):
     kernel, linear, _ = made(kind, outputs=128, group=64, zeros=zeros)
     layout = one_copy.layout_of(kind)
     packed, scale, zero = one_copy.CPUInt8Product(kernel, layout)._weights(linear)
@@ -192,9 +181,7 @@ def test_weights_for_amx_are_those_that_vllm_would_pack(
 
 @pytest.mark.skipif(not one_copy.has_amx_product(), reason="this CPU has no AMX, or vLLM no product for it")
 @pytest.mark.parametrize("kind", kinds())
-def test_slices_for_amx_and_other_types_give_the_same_outputs(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_for_amx_and_other_types_give_the_same_outputs(kind, monkeypatch):
     kernel, linear, _ = made(kind, outputs=192, group=64)
     layout = one_copy.layout_of(kind)
     assert layout is not None
@@ -210,7 +197,7 @@ def test_slices_for_amx_and_other_types_give_the_same_outputs(
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zero points"])
 @pytest.mark.parametrize("bias", [None, torch.randn(96)], ids=["no bias", "bias"])
-def test_sums_are_scaled_without_the_zero_points(bias: torch.Tensor | None, zeros: bool) -> None:
+def test_sums_are_scaled_without_the_zero_points(bias, zeros):
     assert one_copy.has_loops()
     sums = torch.randint(-(1 << 30), 1 << 30, (5, 96), dtype=torch.int32)
     row, column = torch.rand(5, 1), torch.rand(96)
@@ -226,7 +213,7 @@ LOADED = "from flexquant.serving.kernels.cpu_loops import has_loops; print(has_l
 
 
 @pytest.mark.parametrize("compiler", ["false", "no such compiler"])
-def test_a_compiler_that_fails_leaves_the_operators_of_pytorch(compiler: str, tmp_path: Path) -> None:
+def test_a_compiler_that_fails_leaves_the_operators_of_pytorch(compiler, tmp_path):
     own = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "CXX": compiler}
     done = programs.run([sys.executable, "-c", LOADED], timeout=90, environment={**os.environ, **own})
     assert done.stdout.splitlines()[-1] == "False"
@@ -247,13 +234,7 @@ only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fil
         pytest.param(lambda file: os.chown(file.parent, 12345, -1), "at every start", marks=only_root),
     ],
 )
-def test_loops_that_are_damaged_or_that_others_can_change_are_compiled_anew(
-    change: Any,
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_loops_damaged_or_open_to_change_are_compiled_anew(change, reason, tmp_path, monkeypatch, caplog):
     """The compiler is a copy of what it has made before."""
     assert cpu_loops.has_loops()
     key = cpu_loops.digest_of(cpu_loops.loops_key())[:16]
@@ -284,7 +265,7 @@ def test_loops_that_are_damaged_or_that_others_can_change_are_compiled_anew(
 
 
 @pytest.mark.full
-def test_the_loops_are_compiled_after_a_process_was_killed_while_it_compiled(tmp_path: Path) -> None:
+def test_the_loops_are_compiled_after_a_process_was_killed_while_it_compiled(tmp_path):
     slow = tmp_path / "slow"
     slow.write_text('#!/bin/sh\ncase "$*" in *-c\\ *) sleep 60;; *) exec c++ "$@";; esac\n')
     slow.chmod(0o755)
@@ -299,3 +280,63 @@ def test_the_loops_are_compiled_after_a_process_was_killed_while_it_compiled(tmp
     for own in ({}, {"CXX": "false"}):  # the second process loads what the first has compiled
         done = programs.run(command, timeout=90, environment=environment | own)
         assert done.stdout.splitlines()[-1] == "True"
+
+
+CAPABILITIES = (80, 90)
+THREADS = 64
+WEIGHTS = 64 * 128
+"""Weights that one program of the kernel writes for groups of 128 inputs."""
+# vLLM for CPUs puts stand-ins in the place of Triton, whose compiler needs no GPU.
+COMPILE = """
+import json
+import triton, triton.language
+from vllm import triton_utils
+triton_utils.triton, triton_utils.tl = triton, triton.language
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from flexquant.serving.worker.one_copy.gpu_kernel import _int4_to_8_bit as kernel, compile_options
+
+names = kernel.arg_names
+types = dict(packed="*i32", scale="*bf16", zero="*i8", row="*fp32", column="*fp32", difference="*i32")
+types |= {"out": "*i8"} | dict.fromkeys(("outputs", "inputs", "group", "integer_bits"), "i32")
+found = {}
+for capability in CAPABILITIES:
+    for zero, nested in ((False, False), (True, False), (False, True), (True, True)):
+        constants = dict(is_grouped=True, has_zero=zero, is_nested=nested, is_integer=True)
+        constants |= dict(outputs_first=True, tiles=8)
+        source = ASTSource(
+            kernel,
+            signature=types | dict.fromkeys(constants, "constexpr"),
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
+        )
+        target = GPUTarget("cuda", capability, 32)
+        found[f"{capability} {zero} {nested}"] = triton.compile(source, target, compile_options(8)).asm["ptx"]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def instructions() -> dict[str, Counter[str]]:
+    """Return capability, zero points, nested -> instruction -> how often it is in the PTX."""
+    program = COMPILE.replace("CAPABILITIES", str(CAPABILITIES))
+    ptx = json.loads(programs.run([sys.executable, "-c", program], timeout=300).stdout.splitlines()[-1])
+    pattern = re.compile(r"^\s+(?:@\S+ )?([a-z][a-z0-9_.:]*)\s", re.MULTILINE)
+    return {name: Counter(pattern.findall(text)) for name, text in ptx.items()}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_kernel_rounds_as_its_reference_and_reads_each_word_once(instructions, capability, zeros, nested):
+    found = instructions[f"{capability} {zeros} {nested}"]
+    divisions = {name for name in found if name.startswith("div.") and name.endswith("f32")}
+    assert not divisions, "one takes as long as several weights"
+    fused = [name for name in found if name.startswith("fma.")]
+    assert fused == [], "it rounds once where the reference rounds twice"
+    # A word has 8 weights, and 128 bits have 4 words, or 16 weights in 8 bit.
+    planes, most = (2, 17) if nested else (1, 11)
+    assert found["ld.global.v4.b32"] * THREADS * 32 == planes * WEIGHTS
+    assert {name for name in found if name.startswith("st.global")} == {"st.global.v4.b32"}
+    assert found["st.global.v4.b32"] * THREADS * 16 == WEIGHTS
+    assert found.total() * THREADS < most * WEIGHTS, f"more than {most} instructions a weight"

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""A writer that is killed anywhere leaves the old output or none, and two never mix their files.
-
-What is not FlexQuant's own stays, whenever it came.
-"""
+"""A writer that is killed anywhere leaves the old output or none, never a mixture; what is others' stays."""
 
 from __future__ import annotations
 
@@ -54,8 +51,7 @@ def test_of_two_writers_the_later_one_has_the_output_whole(tmp_path):
             (other / "config.json").write_text("second")
             (other / "weights").write_text("second")
         (stage / "weights").write_text("first")
-    assert contents(output) == whole("second")
-    assert list(tmp_path.iterdir()) == [output]
+    assert contents(output) == whole("second") and list(tmp_path.iterdir()) == [output]
 
 
 def test_two_outputs_in_one_folder_are_written_side_by_side(tmp_path):
@@ -65,10 +61,7 @@ def test_two_outputs_in_one_folder_are_written_side_by_side(tmp_path):
 
 
 def write_and_die_early(folder: Path, fatal: int) -> bool:
-    """Write an output in a process of its own, and return whether it killed itself on the way.
-
-    It does so before the n-th operation on ``folder`` that Python reports to its audit hooks.
-    """
+    """Write in a process that kills itself before an audited operation on ``folder``; return if it did."""
     operations = 0
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -130,12 +123,6 @@ def test_an_empty_folder_is_an_output(name, tmp_path):
     assert (tmp_path / "link to it").is_symlink() and len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
-    (tmp_path / "file").write_text("")
-    with refused(r"cannot write .*merged: .*file"):
-        write(tmp_path / "file" / "merged", "new")
-
-
 def make_folder(path: Path, file: str = "thesis.txt") -> None:
     path.mkdir()
     (path / file).write_text("precious")
@@ -156,16 +143,14 @@ def inventory(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("what", "overwrite"),
+    "what, overwrite",
     [(what, False) for what in APPEARING] + [("a folder with thesis.txt", True), ("a file", True)],
 )
 def test_what_appears_meanwhile_is_told_and_stays(what, overwrite, tmp_path):
     output = tmp_path / "merged"
     prepare_output(output, [], overwrite=overwrite)
-    with (
-        refused(f"^{what} appeared at .*merged while .* choose another"),
-        staged_folder(output, overwrite=overwrite) as stage,
-    ):
+    told = refused(f"^{what} appeared at .*merged while .* choose another")
+    with told, staged_folder(output, overwrite=overwrite) as stage:
         (stage / "config.json").write_text("new")
         APPEARING[what](output)
         kept = {name: found for name, found in inventory(tmp_path).items() if name.startswith("merged")}
@@ -256,7 +241,7 @@ def synced(monkeypatch) -> dict[Path, tuple[int, int]]:
     return found
 
 
-def test_everything_is_on_the_disk_before_the_output_is_in_its_place(synced, tmp_path):
+def test_everything_is_on_the_disk_before_the_output_or_a_file_is_in_its_place(synced, tmp_path):
     output = tmp_path / "merged"
     with staged_folder(output) as stage:
         (stage / "part").mkdir()
@@ -265,9 +250,6 @@ def test_everything_is_on_the_disk_before_the_output_is_in_its_place(synced, tmp
     final = {stage / name: found for name, found in inventory(output).items()}
     assert final == {path: synced[path] for path in final} and len(final) == 3
     assert {stage, tmp_path} <= synced.keys()
-
-
-def test_a_file_is_on_the_disk_before_it_is_in_its_place(synced, tmp_path):
     assert synced[put(tmp_path / "file.json", "new")] == inventory(tmp_path)["file.json"]
     assert tmp_path in synced
 
@@ -279,9 +261,7 @@ NOT_POSSIBLE = ("EINVAL", "ENOTSUP", "EBADF", "ENOSYS", "EACCES")
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("kind", ["folder", "file"])
 @pytest.mark.parametrize("answer", [*NOT_POSSIBLE, "EIO", "ENOSPC", "EDQUOT", "ESTALE", "EPERM", "EROFS"])
-def test_only_a_folder_may_be_left_unsynced_and_only_where_that_is_not_possible(
-    output, kind, answer, tmp_path, monkeypatch
-):
+def test_a_folder_alone_may_be_left_unsynced_where_it_has_to(output, kind, answer, tmp_path, monkeypatch):
     fsync = os.fsync
 
     def answering(fd: int) -> None:
@@ -374,6 +354,9 @@ def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path):
     assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
 
 
-def test_a_folder_in_the_place_of_a_file_is_one_sentence(tmp_path):
+def test_a_folder_in_the_place_of_a_file_or_the_other_way_round_is_one_sentence(tmp_path):
     with refused(f"^{tmp_path} is a folder; name a file$"), staged_file(tmp_path):
         pass
+    (tmp_path / "file").write_text("")
+    with refused(r"cannot write .*merged: .*file"):
+        write(tmp_path / "file" / "merged", "new")

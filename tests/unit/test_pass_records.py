@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What a server writes down of its passes: times, sums over several engines, and a trace.
-
-A trace ends at a whole line where no more can be written, with one warning.
-"""
+"""What a server writes down of its passes: times, sums over engines, a trace that ends at a whole line."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import os
 from pathlib import Path
 from typing import ClassVar
 
-import pytest
 import torch
 from vllm.config import ParallelConfig, VllmConfig
 
@@ -22,7 +18,7 @@ from flexquant.serving.worker.pass_records import PassClock, PassRecords, PlanCo
 from tests.programs import small_files
 
 
-def test_a_pass_is_timed_once_and_only_if_it_began() -> None:
+def test_a_pass_is_timed_once_and_only_if_it_began():
     timer = PassClock(torch.device("cpu"))
 
     def is_timed() -> bool:
@@ -69,9 +65,7 @@ def run_pass(timer: PassClock, counters: PlanCounters) -> None:
     timer.count(counters)
 
 
-def test_on_a_gpu_events_are_made_before_the_passes_and_read_once_they_have_passed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_gpu_events_are_made_before_the_passes_and_read_once_they_have_passed(monkeypatch):
     monkeypatch.setattr(torch, "Event", Event)
     timer, passes = PassClock(torch.device("cuda")), [PlanCounters() for _ in range(151)]
     made = Event.made
@@ -90,7 +84,7 @@ def test_on_a_gpu_events_are_made_before_the_passes_and_read_once_they_have_pass
     assert [counters.forward_seconds for counters in passes] == [1.0] * 150 + [0.0]
 
 
-def test_counters_of_engines_are_added_by_plan_and_phase() -> None:
+def test_counters_of_engines_are_added_by_plan_and_phase():
     engines = [
         [
             {"plan": "w8a8", "phase": "prefill", "forward": 2.0, "tokens": 30.0},
@@ -104,7 +98,7 @@ def test_counters_of_engines_are_added_by_plan_and_phase() -> None:
     ]
 
 
-def test_of_an_engines_ranks_the_first_that_computes_logits_tells() -> None:
+def test_of_an_engines_ranks_the_first_that_computes_logits_tells():
     """Of two pipeline stages of two ranks; a pass has no end on the first stage."""
     parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     config, telling = VllmConfig(parallel_config=parallel), []
@@ -141,21 +135,16 @@ def ends(file: Path, reason: str) -> list[str]:
     return [f"the trace '{file}' ends here, and serving goes on: {reason}"]
 
 
-def test_all_passes_are_there_while_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert write(tmp_path / "trace.jsonl", 100) == [*range(1, 101)]
-    assert caplog.messages == []
-
-
-def test_the_first_line_takes_the_place_of_an_earlier_trace(tmp_path: Path) -> None:
+def test_all_passes_are_there_while_there_is_room_and_take_the_place_of_an_earlier_trace(tmp_path, caplog):
+    assert write(tmp_path / "trace.jsonl", 100) == [*range(1, 101)] and caplog.messages == []
     file = tmp_path / "trace.jsonl"
     assert write(file, 3) == [1, 2, 3]
     before = file.read_bytes()
     Trace(str(file), 1)  # as by a start that does not get as far as serving
-    assert file.read_bytes() == before
-    assert write(file, 2) == [1, 2]
+    assert file.read_bytes() == before and write(file, 2) == [1, 2]
 
 
-def test_a_full_disk_ends_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_it(tmp_path, caplog):
     file = tmp_path / "trace.jsonl"
     with small_files(4096):
         told = write(file, 100)
@@ -164,14 +153,12 @@ def test_a_full_disk_ends_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert caplog.messages == ends(file, "it cannot be written (File too large)")
 
 
-def test_a_device_that_takes_nothing_ends_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_that_takes_nothing_ends_it(caplog):
     write(Path("/dev/full"), 3)
     assert caplog.messages == ends(Path("/dev/full"), "it cannot be written (No space left on device)")
 
 
-def test_a_file_that_fails_once_more_when_it_is_closed_ends_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_fails_once_more_when_it_is_closed_ends_it(tmp_path, caplog):
     file = tmp_path / "trace.jsonl"
     trace = Trace(str(file), 1)
     trace.write(HEADER)
@@ -183,9 +170,8 @@ def test_a_file_that_fails_once_more_when_it_is_closed_ends_it(
     assert caplog.messages == ends(file, "it cannot be written (Bad file descriptor)")
 
 
-def test_it_ends_at_the_size_that_it_may_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_ends_at_the_size_that_it_may_have(tmp_path, caplog):
     file = tmp_path / "trace.jsonl"
     told = write(file, 10_000)
-    assert told == [*range(1, len(told) + 1)]
-    assert (1 << 20) - 300 < file.stat().st_size <= 1 << 20
+    assert told == [*range(1, len(told) + 1)] and (1 << 20) - 300 < file.stat().st_size <= 1 << 20
     assert caplog.messages == ends(file, "it may have 1 MiB ('flexquant.trace_mib')")

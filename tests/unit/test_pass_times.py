@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Measured times of passes: read, interpolated, shown."""
+"""Measured times of passes: read, interpolated, shown; the names of devices, the marks of findings."""
 
 from __future__ import annotations
 
+import os
 from math import sqrt
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from flexquant.policy.pass_times import PassTimes, format_times
+from examples.vllm_server import default_environment
+from flexquant.doctor import Finding
+from flexquant.evaluation.engine import describe_command, describe_machine, prepare_environment
+from flexquant.policy.pass_times import PassTimes, device_name, format_times
 
 DOCUMENT: dict[str, Any] = {
     "origin": {"machine": "one"},
@@ -24,10 +28,13 @@ DOCUMENT: dict[str, Any] = {
 TIMES = PassTimes.model_validate(DOCUMENT)
 
 
-def test_times_are_in_seconds_and_go_back_as_they_were() -> None:
+def test_times_are_in_seconds_and_go_back_as_they_were_also_of_some_variants_alone() -> None:
     assert TIMES.decode["w8a8"] == {1: (0.02, 0.02, 0.02), 4: (0.04, 0.039, 0.042)}
-    assert list(TIMES.decode["w8a8"]) == [1, 4]
-    assert TIMES.to_data() == DOCUMENT
+    assert list(TIMES.decode["w8a8"]) == [1, 4] and TIMES.to_data() == DOCUMENT
+    alone = TIMES.only(["w4a16"])
+    assert alone.variants == ("w4a16",)
+    assert alone.decode == {"w4a16": TIMES.decode["w4a16"]}
+    assert alone.prefill == {"w4a16": TIMES.prefill["w4a16"]}
 
 
 def test_a_pass_between_and_beyond_the_sizes() -> None:
@@ -40,18 +47,8 @@ def test_a_pass_between_and_beyond_the_sizes() -> None:
     assert TIMES.seconds(mixed, "mixed", 512) == pytest.approx(0.2)
 
 
-def test_some_variants_alone() -> None:
-    alone = TIMES.only(["w4a16"])
-    assert alone.variants == ("w4a16",)
-    assert (alone.decode, alone.prefill) == (
-        {"w4a16": TIMES.decode["w4a16"]},
-        {"w4a16": TIMES.prefill["w4a16"]},
-    )
-
-
 def test_the_table() -> None:
-    lines = format_times(TIMES, lambda phase, size: f"{phase[0]}{size}")
-    assert [line.split() for line in lines] == [
+    assert [line.split() for line in format_times(TIMES, lambda phase, size: f"{phase[0]}{size}")] == [
         ["decode,", "ms", "w8a8", "w4a16", "plan"],
         ["1", "sequence", "20", "10", "(9.5-11)", "d1"],
         ["4", "sequences", "40", "(39-42)", "30", "d4"],
@@ -79,3 +76,42 @@ def test_the_table_has_the_sizes_at_which_all_were_measured() -> None:
 def test_what_is_no_time_is_refused(times: dict[str, list[float]], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         PassTimes.model_validate(DOCUMENT | {"decode_ms": {"w8a8": times, "w4a16": times}})
+
+
+@pytest.mark.parametrize(
+    ("origin", "name"),
+    [
+        ({"machine": {"cpu": "C", "cores": 2, "gpu": "NVIDIA L4"}}, "NVIDIA L4"),
+        ({"machine": {"cpu": "C", "cores": 2, "gpu": None}}, "C, 2 cores"),
+        ({"machine": "my laptop"}, "my laptop"),
+        ({}, "an unknown machine"),
+    ],
+)
+def test_devices_are_named(origin: dict[str, Any], name: str) -> None:
+    assert device_name(origin) == name
+
+
+def test_this_machine_has_a_name() -> None:
+    machine = describe_machine()
+    assert device_name({"machine": machine}).startswith(machine["gpu"] or machine["cpu"])
+
+
+def test_a_command_tells_nothing_of_where_its_files_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["/opt/bin/flexquant", "eval", "/home/anna/secret/merged", "--text", "a/b"]
+    monkeypatch.setattr("sys.argv", command)
+    assert describe_command() == ["flexquant", "eval", "merged", "--text", "a/b"]
+
+
+def test_a_server_takes_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert default_environment()["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    assert default_environment()["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "7")
+    prepare_environment()
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == os.environ["VLLM_CPU_KVCACHE_SPACE"] == "7"
+
+
+def test_a_mark_tells_what_could_be_better_from_what_does_not_serve() -> None:
+    marks = {level: Finding(level, "memory", "text").line() for level in ("ok", "note", "problem")}
+    assert marks == {"ok": "  memory     text", "note": "! memory     text", "problem": "X memory     text"}

@@ -71,9 +71,7 @@ def models(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.mark.parametrize(("name", "own", "devices"), cases())
-def test_what_is_counted_is_vllms(
-    name: str, own: dict[str, Any], devices: int, models: Any, request: pytest.FixtureRequest
-) -> None:
+def test_what_is_counted_is_vllms(name, own, devices, models, request):
     """A number of a state counts two bytes; on CPUs vLLM has some in float32."""
     from vllm import EngineArgs
 
@@ -96,7 +94,7 @@ def test_what_is_counted_is_vllms(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_a_model_that_reads_images_the_language_model_is_counted(kind: str, tmp_path: Path) -> None:
+def test_of_a_model_that_reads_images_the_language_model_is_counted(kind, tmp_path):
     config = KINDS[kind].config()
     text = config.get_text_config()
     model = planned(tmp_path, config.to_dict())
@@ -113,7 +111,7 @@ def test_of_a_model_that_reads_images_the_language_model_is_counted(kind: str, t
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope", "yarn"])
-def test_no_value_is_needed_of_rotary_embeddings(rope: str, tmp_path: Path) -> None:
+def test_no_value_is_needed_of_rotary_embeddings(rope, tmp_path):
     factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16} if rope == "longrope" else {}
     parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0, **factors}
     config = small_config("llama", rope_parameters=parameters).to_dict()

@@ -21,27 +21,15 @@ from tests.checkpoints import base_config
 from tests.prediction import planned
 from tests.refusals import refused
 
-SMALL = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-}
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320}
+SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+GRANITE = {"layer_types": ["mamba", "mamba", "attention"], "num_local_experts": 0}
+GRANITE |= {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_head": 64}
 HYBRIDS: dict[str, tuple[dict[str, Any], int, int]] = {
     # (config, layers with attention, their head size)
     "qwen3_next": ({"num_hidden_layers": 48, "head_dim": 64}, 12, 64),  # every fourth layer
-    "qwen3_next at another interval": (
-        {"num_hidden_layers": 6, "full_attention_interval": 3, "head_dim": 64},
-        2,
-        64,
-    ),
-    "granitemoehybrid": (  # a list by layer
-        {"layer_types": ["mamba", "mamba", "attention"], "num_local_experts": 0}
-        | {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_head": 64},
-        1,
-        32,
-    ),
+    "qwen3_next in thirds": ({"num_hidden_layers": 6, "full_attention_interval": 3, "head_dim": 64}, 2, 64),
+    "granitemoehybrid": (GRANITE, 1, 32),  # a list by layer
     "bamba": ({"num_hidden_layers": 3, "attn_layer_indices": [1]}, 1, 32),
     "jamba": ({"num_hidden_layers": 8, "num_experts": 2}, 1, 32),  # period and offset
     "nemotron_h": ({"hybrid_override_pattern": "M*-M*-", "head_dim": 32}, 2, 32),
@@ -57,7 +45,7 @@ def shape(folder: Path, config: dict[str, Any], devices: int = 1) -> ModelShape:
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_layers_with_attention_alone_have_a_kv_cache(kind: str, tmp_path: Path) -> None:
+def test_layers_with_attention_alone_have_a_kv_cache(kind, tmp_path):
     """Two KV heads, for keys and for values, of two bytes a number; 8 query heads."""
     fields, layers, head = HYBRIDS[kind]
     config = SMALL | fields | {"model_type": kind.split()[0]}
@@ -68,7 +56,7 @@ def test_layers_with_attention_alone_have_a_kv_cache(kind: str, tmp_path: Path) 
     assert four.attention_flops == layers * 2 * head * 4
 
 
-def test_layers_may_have_heads_of_their_own_or_read_the_cache_of_others(tmp_path: Path) -> None:
+def test_layers_may_have_heads_of_their_own_or_read_the_cache_of_others(tmp_path):
     """Gemma 4 has five layers with windows to one without, of larger heads; the last two store nothing."""
     config = {**SMALL, "model_type": "gemma4_text", "num_hidden_layers": 8, "head_dim": 32}
     config |= {"global_head_dim": 96, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 320}
@@ -94,14 +82,12 @@ GPT = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 320}
         (base_config("deepseek_v2", num_layers=2).to_dict(), "has multi-head latent attention, and passes"),
     ],
 )
-def test_a_model_that_cannot_be_predicted_is_refused(
-    config: dict[str, Any], problem: str, tmp_path: Path
-) -> None:
+def test_a_model_that_cannot_be_predicted_is_refused(config, problem, tmp_path):
     with refused(problem):
         shape(tmp_path, config)
 
 
-def test_sizes_have_the_names_that_the_class_gives_them(tmp_path: Path) -> None:
+def test_sizes_have_the_names_that_the_class_gives_them(tmp_path):
     found = shape(tmp_path, {"model_type": "gptj", "rotary_dim": 8, **GPT})
     assert found.kv_bytes_per_token == 2 * 2 * 64 * 2
 
@@ -121,14 +107,12 @@ MOE = {**SMALL, "num_hidden_layers": 2, "head_dim": 32, "moe_intermediate_size":
 
 
 @pytest.mark.parametrize(("config", "active"), MIXTURES)
-def test_the_experts_of_a_token_are_those_that_the_class_reads(
-    config: dict[str, Any], active: int, tmp_path: Path
-) -> None:
+def test_the_experts_of_a_token_are_those_that_the_class_reads(config, active, tmp_path):
     found = {linear.active_experts for linear in shape(tmp_path, MOE | config).linears["w4a16"]}
     assert found == {1, active}, "linears beside the experts, and experts"
 
 
-def test_two_experts_are_experts(tmp_path: Path) -> None:
+def test_two_experts_are_experts(tmp_path):
     two = planned(tmp_path, MOE | {"model_type": "mixtral", "num_local_experts": 2})
     assert two.has_experts
     assert {x.active_experts for x in two.shape(("w8a8",), 1, {}).linears["w8a8"] if x.experts == 2} == {2}
@@ -136,12 +120,12 @@ def test_two_experts_are_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [HUNYUAN | {"moe_topk": [3, 4]}, QWEN | {"num_experts_per_tok": 0}])
-def test_a_number_of_experts_that_is_not_known_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_number_of_experts_that_is_not_known_is_refused(config, tmp_path):
     with refused("has experts, and num_experts_per_tok .* does not say how many"):
         shape(tmp_path, MOE | config)
 
 
-def test_experts_that_are_held_turned_have_the_sizes_of_others(tmp_path: Path) -> None:
+def test_experts_that_are_held_turned_have_the_sizes_of_others(tmp_path):
     """gpt-oss holds [inputs, outputs]; gate and up have 2 x 96 outputs, 8 = 4 x 2 devices share them."""
     config = {**SMALL, "model_type": "gpt_oss", "num_hidden_layers": 1, "head_dim": 32}
     config |= {"num_local_experts": 4, "intermediate_size": 96, "num_experts_per_tok": 2}
@@ -151,16 +135,12 @@ def test_experts_that_are_held_turned_have_the_sizes_of_others(tmp_path: Path) -
     assert Linear(4, 256, 2 * 4 * 256, "bf16") in half, "the router is whole"
 
 
-def test_ranks_beyond_the_kv_heads_hold_one_twice(tmp_path: Path) -> None:
+def test_ranks_beyond_the_kv_heads_hold_one_twice(tmp_path, merged):
     """8 devices: of 8 query heads one, of 2 KV heads one each; of 32 x 256 weights a head."""
     config = {**SMALL, "model_type": "qwen3", "num_hidden_layers": 1, "head_dim": 32}
     for devices, heads in ((1, 8 + 2 + 2), (2, 4 + 1 + 1), (8, 1 + 1 + 1)):
         found = planned(tmp_path, config).shape(("w8a8",), devices, {}).linears["w8a8"]
         assert Linear(heads * 32, 256, heads * 32 * (256 + 2), "w8a8") in found
-
-
-def test_a_device_holds_one_kv_head_at_least(merged: Path) -> None:
-    """Four devices hold two KV heads: one each, twice over."""
     model = PlannedModel.read(str(merged))
     one, two, four = (model.shape(("w4a16",), n, {}).kv_bytes_per_token for n in (1, 2, 4))
     assert one == 2 * 2 * 2 * 32 * 2 and two == four == one / 2
@@ -171,7 +151,7 @@ def test_a_device_holds_one_kv_head_at_least(merged: Path) -> None:
 ONE_COPY = load_policy("one-copy").derived
 
 
-def test_int8_computed_from_int4_is_no_second_copy(merged: Path) -> None:
+def test_int8_computed_from_int4_is_no_second_copy(merged):
     """It needs its source's weights in a layout that it reads, and memory for the largest linear."""
     model = PlannedModel.read(str(merged))
     plain, one = (model.shape(("w8a8", "w4a16"), 1, derived) for derived in ({}, ONE_COPY))
@@ -180,16 +160,13 @@ def test_int8_computed_from_int4_is_no_second_copy(merged: Path) -> None:
     assert Linear(512, 128, 512 * 128, "w8a8", source_bytes=stored) in one.linears["w8a8-from-int4"]
     assert sum(one.linears["w8a8-from-int4"].values()) == sum(one.linears["w4a16"].values())
     assert one.resident_bytes == plain.resident_bytes + 512 * 128
-    half = model.shape(("w4a16",), 2, ONE_COPY)
-    assert half.own_bytes["w8a8-from-int4"] == 512 * 128 / 2
+    assert model.shape(("w4a16",), 2, ONE_COPY).own_bytes["w8a8-from-int4"] == 512 * 128 / 2
     read = {replace(linear, choice=(MARLIN, HUMMING)): n for linear, n in plain.linears["w4a16"].items()}
     assert one.linears["w4a16"] == read
 
 
-def test_a_nested_variant_stores_4_bits_factors_and_exceptions(merged: Path) -> None:
-    """It needs its source's weights in a layout that it reads, and memory for the largest linear."""
-    model = PlannedModel.read(str(merged))
-    plain = model.shape(("w8a8", "w4a16"), 1, {})
+def test_a_nested_variant_stores_4_bits_factors_and_exceptions(merged):
+    plain = PlannedModel.read(str(merged)).shape(("w8a8", "w4a16"), 1, {})
     nested = plain.with_nested("w8a8", "w4a16")
     int4, stored = 512 * 128 / 2 + 2 * 512, 512 * 128 / 2 + 4 * (512 + 512 + 128) + 3 * 512
     assert Linear(512, 128, 512 * 128, "w8a8", 1, 1, int4, stored) in nested.linears["w8a8"]
@@ -203,7 +180,7 @@ def test_a_nested_variant_stores_4_bits_factors_and_exceptions(merged: Path) -> 
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_w4a8_beside_w4a16_is_a_second_copy_of_int4(merged: Path, devices: int) -> None:
+def test_w4a8_beside_w4a16_is_a_second_copy_of_int4(merged, devices):
     model = PlannedModel.read(str(merged))
     alone = model.shape(("w4a16",), devices, {})
     twice = model.shape(("w4a16",), devices, load_policy("single-copy").derived)
@@ -213,7 +190,7 @@ def test_w4a8_beside_w4a16_is_a_second_copy_of_int4(merged: Path, devices: int) 
     assert model.shape((W4A8,), devices, {}).resident_bytes == alone.resident_bytes
 
 
-def test_experts_of_one_copy_stay_in_int4_and_are_run_by_marlin() -> None:
+def test_experts_of_one_copy_stay_in_int4_and_are_run_by_marlin():
     """vLLM prefers Machete on Hopper, which packs weights in another way and has no kernel for experts."""
     expert = Linear(64, 16, 600, "w4a16", experts=4, active_experts=2)
     (one_copy,) = ONE_COPY.values()
@@ -228,14 +205,8 @@ def test_experts_of_one_copy_stay_in_int4_and_are_run_by_marlin() -> None:
     assert linear_seconds(expert, 512, h100) == linear_seconds(replace(expert, scheme=MARLIN), 512, h100)
 
 
-# a rank's part of each linear
-
-SPLITS = {
-    "RowParallelLinear": ROW_PARALLEL,
-    "ReplicatedLinear": REPLICATED,
-    "GateLinear": REPLICATED,
-    "QKVParallelLinear": QKV,
-}
+SPLITS = {"RowParallelLinear": ROW_PARALLEL, "QKVParallelLinear": QKV}
+SPLITS |= dict.fromkeys(("ReplicatedLinear", "GateLinear"), REPLICATED)
 OUTSIDE_OF_LAYERS = {"project_in", "project_out", "v_head"}
 OF_OTHER_NAMES = {"layer", "classifier", "proj", "wq_b", "linear", "modality_router", "v_router", "qkv_proj"}
 """Linears that transformers names otherwise, or that only models without a prediction have whole."""
@@ -260,7 +231,7 @@ def names_in_vllm() -> dict[str, set[str]]:
     return found
 
 
-def test_the_names_are_those_of_vllms_models() -> None:
+def test_the_names_are_those_of_vllms_models():
     in_vllm = names_in_vllm()
     assert {"o_proj", "down_proj", "out_proj"} <= in_vllm["RowParallelLinear"]
     for its_class, names in SPLITS.items():
@@ -277,16 +248,12 @@ LINEAR = Linear(96, 40, 4000, "w8a8")
     [("mlp.gate_up_proj", 24, 40), ("mlp.down_proj", 96, 10), ("mlp.experts.down_proj", 96, 10)]
     + [("o_proj", 96, 10), ("mlp.gate", 96, 40)],
 )
-def test_a_part(name: str, outputs: int, inputs: int) -> None:
+def test_a_part(name, outputs, inputs):
     part = Linear(outputs, inputs, 4000 * outputs * inputs // (96 * 40), "w8a8")
-    assert LINEAR.share(f"layers.0.{name}", 4) == part
-    assert LINEAR.share(name, 1) == LINEAR
+    assert LINEAR.share(f"layers.0.{name}", 4) == part and LINEAR.share(name, 1) == LINEAR
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [("a.o_proj", "the 40 inputs of 'a.o_proj'"), ("a.up_proj", "the 96 outputs of 'a.up_proj'")],
-)
-def test_what_ranks_cannot_share_is_refused(name: str, problem: str) -> None:
-    with refused(f"{problem} cannot be shared evenly by 7 devices; give"):
+@pytest.mark.parametrize(("name", "what"), [("a.o_proj", "40 inputs"), ("a.up_proj", "96 outputs")])
+def test_what_ranks_cannot_share_is_refused(name, what):
+    with refused(f"the {what} of '{name}' cannot be shared evenly by 7 devices; give"):
         LINEAR.share(name, 7)

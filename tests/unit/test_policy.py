@@ -66,24 +66,17 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     assert (first.variant, first.layers) == ("w8a8", {})
     assert (second.when.phases, second.when.batch_size) == (("decode",), Bounds(max=32))
     assert second.variant == "w4a16"
-    assert [(parse_layers(text), variant) for text, variant in second.layers.items()] == [
-        ((0, 3), "w8a8"),
-        ((-1, -1), "fp8"),
-        ((-4, -3), "w8a8"),
-    ]
+    layers = [(parse_layers(text), variant) for text, variant in second.layers.items()]
+    assert layers == [((0, 3), "w8a8"), ((-1, -1), "fp8"), ((-4, -3), "w8a8")]
     assert second.plan_text == "w4a16+w8a8[0-3,-4--3]+fp8[-1]"
     assert last.when.phases == ("prefill", "decode", "mixed")
     assert policy.variants == ("w8a8", "w4a16", "fp8")
 
 
-def test_document_survives_json() -> None:
+def test_document_survives_json_and_may_have_whole_numbers_as_layers() -> None:
     policy = parse_policy_text(FULL.encode(), "full.yaml", "mine")
     stored = parse_policy(json.loads(json.dumps(policy.document)), "stored policy")
-    assert stored.rules == policy.rules
-    assert stored.document == policy.document
-
-
-def test_stored_document_may_have_whole_numbers_as_layers() -> None:
+    assert stored.rules == policy.rules and stored.document == policy.document
     use = {"default": "w4a16", "layers": {0: "w8a8"}}
     policy = parse_policy({"schema": "flexquant.policy/v1", "rules": [{"use": use}]}, "stored policy")
     assert policy.document["rules"][0]["use"]["layers"] == {"0": "w8a8"}
@@ -100,16 +93,13 @@ def test_rules_may_share_a_yaml_alias() -> None:
 
 
 def test_partly_shadowed_rule_is_allowed() -> None:
-    document = {
-        "schema": "flexquant.policy/v1",
-        "rules": [
-            {"when": {"phase": "decode", "batch_size": {"max": 8}}, "use": "w4a16"},
-            {"when": {"tokens": {"max": 8}}, "use": "w8a8"},
-            {"when": {"phase": ["decode", "mixed"], "tokens": {"max": 9}}, "use": "w4a16"},
-            {"use": "w8a8"},
-        ],
-    }
-    assert len(parse_policy(document, "stored policy").rules) == 4
+    rules = [
+        {"when": {"phase": "decode", "batch_size": {"max": 8}}, "use": "w4a16"},
+        {"when": {"tokens": {"max": 8}}, "use": "w8a8"},
+        {"when": {"phase": ["decode", "mixed"], "tokens": {"max": 9}}, "use": "w4a16"},
+        {"use": "w8a8"},
+    ]
+    assert len(parse_policy({"schema": SCHEMA, "rules": rules}, "stored policy").rules) == 4
 
 
 def test_builtin_policies_are_complete() -> None:
@@ -120,8 +110,7 @@ def test_builtin_policies_are_complete() -> None:
     assert DEFAULT_POLICY in builtin_policies()
     for name in builtin_policies():
         policy = load_policy(name)
-        assert policy.name == name
-        assert policy.description
+        assert policy.name == name and policy.description
         assert parse_policy(policy.document, "stored policy").rules == policy.rules
 
 
@@ -166,45 +155,39 @@ TUNED = str(TUNING / "smollm2-135m.yaml")
 STORED = load_policy("w4a16").document
 
 
-def test_the_given_policy_comes_before_the_checkpoints_and_that_before_the_default() -> None:
+def test_the_given_policy_comes_before_the_checkpoints_which_is_named_and_that_before_the_default() -> None:
     given, stored = choose_policy("w8a8", STORED), choose_policy(None, STORED)
     assert (given.name, given.variants) == ("w8a8", ("w8a8",))
     assert (stored.name, stored.variants) == ("the checkpoint's policy", ("w4a16",))
     assert choose_policy() == load_policy(DEFAULT_POLICY) and choose_policy().name == DEFAULT_POLICY
-
-
-def test_a_stored_policy_that_breaks_the_schema_is_named() -> None:
     with pytest.raises(FlexQuantError, match="the checkpoint's policy: .*rules"):
         choose_policy(None, {"schema": STORED["schema"], "rules": []})
 
 
 @pytest.mark.parametrize("stored", [None, STORED])
 def test_the_default_is_found_among_the_policies_that_are_compared(stored: dict | None) -> None:
-    name = default_name(stored)
-    (policy,) = find_policies([name], ["w8a8", "w4a16"], "merged", stored).values()
+    (policy,) = find_policies([default_name(stored)], ["w8a8", "w4a16"], "merged", stored).values()
     assert policy.document == choose_policy(None, stored).document
 
 
 FOLDER = Path(flexquant.policies.__file__).parent
 FILE = FOLDER / "policy.schema.json"
-OF_MEANING = (
-    "last rule has when",
-    "early rule without when",
-    "batch size",
-    "min above max",
-    "layers backwards",
-    "shadowed",
-)
+OF_MEANING = ("last rule has when", "early rule without when", "batch size")
+OF_MEANING += ("min above max", "layers backwards", "shadowed")
 """How the names of those refusals begin that JSON Schema cannot express."""
 
 
-def test_the_schema_accepts_every_policy_that_is_shipped_or_was_tuned() -> None:
+def test_the_schema_accepts_every_policy_that_is_shipped_or_was_tuned_and_editors_find_it() -> None:
     schema = json_schema()
     policies = sorted([*FOLDER.glob("*.yaml"), *TUNING.glob("*.yaml")])
     assert len(policies) > 10
     for path in policies:
         document = from_yaml(path.read_bytes(), path.name, "policy", ("schema", "rules")).data
         jsonschema.validate(document, schema)
+    for path in FOLDER.glob("*.yaml"):
+        first = path.read_text(encoding="utf-8").splitlines()[0]
+        assert first == "# yaml-language-server: $schema=policy.schema.json", path.name
+        assert yaml.safe_load(path.read_bytes())["schema"] == "flexquant.policy/v1"
 
 
 @pytest.mark.parametrize("text", [case[0] for case in BAD.values()], ids=BAD)
@@ -226,13 +209,6 @@ def test_the_schemas_file_is_of_the_models(capsys: pytest.CaptureFixture[str]) -
     assert json.loads(FILE.read_text(encoding="utf-8")) == json_schema()
 
 
-def test_built_in_policies_name_the_schema_for_editors() -> None:
-    for path in FOLDER.glob("*.yaml"):
-        first = path.read_text(encoding="utf-8").splitlines()[0]
-        assert first == "# yaml-language-server: $schema=policy.schema.json", path.name
-        assert yaml.safe_load(path.read_bytes())["schema"] == "flexquant.policy/v1"
-
-
 def test_policies_go_by_their_names_in_results(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(rules("- use: w8a8"))
@@ -249,12 +225,10 @@ def test_policies_go_by_their_names_in_results(tmp_path: Path) -> None:
 
 def test_a_document_has_the_derivations_that_its_rules_use() -> None:
     derived = {name: {"from": "w4a16", "activations": "int8"} for name in ("one", "other", "third")}
-    policies = {
-        name: parse_policy(
-            {"schema": SCHEMA, "rules": [{"use": name}], "derive": {name: derived[name]}}, name
-        )
-        for name in ("one", "other")
-    }
+    policies = {}
+    for name in ("one", "other"):
+        document = {"schema": SCHEMA, "rules": [{"use": name}], "derive": {name: derived[name]}}
+        policies[name] = parse_policy(document, name)
     in_fp8 = {"from": "w4a16", "activations": "fp8"}
     own = {"third": derived["third"], "fourth": in_fp8, "one": in_fp8}
     rules = [{"use": "w8a8"}, {"use": {"default": "one", "layers": {"0": "third"}}}]

@@ -43,18 +43,14 @@ class Engine:
 
     def __init__(self, between: Callable[[], None] = lambda: None) -> None:
         """``between`` is called before the engine is asked to take a policy."""
-        self.policy = "before"
-        self.between = between
-        self.captures = False
+        self.policy, self.between, self.captures = "before", between, False
         self.may_change = asyncio.Event()
         """A change waits for it."""
         self.may_change.set()
         self.is_asked = asyncio.Lock()
         """Held while it is asked, since it answers in the order of the questions."""
 
-    def flexquant_change_policy(
-        self, policy: dict[str, Any], dry_run: bool, seen: list[str] | None
-    ) -> dict[str, Any]:
+    def flexquant_change_policy(self, policy: Any, dry_run: bool, seen: list[str] | None) -> dict[str, Any]:
         told = {"before": described(self.policy), "after": described(policy["name"])}
         if not dry_run:
             self.between()
@@ -72,14 +68,10 @@ class EnginesClient:
     """Stands in for vLLM's client of several engines, as far as they are asked by name."""
 
     def __init__(self, engines: list[Engine], vllm_config: object) -> None:
-        self.core_engines = engines
-        self.engine_core = self
-        self.paused = False
-        self.vllm_config = vllm_config
+        self.core_engines, self.engine_core = engines, self
+        self.paused, self.vllm_config = False, vllm_config
 
-    async def _call_utility_async(
-        self, _: str, method: str, timeout: None, args: tuple[Any, ...], kwargs: None, *, engine: Engine
-    ) -> list[Any]:
+    async def _call_utility_async(self, _, method, timeout, args, kwargs, *, engine: Engine) -> list[Any]:
         assert timeout is None, "vLLM would give an answer that comes later to the next question"
         async with engine.is_asked:
             if method == "flexquant_change_policy" and args[1] is False:
@@ -147,7 +139,7 @@ async def posting(app: FastAPI) -> AsyncIterator[asyncio.Task[httpx.Response]]:
         yield asyncio.create_task(client.post("/flexquant/policy?name=mine", content=POLICY, headers=HEADERS))
 
 
-def test_a_policy_that_does_not_fit_is_refused_before_an_engine_is_asked(post: Post) -> None:
+def test_a_policy_that_does_not_fit_is_refused_before_an_engine_is_asked(post):
     engine = Engine()
     use = {"default": "w8a8", "layers": {"99": "w4a16"}}
     code, told = post(engine, policy=json.dumps({"schema": "flexquant.policy/v1", "rules": [{"use": use}]}))
@@ -156,9 +148,7 @@ def test_a_policy_that_does_not_fit_is_refused_before_an_engine_is_asked(post: P
 
 
 @pytest.mark.parametrize(("consent", "code"), [({}, 409), ({"allow_incompatible_kv": True}, 200)])
-def test_a_policy_of_variants_that_cannot_share_a_cache_needs_the_servers_consent(
-    consent: dict[str, bool], code: int, app: FastAPI, tmp_path: Path
-) -> None:
+def test_a_policy_of_variants_that_share_no_cache_needs_the_servers_consent(consent, code, app, tmp_path):
     apart = {"compatible": False, "message": "k_proj is doubled"}
     config = configured(tmp_path, {"policy": "w8a8", **consent}, kv_compatibility=apart)
     app.state.flexquant_engine = EnginesClient([Engine()], config)
@@ -170,14 +160,11 @@ def test_a_policy_of_variants_that_cannot_share_a_cache_needs_the_servers_consen
             assert expected == 200 or "allow_incompatible_kv" in reply.json()["detail"]
 
 
-def test_an_engine_that_has_taken_another_meanwhile_keeps_it_and_the_answer_says_so(post: Post) -> None:
+def test_an_engine_that_has_taken_another_meanwhile_keeps_it_and_the_answer_says_so(post):
     engines = [Engine(), Engine(lambda: setattr(engines[1], "policy", "theirs"))]
     code, told = post(*engines)
-    assert (code, told["detail"]) == (
-        409,
-        "theirs has been taken; other engines have taken mine: GET /flexquant tells their policies; apply "
-        "one policy to all again",
-    )
+    said = "theirs has been taken; other engines have taken mine: GET /flexquant tells their policies"
+    assert (code, told["detail"]) == (409, f"{said}; apply one policy to all again")
     assert [engine.policy for engine in engines] == ["mine", "theirs"]
 
 
@@ -188,22 +175,17 @@ class RefusingEngine(Engine):
         return {"refused": "it has no memory for graphs"}
 
 
-def test_what_one_engine_refuses_when_first_asked_no_other_has_taken(post: Post) -> None:
+def test_what_an_engine_refuses_when_first_asked_or_later_no_other_has_taken(post):
     engines = [Engine(), RefusingEngine()]
     code, told = post(*engines)
     assert (code, told["detail"], engines[0].policy) == (409, "it has no memory for graphs", "before")
-
-
-def test_one_engine_that_has_taken_another_meanwhile_refuses(post: Post) -> None:
     engine = Engine(lambda: setattr(engine, "policy", "theirs"))
     code, told = post(engine)
     assert (code, told["detail"], engine.policy) == (409, "theirs has been taken", "theirs")
 
 
 @pytest.mark.parametrize("captures", [False, True])
-def test_a_change_that_takes_long_goes_on(
-    captures: bool, app: FastAPI, vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_that_takes_long_goes_on(captures, app, vllm_config, monkeypatch):
     async def scenario() -> None:
         monkeypatch.setattr(endpoints, "CAPTURE_TIMEOUT", 0.01)
         slow, fast = both = [Engine(), Engine()]
@@ -225,7 +207,7 @@ def test_a_change_that_takes_long_goes_on(
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_an_operators_own_pause_stays(paused: bool, app: FastAPI, vllm_config: VllmConfig) -> None:
+def test_an_operators_own_pause_stays(paused, app, vllm_config):
     engine = Engine()
     engine.captures = True
     app.state.flexquant_engine = client = EnginesClient([engine], vllm_config)
@@ -235,30 +217,23 @@ def test_an_operators_own_pause_stays(paused: bool, app: FastAPI, vllm_config: V
     assert (engine.policy, client.paused) == ("mine", paused)
 
 
-def test_the_status_says_where_engines_disagree() -> None:
+def test_the_status_says_where_engines_disagree():
     one, other, namesake = (
         {"policy": policy, "counted": [{"plan": "p", "phase": "decode", "forward": 2}]}
         for policy in (described("one"), described("other"), described("one") | {"digest": "edited"})
     )
-    assert sum_up([one, one]) == {
-        "policy": described("one"),
-        "counted": [{"plan": "p", "phase": "decode", "forward": 4}],
-        "ranks": 2,
-    }
+    counted = [{"plan": "p", "phase": "decode", "forward": 4}]
+    assert sum_up([one, one]) == {"policy": described("one"), "counted": counted, "ranks": 2}
     assert sum_up([one, other, one])["disagreement"] == [described("one"), described("other")]
     assert sum_up([one, namesake])["disagreement"] == [one["policy"], namesake["policy"]]
     assert "disagreement" not in sum_up([one, one | {"policy": {"name": "a copy", "digest": "one"}}])
 
 
 @pytest.mark.parametrize(("key", "code"), [(KEYS[0], 404), (KEYS[1], 404), (KEYS[0] + KEYS[1], 401)])
-def test_every_key_of_vllms_is_taken(
-    app: FastAPI, key: str, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_key_of_vllms_is_taken(app, key, code, monkeypatch):
     """With a key of vLLM's, by an option or else a variable, the answer is that nothing merged is served."""
-    not_merged = SimpleNamespace(
-        model_config=SimpleNamespace(quantization=None),
-        parallel_config=SimpleNamespace(worker_extension_cls=WORKER_EXTENSION),
-    )
+    parallel = SimpleNamespace(worker_extension_cls=WORKER_EXTENSION)
+    not_merged = SimpleNamespace(model_config=SimpleNamespace(quantization=None), parallel_config=parallel)
     app.state.flexquant_engine = EnginesClient([], not_merged)
     with TestClient(app) as client:
         assert client.get("/flexquant", headers={"Authorization": f"Bearer {key}"}).status_code == code
@@ -270,5 +245,5 @@ def test_every_key_of_vllms_is_taken(
 
 
 @pytest.mark.parametrize("app", [f"{ADMIN}\n", f" {ADMIN}\t"], indirect=True)
-def test_space_around_the_administrators_key_is_none_of_it(post: Post) -> None:
+def test_space_around_the_administrators_key_is_none_of_it(post):
     assert post(Engine())[0] == 200

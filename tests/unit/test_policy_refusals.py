@@ -1,18 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Policy documents that are refused: which line, what is wrong, what to do."""
+"""Policy documents that are refused: which line, what is wrong, what to do; and what YAML is read as."""
 
 from __future__ import annotations
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 
+from flexquant.documents.results import digest_of
+from flexquant.documents.yaml_document import from_yaml, read_named
 from flexquant.errors import FlexQuantError
 from flexquant.policy.rules import builtin_policies, load_policy, parse_policy, parse_policy_text
 from tests.policies import rules
+from tests.refusals import refused
+
+DATES = b"possible: 2024-02-03\nimpossible: 2024-13-40\n"
+
+
+def test_dates_are_text_whatever_changed_pyyamls_loader() -> None:
+    """vLLM imports lm-format-enforcer for structured output, in the midst of serving."""
+    import_module("lmformatenforcer.external.jsonschemaobjectutil")
+    assert yaml.safe_load(DATES)["impossible"] == "2024-13-40", "it no longer changes PyYAML: drop this test"
+    data = from_yaml(DATES, "a test", "policy", []).data
+    assert data == {"possible": "2024-02-03", "impossible": "2024-13-40"}
+
+
+def test_dates_are_text_where_nothing_changed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    date = "tag:yaml.org,2002:timestamp"
+    monkeypatch.setitem(yaml.SafeLoader.yaml_constructors, date, yaml.SafeLoader.construct_yaml_timestamp)
+    with pytest.raises(ValueError, match="month must be"):
+        yaml.safe_load(DATES)
+    data = from_yaml(DATES, "a test", "policy", []).data
+    assert data == {"possible": "2024-02-03", "impossible": "2024-13-40"}
+
+
+@pytest.mark.parametrize("number", ["010", "-010", "0_7", "00", "1:30", "-1:30", "1:30.5", "12:30:45"])
+def test_a_number_that_only_yaml_1_1_reads_to_another_base_is_refused(number: str) -> None:
+    with refused(rf"line 2: b is '{number}'.*YAML 1.1 takes it for .*quote it"):
+        from_yaml(f"a: 1\nb: {number}\n".encode(), "a test", "policy", [])
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("0", 0), ("10", 10), ("-3", -3), ("08", "08"), ("07.5", 7.5), ("'010'", "010"), ('"1:30"', "1:30")],
+)
+def test_a_number_that_can_be_read_in_one_way_is_read(written: str, read: object) -> None:
+    assert from_yaml(f"a: {written}\n".encode(), "a test", "policy", []).data == {"a": read}
+
+
+def test_one_content_has_one_digest_whatever_the_order_of_its_keys() -> None:
+    assert digest_of({"a": [1, 2], "b": {"c": 3, "d": 4}}) == digest_of({"b": {"d": 4, "c": 3}, "a": [1, 2]})
+    assert digest_of({"a": [1, 2]}) != digest_of({"a": [2, 1]})
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("mine", "unknown policy 'mine': the built-in ones are"),
+        ("folder/mine", "folder/mine: the policy file cannot be read"),
+        ("mine.yml", "mine.yml: the policy file cannot be read"),
+    ],
+)
+def test_a_path_is_told_from_a_name(name: str, problem: str) -> None:
+    with refused(f"^{problem}"):
+        read_named(name, "flexquant.policies", "policy")
+
 
 CONDITIONS = {
     "when empty": ("{}", " is empty ... phase,"),
@@ -163,17 +220,15 @@ BAD = {
 
 
 @pytest.mark.parametrize(("text", "told"), BAD.values(), ids=BAD)
-def test_bad_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_bad_file_is_refused(tmp_path, text, told):
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(FlexQuantError) as error:
         load_policy(str(path))
     line, _, parts = told.partition(": ")
     (problem, advice), message = parts.split(" ... "), str(error.value)
-    assert message.startswith(f"{path}, line {line}: ")
-    assert problem in message
-    assert advice in message.partition(problem)[2]
-    assert "\n" not in message
+    assert message.startswith(f"{path}, line {line}: ") and problem in message
+    assert advice in message.partition(problem)[2] and "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -185,13 +240,12 @@ def test_bad_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
     ],
     ids=["not utf-8", "control character", "alias to itself"],
 )
-def test_unreadable_yaml_is_refused(tmp_path: Path, text: bytes, problem: str) -> None:
+def test_unreadable_yaml_is_refused(tmp_path, text, problem):
     path = tmp_path / "bad.yaml"
     path.write_bytes(text)
     with pytest.raises(FlexQuantError) as error:
         load_policy(str(path))
-    assert str(error.value).startswith(f"{path}: ")
-    assert problem in str(error.value)
+    assert str(error.value).startswith(f"{path}: ") and problem in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -205,13 +259,13 @@ def test_unreadable_yaml_is_refused(tmp_path: Path, text: bytes, problem: str) -
         ({1: 2}, "model's policy: 1 is an unknown key"),
     ],
 )
-def test_bad_document_is_refused_without_a_line(document: dict, message: str) -> None:
+def test_bad_document_is_refused_without_a_line(document, message):
     with pytest.raises(FlexQuantError) as error:
         parse_policy(document, source="model's policy")
     assert str(error.value).startswith(message)
 
 
-def test_characters_that_json_writes_as_two_escapes_are_one() -> None:
+def test_characters_that_json_writes_as_two_escapes_are_one():
     description = "fast \U0001f680, caf\u00e9"
     document = {"schema": "flexquant.policy/v1", "description": description, "rules": [{"use": "w8a8"}]}
     policy = parse_policy_text(json.dumps(document).encode(), "posted", "posted")
@@ -229,7 +283,7 @@ def test_characters_that_json_writes_as_two_escapes_are_one() -> None:
         (f'"measured": {"59:" * 20}59', "which cannot be read (a number of more than 63 bit)"),
     ],
 )
-def test_what_no_other_process_could_be_told_is_refused(entry: str, problem: str) -> None:
+def test_what_no_other_process_could_be_told_is_refused(entry, problem):
     text = f'{{"schema": "flexquant.policy/v1", "rules": [{{"use": "w8a8"}}],\n{entry}}}'
     with pytest.raises(FlexQuantError, match=re.escape(problem)) as error:
         parse_policy_text(text.encode(), "posted", "posted")
@@ -237,20 +291,20 @@ def test_what_no_other_process_could_be_told_is_refused(entry: str, problem: str
 
 
 @pytest.mark.parametrize("key", ["9" * 5000, "x" * 201])
-def test_a_key_of_a_stored_policy_that_is_too_long_is_refused(key: str) -> None:
+def test_a_key_of_a_stored_policy_that_is_too_long_is_refused(key):
     use = {"default": "w8a8", "layers": {key: "w8a8"}}
     with pytest.raises(FlexQuantError, match=f"stored policy: a key has {len(key)} characters.*at most 200"):
         parse_policy({"schema": "flexquant.policy/v1", "rules": [{"use": use}]}, "stored policy")
 
 
-def test_a_size_of_more_digits_than_python_reads_is_refused() -> None:
+def test_a_size_of_more_digits_than_python_reads_is_refused():
     measured = {"decode_ms": {"w8a8": {"9" * 5000: [1, 1, 1]}}}
     document = {"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}], "measured": measured}
     with pytest.raises(FlexQuantError, match="a key has 5000 characters"):
         parse_policy(document, "stored policy")
 
 
-def test_a_few_lines_that_aliases_make_endless_are_refused(tmp_path: Path) -> None:
+def test_a_few_lines_that_aliases_make_endless_are_refused(tmp_path):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
     (tmp_path / "bomb.yaml").write_text("\n".join([rules("- use: w8a8"), *lines]))
@@ -258,7 +312,7 @@ def test_a_few_lines_that_aliases_make_endless_are_refused(tmp_path: Path) -> No
         load_policy(str(tmp_path / "bomb.yaml"))
 
 
-def test_a_policy_of_very_many_rules_is_refused() -> None:
+def test_a_policy_of_very_many_rules_is_refused():
     entries = [{"when": {"tokens": {"max": i}}, "use": "w8a8"} for i in range(1, 64)]
     document = {"schema": "flexquant.policy/v1", "rules": [*entries, {"use": "w4a16"}]}
     assert len(parse_policy(document, "stored policy").rules) == 64
@@ -270,28 +324,22 @@ def test_a_policy_of_very_many_rules_is_refused() -> None:
 
 
 @pytest.mark.parametrize("path", ["missing.yaml", "missing.yml", "sub/missing"])
-def test_missing_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_missing_file_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FlexQuantError, match=rf"^{path}: .*No such file.*w8a8, w8a8-from-int4$"):
         load_policy(path)
 
 
-def test_folder_is_refused(tmp_path: Path) -> None:
+def test_unknown_name_lists_the_builtin_ones_and_a_folder_is_refused(tmp_path):
+    with pytest.raises(FlexQuantError, match=f"'fast': .* {', '.join(builtin_policies())};"):
+        load_policy("fast")
     with pytest.raises(FlexQuantError, match="Is a directory"):
         load_policy(str(tmp_path))
 
 
-def test_unknown_name_lists_the_builtin_ones() -> None:
-    with pytest.raises(FlexQuantError, match=f"'fast': .* {', '.join(builtin_policies())};"):
-        load_policy("fast")
-
-
-def test_file_without_suffix_is_found_unless_a_builtin_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_without_suffix_is_found_unless_a_builtin_has_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("mine", "w8a8"):
         Path(name).write_text(rules("- use: fp8"))
-    assert load_policy("mine").variants == ("fp8",)
-    assert load_policy("w8a8").variants == ("w8a8",)
+    assert load_policy("mine").variants == ("fp8",) and load_policy("w8a8").variants == ("w8a8",)
     assert load_policy("./w8a8").variants == ("fp8",)

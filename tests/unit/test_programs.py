@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Programs and servers that tests and examples start: bounded in time, and ended with all they began."""
+"""Programs, servers and workers that are started: bounded in time, and ended with all that they began."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
 from examples.vllm_server import ProcessGroup, ServerError, VLLMServer, end_of_log
+from flexquant.evaluation import workers
+from flexquant.evaluation.workers import Worker
+from flexquant.policy.rules import load_policy
 from tests import programs
 from tests.programs import is_running
 
@@ -73,8 +80,7 @@ def test_no_signal_goes_to_a_group_whose_number_is_free_again(start, program, en
     group.stop()
     assert len(signalled) == 2 and all(exists for _, exists in signalled)
     group.stop()
-    assert len(signalled) == 2
-    assert not Path(f"/proc/{signalled[0][0]}").exists()
+    assert len(signalled) == 2 and not Path(f"/proc/{signalled[0][0]}").exists()
 
 
 def test_threads_that_stop_one_group(start):
@@ -127,8 +133,7 @@ def test_a_server_that_is_stopped_answers_with_its_end(tmp_path):
 
 
 def test_another_exit_code_fails_with_what_was_printed():
-    code = "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)"]
     for status in (3, None):
         done = programs.run(command, timeout=60, status=status)
         assert (done.returncode, done.stdout, done.stderr) == (3, "one\n", "two\n")
@@ -148,3 +153,52 @@ finally:
 """
     with pytest.raises(pytest.fail.Exception, match="(?s)did not end within 5 s.*started\ncleaned up"):
         programs.run([sys.executable, "-c", code], timeout=5)
+
+
+def hang_without_a_group(connection: Connection, *arguments: Any) -> None:
+    connection.send((True, None))
+    time.sleep(600)
+
+
+def hang_with_a_child(connection: Connection, *arguments: Any) -> None:
+    os.setpgrp()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    connection.send((True, child.pid))
+    time.sleep(600)
+
+
+@pytest.fixture
+def start_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
+    # Not vLLM's fork server, which would stay for the tests that follow.
+    monkeypatch.setattr(workers, "_processes", multiprocessing.get_context("spawn"))
+    monkeypatch.setattr(workers, "END_TIMEOUT", 0.1)
+
+    def start_worker(body: Callable[..., None]) -> Worker:
+        monkeypatch.setattr(workers, "_serve", body)
+        return Worker("w8a8", tmp_path, load_policy("phase"), {}, tmp_path)
+
+    return start_worker
+
+
+@pytest.mark.parametrize("ends_by_itself", [False, True])
+def test_a_worker_without_a_process_group_is_ended_also_as_it_ends(start_worker, monkeypatch, ends_by_itself):
+    worker = start_worker(hang_without_a_group)
+    worker.wait_until_ready()
+    if ends_by_itself:
+        worker._process.kill()
+        worker._process.join()
+        monkeypatch.setattr(worker._process, "is_alive", lambda: True)
+    worker.close()
+    worker.join()
+    monkeypatch.undo()
+    assert not worker._process.is_alive()
+
+
+def test_a_worker_is_ended_with_what_it_started(start_worker):
+    worker = start_worker(hang_with_a_child)
+    child = worker._receive(60)
+    worker.close()
+    worker.join()
+    assert not worker._process.is_alive()
+    while is_running(child):  # the kernel is ending it
+        time.sleep(0.01)

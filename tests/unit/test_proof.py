@@ -14,23 +14,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.proof.claims import (
-    CONTRADICTED,
-    COPY,
-    FIRST_TOKEN,
-    LIVE,
-    NOT_SHOWN,
-    SERVERS,
-    SHOWN,
-    TESTED,
-    TESTS,
-    Found,
-    Verdict,
-    judge,
-)
+from benchmarks.proof import claims
+from benchmarks.proof.claims import CONTRADICTED, COPY, FIRST_TOKEN, LIVE, NOT_SHOWN, SERVERS, SHOWN, TESTS
 from benchmarks.proof.gpu import SERVING, fitting_subjects, kv_cache_gib, most_tokens, server_gib
 from benchmarks.proof.live import LINEUPS, PLAIN, W4A8, tries
-from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, VARIABLE, Outcomes, read_outcomes
+from benchmarks.proof.outcomes import FAILED, NOT_RUN, PASSED, SKIPPED, VARIABLE, read_outcomes
 from benchmarks.proof.proving import HEAD_KERNELS, KERNELS, MINIATURE_KERNELS, STEPS
 from benchmarks.proof.report import LARGE, LIVE_POLICIES, PROOF, RIVAL_POLICIES, read_found, write_proof
 from benchmarks.proof.steps import DONE, OUT_OF_TIME, Outcome, append_step, read_steps, run_bounded
@@ -42,22 +30,14 @@ from flexquant.evaluation.comparison import compare
 from flexquant.policy.rules import load_policy
 
 ALONE, BATCH, _ = SERVING
-GRAPHS = TESTED["test_graph_modes.py"]
+GRAPHS = claims.TESTED["test_graph_modes.py"]
 ONE, OTHER = "tests/gpu/test_graph_modes.py::test_a[V1-x]", "tests/gpu/test_graph_modes.py::test_b[V1]"
 
 
-def verdict(
-    question: str,
-    claim: str,
-    outcomes: Outcomes | None = None,
-    cells: Any = (),
-    first_tokens: Any = None,
-    live: Any = None,
-    rival: Any = None,
-    large: Any = (),
-) -> Verdict:
-    found = Found(outcomes or {}, cells, first_tokens or {}, live or {}, rival or {}, large)
-    (one,) = [verdict for verdict in judge(found)[question] if claim in verdict.claim]
+def verdict(question: str, claim: str, outcomes: Any = None, **found: Any) -> claims.Verdict:
+    nothing = {"cells": (), "first_tokens": {}, "live": {}, "rival": {}, "large": ()}
+    found = claims.Found(outcomes or {}, **nothing | found)
+    (one,) = [verdict for verdict in claims.judge(found)[question] if claim in verdict.claim]
     return one
 
 
@@ -73,29 +53,20 @@ def verdict(
         ([PASSED, PASSED], ["tests/gpu/test_tune.py::test_c"], SHOWN),
     ],
 )
-def test_a_claim_of_tests_is_shown_by_all_and_contradicted_by_one(
-    outcomes: list[str], unfinished: list[str], expected: str
-) -> None:
+def test_a_claim_of_tests_is_shown_by_all_and_contradicted_by_one(outcomes, unfinished, expected):
     found = {test: {"outcome": outcome} for test, outcome in zip((ONE, OTHER), outcomes, strict=False)}
     found |= {test: {"outcome": NOT_RUN} for test in unfinished}
     assert verdict(TESTS, GRAPHS, found).verdict == expected
-    assert verdict(TESTS, TESTED["test_tune.py"], found).verdict == NOT_SHOWN
+    assert verdict(TESTS, claims.TESTED["test_tune.py"], found).verdict == NOT_SHOWN
     assert verdict(TESTS, "V1 runner", found).verdict == (NOT_SHOWN if ONE not in found else expected)
     assert verdict(TESTS, "V2 runner", found).verdict == NOT_SHOWN
 
 
 def rounds(times: list[float]) -> list[dict[str, Any]]:
     """Return results in which all times, ms, are the round's, and the rate is the inverse."""
-    return [
-        {
-            "ttfts": [time / 1000],
-            "tpots": [time / 1000],
-            "median_ttft_ms": time,
-            "median_tpot_ms": time,
-            "output_throughput": 1000 / time,
-        }
-        for time in times
-    ]
+    names = "ttfts", "tpots", "median_ttft_ms", "median_tpot_ms", "output_throughput"
+    each = ([[time / 1000], [time / 1000], time, time, 1000 / time] for time in times)
+    return [dict(zip(names, values, strict=True)) for values in each]
 
 
 def cells(workload: Any, times: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -119,7 +90,7 @@ def cells(workload: Any, times: dict[str, list[float]]) -> list[dict[str, Any]]:
         ([1.0, 1.0, 1.0, 1.0], NOT_SHOWN),
     ],
 )
-def test_equality_is_shown_within_three_percent_by_five_rounds(times: list[float], expected: str) -> None:
+def test_equality_is_shown_within_three_percent_by_five_rounds(times, expected):
     static = [1.0] * len(times)
     decode = cells(ALONE, {"w4a16": static, "flexquant:phase-batch": times})
     assert verdict(SERVERS, "at the pace of static W4A16", cells=decode).verdict == expected
@@ -138,9 +109,7 @@ def test_equality_is_shown_within_three_percent_by_five_rounds(times: list[float
         ("prefills a batch sooner than static W4A16", "w4a16", "flexquant:one-copy"),
     ],
 )
-def test_a_gain_is_shown_beyond_the_interval_and_by_both_servers(
-    claim: str, static: str, policy: str, milliseconds: float, expected: str
-) -> None:
+def test_a_gain_is_shown_beyond_the_interval_by_both_servers(claim, static, policy, milliseconds, expected):
     both = {static: [1.0] * 6, policy: [milliseconds] * 6}
     assert verdict(SERVERS, claim, cells=cells(BATCH, both)).verdict == expected
     if expected == SHOWN and static == "w8a8":  # a second server that is slower takes the certainty
@@ -149,7 +118,7 @@ def test_a_gain_is_shown_beyond_the_interval_and_by_both_servers(
 
 
 @pytest.mark.parametrize(("milliseconds", "expected"), [(0.6, SHOWN), (1.0, NOT_SHOWN), (1.1, CONTRADICTED)])
-def test_policies_on_one_server_are_judged_by_their_rounds(milliseconds: float, expected: str) -> None:
+def test_policies_on_one_server_are_judged_by_their_rounds(milliseconds, expected):
     static, routed = rounds([1.0] * 5), rounds([milliseconds] * 5)
     live = {ALONE.name: {"w8a8": static, "w4a16": static, "phase-batch": routed}}
     assert verdict(LIVE, "a batch is decoded sooner", live=live).evidence == "not measured"
@@ -169,9 +138,7 @@ def test_policies_on_one_server_are_judged_by_their_rounds(milliseconds: float, 
         (1.0, 1.0, 1.0, NOT_SHOWN),
     ],
 )
-def test_w8a8_relates_a_policy_to_w4a16_of_a_second_server(
-    routed: float, w8a8_there: float, w4a16_there: float, expected: str
-) -> None:
+def test_w8a8_relates_a_policy_to_w4a16_of_a_second_server(routed, w8a8_there, w4a16_there, expected):
     live = {BATCH.name: {"w8a8": rounds([1.0] * 5), "phase-batch": rounds([routed] * 5)}}
     rival = {BATCH.name: {"w8a8": rounds([w8a8_there] * 5), "w4a16": rounds([w4a16_there] * 5)}}
     claim = "more tokens a second than W4A16 by the kernel"
@@ -185,24 +152,20 @@ def test_w8a8_relates_a_policy_to_w4a16_of_a_second_server(
     [(-0.1, 0.2, 100, SHOWN), (0.1, 0.5, 100, NOT_SHOWN)]
     + [(0.4, 0.9, 100, CONTRADICTED), (0, 0.1, 29, NOT_SHOWN)],
 )
-def test_a_first_token_may_come_three_percent_late(
-    low: float, high: float, rounds: int, expected: str
-) -> None:
+def test_a_first_token_may_come_three_percent_late(low, high, rounds, expected):
     own = {"median_ms": 10.1, "beyond_vllm": {"ms": 0.1, "low": low, "high": high}}
     vllm = {"median_ms": 10.0}
     modes = {"all": {"first": own, "later": own}, "vllm": {"first": vllm, "later": vllm}}
     measured = {"V2": {"128 tokens": {"rounds": rounds, "modes": modes}}}
     found = verdict(FIRST_TOKEN, "V2 runner: first token", first_tokens=measured)
     assert found.verdict == expected and "+0.100 ms" in found.evidence
-    other = verdict(FIRST_TOKEN, "V1 runner: first token", first_tokens=measured)
-    assert other.evidence == "not measured"
+    assert verdict(FIRST_TOKEN, "V1 runner: first token", first_tokens=measured).evidence == "not measured"
 
 
 @pytest.mark.parametrize(
-    ("copy", "expected"),
-    [((90, 85, 95), SHOWN), ((100, 95, 105), NOT_SHOWN), ((120, 115, 125), CONTRADICTED)],
+    "copy, expected", [((90, 85, 95), SHOWN), ((100, 95, 105), NOT_SHOWN), ((120, 115, 125), CONTRADICTED)]
 )
-def test_a_kernel_is_sooner_beyond_its_quartiles(copy: tuple[int, int, int], expected: str) -> None:
+def test_a_kernel_is_sooner_beyond_its_quartiles(copy, expected):
     def found(middle: float, low: float, high: float) -> dict[str, Any]:
         return {"microseconds": middle, "microseconds_quartiles": [low, high]}
 
@@ -228,26 +191,27 @@ ROOT = Path(__file__).parents[2]
 KERNEL = {"layer": "o_proj", "outputs": 8, "inputs": 8, "tokens": 2048}
 
 
-def test_the_kv_cache_holds_the_largest_workload() -> None:
+def test_servers_side_by_side_are_as_many_as_fit_each_with_the_largest_workload():
     shape = SHAPES["llama-3.1-8b"]
-    tokens = kv_cache_gib(shape, most_tokens(SERVING)) * 2**30 / shape.kv_bytes_per_token
-    assert tokens == pytest.approx(1.1 * 24 * (512 + 64) * 1.5, rel=0.01)
+    cache = kv_cache_gib(shape, most_tokens(SERVING))
+    assert cache * 2**30 / shape.kv_bytes_per_token == pytest.approx(1.1 * 24 * (512 + 64) * 1.5, rel=0.01)
+    on_80_gb, on_24_gb = (fitting_subjects(shape, cache, free) for free in (78, 23))
+    assert on_80_gb[:5] == ["w8a8", "w4a16", "flexquant:phase-batch", "w8a8:again", "w4a16:again"]
+    assert on_24_gb == ["w8a8"]
+    assert server_gib(shape, 1.0, cache) > 6.5 + cache  # 8-bit weights of 7 billion linear parameters
 
 
 @pytest.mark.parametrize(
     ("free", "first"),
-    [
-        *((139, "qwen2.5-32b"), (78, "qwen2.5-32b"), (47, "qwen2.5-32b-32layers")),
-        (23, "llama-3.1-8b"),
-        (1, None),
-    ],
+    [(139, "qwen2.5-32b"), (78, "qwen2.5-32b"), (47, "qwen2.5-32b-32layers")]
+    + [(23, "llama-3.1-8b"), (1, None)],
 )
-def test_the_next_smaller_shape_is_taken_where_memory_ends(free: float, first: str | None) -> None:
+def test_the_next_smaller_shape_is_taken_where_memory_ends(free, first):
     assert next((shape for shape, _ in tries(free)), None) == first
 
 
 @pytest.mark.parametrize(("free", "with_w4a8"), [(139, True), (78, True), (60, False)])
-def test_w4a8_gives_way_first_then_one_copy_then_the_shape(free: float, with_w4a8: bool) -> None:
+def test_w4a8_gives_way_first_then_one_copy_then_the_shape(free, with_w4a8):
     found = tries(free)
     of_largest = [lineup for shape, lineup in found if shape == "qwen2.5-32b"]
     assert of_largest == list(LINEUPS[0 if with_w4a8 else 1 :])
@@ -257,7 +221,7 @@ def test_w4a8_gives_way_first_then_one_copy_then_the_shape(free: float, with_w4a
 
 
 @pytest.mark.parametrize("lineup", LINEUPS)
-def test_a_live_server_starts_with_a_policy_that_reaches_all_that_it_will_take(lineup: Any) -> None:
+def test_a_live_server_starts_with_a_policy_that_reaches_all_that_it_will_take(lineup):
     start = load_policy(lineup.start)
     for policy in map(load_policy, lineup.policies):
         assert set(policy.variants) <= set(start.variants)
@@ -265,29 +229,20 @@ def test_a_live_server_starts_with_a_policy_that_reaches_all_that_it_will_take(l
 
 
 @pytest.mark.parametrize("schemes", [*KERNELS.values(), *MINIATURE_KERNELS.values(), HEAD_KERNELS])
-def test_the_kernels_of_the_steps_are_ones_that_a_run_takes(schemes: str) -> None:
+def test_the_kernels_of_the_steps_are_ones_that_a_run_takes(schemes):
     args = make_parser("").parse_args(["run", "--schemes", schemes])
     assert choose_settings(args, on_gpu=True).schemes == tuple(schemes.split(","))
     assert len(choose_settings(args, on_gpu=True).schemes) <= 8  # as many as kernels.build_layers keeps
 
 
-def test_servers_side_by_side_are_as_many_as_fit_with_two_of_each_static_checkpoint() -> None:
-    shape = SHAPES["llama-3.1-8b"]
-    cache = kv_cache_gib(shape, most_tokens(SERVING))
-    on_80_gb, on_24_gb = (fitting_subjects(shape, cache, free) for free in (78, 23))
-    assert on_80_gb[:5] == ["w8a8", "w4a16", "flexquant:phase-batch", "w8a8:again", "w4a16:again"]
-    assert on_24_gb == ["w8a8"]
-    assert server_gib(shape, 1.0, cache) > 6.5 + cache  # 8-bit weights of 7 billion linear parameters
-
-
-def test_the_first_steps_take_fifteen_minutes_and_all_but_two_take_thirty() -> None:
+def test_the_first_steps_take_fifteen_minutes_and_all_but_two_take_thirty():
     assert sum(step.seconds for step in STEPS[:5]) <= 900
     assert sum(step.seconds for step in STEPS[:-2]) <= 1800
     assert len({step.name for step in STEPS}) == len(STEPS)
 
 
 @pytest.mark.full
-def test_policies_wait_at_a_gate_with_all_imported(tmp_path: Path) -> None:
+def test_policies_wait_at_a_gate_with_all_imported(tmp_path):
     gate = tmp_path / "gate"
     command = [sys.executable, "-m", "benchmarks", "policies", "http://127.0.0.1:1", "--gate", gate]
     command += ["--policy", "w8a8", "--policy", W4A8, "--serving", "1x16+2"]
@@ -295,14 +250,12 @@ def test_policies_wait_at_a_gate_with_all_imported(tmp_path: Path) -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as run:
         assert run.stdout is not None and run.stderr is not None
-        assert run.stdout.readline() == "waits for gate\n"
-        assert run.poll() is None
+        assert run.stdout.readline() == "waits for gate\n" and run.poll() is None
         gate.touch()
-        assert run.wait(60) == 1
-        assert "http://127.0.0.1:1 names no model" in run.stderr.read()
+        assert run.wait(60) == 1 and "http://127.0.0.1:1 names no model" in run.stderr.read()
 
 
-def test_a_second_server_counts_if_it_had_the_same_shape(tmp_path: Path) -> None:
+def test_a_second_server_counts_if_it_had_the_same_shape(tmp_path):
     folder = tmp_path / "proof"
     Results(folder, "tiny", "0123456789ab")
     cells = {BATCH.name: {name: rounds([1.0] * 5) for name in ("w8a8", "w4a16", "w4a8-fp8", "phase-batch")}}
@@ -314,19 +267,17 @@ def test_a_second_server_counts_if_it_had_the_same_shape(tmp_path: Path) -> None
     assert read_found(folder).rival == cells
     Results(folder / LARGE, "small", "0123456789ab").save("kernels", KERNEL, 1.0, result={})
     assert len(read_found(folder).large) == 1
-    text = write_proof(folder, {}).read_text()
-    assert text.count("| `w4a8-fp8` | 1: ") == 2
+    assert write_proof(folder, {}).read_text().count("| `w4a8-fp8` | 1: ") == 2
     in_page = [row.split(" | ")[1] for row in gpu_live(str(folder)).splitlines()[2:]]
     first = ["`w4a16`", "`w4a8-fp8`", "`phase-batch`"]
     assert in_page == [*first, *(f"{name} by vLLM's choice" for name in first)]
 
 
-def test_steps_are_written_as_they_end_and_commands_end_in_their_time(tmp_path: Path) -> None:
+def test_steps_are_written_as_they_end_and_commands_end_in_their_time(tmp_path):
     began = time.monotonic()
     slow = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
     log = tmp_path / "log.txt"
-    assert run_bounded(slow, 2, os.environ, log).state == OUT_OF_TIME
-    assert time.monotonic() - began < 60
+    assert run_bounded(slow, 2, os.environ, log).state == OUT_OF_TIME and time.monotonic() - began < 60
     failed = run_bounded([sys.executable, "-c", "print(1); print(2); exit(3)"], 60, os.environ, log)
     assert failed.note == "ended with 3, log.txt ends: 2"
     append_step(tmp_path, "one", failed, 1.25, {"commit": "a"})
@@ -336,7 +287,7 @@ def test_steps_are_written_as_they_end_and_commands_end_in_their_time(tmp_path: 
     assert read_steps(tmp_path) == {"one": {"state": DONE, "note": "", "seconds": 2, "commit": "a"}}
 
 
-def test_a_report_is_there_before_anything_is_known_and_while_steps_are_under_way(tmp_path: Path) -> None:
+def test_a_report_is_there_before_anything_is_known_and_while_steps_are_under_way(tmp_path):
     folder = tmp_path / "proof"
     Results(folder, "tiny", "0123456789ab")
     (folder / "policies.json").write_text('{"cells": {"2x16+4": {"w8a8')  # ended while it wrote
@@ -354,17 +305,15 @@ def test_slow(): time.sleep(600)
 """
 
 
-def test_outcomes_are_there_when_a_run_is_stopped_and_what_passed_is_not_run_again(tmp_path: Path) -> None:
+def test_outcomes_are_there_when_a_run_is_stopped_and_what_passed_is_not_run_again(tmp_path):
     (tmp_path / "test_it.py").write_text(WRITTEN)
     file = tmp_path / "tests.jsonl"
 
     def start(*arguments: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.proof.outcomes", "--rootdir", ".", "."]
-        environment, nowhere = (
-            {**os.environ, VARIABLE: str(file), "PYTHONPATH": str(ROOT)},
-            subprocess.DEVNULL,
-        )
-        return subprocess.Popen([*command, *arguments], cwd=tmp_path, env=environment, stdout=nowhere)
+        environment = {**os.environ, VARIABLE: str(file), "PYTHONPATH": str(ROOT)}
+        how = {"cwd": tmp_path, "env": environment, "stdout": subprocess.DEVNULL}
+        return subprocess.Popen([*command, *arguments], **how)
 
     with start() as process:
         for _ in range(600):
@@ -374,9 +323,8 @@ def test_outcomes_are_there_when_a_run_is_stopped_and_what_passed_is_not_run_aga
         process.kill()
     found = read_outcomes(file)
     outcomes = {"test_good": PASSED, "test_bad": FAILED, "test_slow": NOT_RUN}
-    assert {test: o["outcome"] for test, o in found.items()} == {
-        f"test_it.py::{test}": outcome for test, outcome in outcomes.items()
-    }
+    expected = {f"test_it.py::{test}": outcome for test, outcome in outcomes.items()}
+    assert {test: o["outcome"] for test, o in found.items()} == expected
     assert "assert 1 == 2" in found["test_it.py::test_bad"]["reason"]
     with start("-k", "not slow") as process:
         assert process.wait(60) == 1
@@ -386,8 +334,7 @@ def test_outcomes_are_there_when_a_run_is_stopped_and_what_passed_is_not_run_aga
     assert [line.count("test_bad") > 0 for line in ran] == [False, True, True]
 
 
-def test_a_line_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_a_line_cut_off_is_left_out(tmp_path):
     file = tmp_path / "tests.jsonl"
     file.write_text('{"test": "a", "outcome": "passed", "seconds": 1}\n{"test": "b", "ou')
-    assert list(read_outcomes(file)) == ["a"]
-    assert read_outcomes(tmp_path / "none.jsonl") == {}
+    assert list(read_outcomes(file)) == ["a"] and read_outcomes(tmp_path / "none.jsonl") == {}

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-    CompressedTensorsConfig,
-)
+from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 
 from flexquant.checkpoint.model_config import JsonObject
@@ -36,10 +34,7 @@ def exported(folder: Path, **options: Any) -> Path:
 
 
 def converted(quark: Path, folder: Path) -> Iterator[tuple[str, bool, set[str]]]:
-    """Convert a checkpoint and compare the numbers of its linears.
-
-    Yield each linear's name, whether its weights have a scale for each channel, and its parts.
-    """
+    """Convert, compare numbers, yield each linear's name, whether it has scales by channel, its parts."""
     convert_checkpoint(quark, folder)
     stored, found = tensors_of(quark), tensors_of(folder)
     reader = WeightReader(open_source("w8a8", folder))
@@ -58,7 +53,7 @@ def converted(quark: Path, folder: Path) -> Iterator[tuple[str, bool, set[str]]]
 
 @pytest.mark.parametrize("by", ["per_tensor", "per_channel"])
 @pytest.mark.parametrize(("static", "symmetric"), [(True, True), (True, False), (False, True)])
-def test_numbers_are_those_of_quarks_rule(by: str, static: bool, symmetric: bool, tmp_path: Path) -> None:
+def test_numbers_are_those_of_quarks_rule(by, static, symmetric, tmp_path):
     quark = exported(tmp_path / "quark", by=by, static=static, symmetric=symmetric)
     kept = {"weight", "weight_scale"} | ({"input_scale"} if static else set())
     kept |= set() if symmetric else {"input_zero_point"}
@@ -79,7 +74,8 @@ def schemes_of(quark: Path, linears: Iterable[str]) -> dict[str, tuple[str, bool
     That is how weights are scaled, whether activations are static, and whether they are symmetric.
     """
     theirs = QuarkConfig.from_config(config_of(quark)["quantization_config"])
-    ours: Any = CompressedTensorsConfig.from_config(open_source("w8a8", quark).quantization_config)
+    section = open_source("w8a8", quark).quantization_config
+    ours: Any = compressed_tensors.CompressedTensorsConfig.from_config(section)
     theirs.packed_modules_mapping = ours.packed_modules_mapping = FUSED
     layer, found = torch.nn.Linear(1, 1, device="meta"), {}
     for name in linears:
@@ -92,8 +88,7 @@ def schemes_of(quark: Path, linears: Iterable[str]) -> dict[str, tuple[str, bool
     return found
 
 
-def test_vllm_reads_the_same_scheme(tmp_path: Path) -> None:
-    """vLLM gives a linear the same kernel for Quark's settings as for those that they are read as."""
+def test_vllm_reads_the_same_scheme(tmp_path):
     for by in ("per_tensor", "per_channel"):
         for static, symmetric in ((True, True), (True, False), (False, True), (False, False)):
             options = {"by": by, "static": static, "symmetric": symmetric}
@@ -102,25 +97,16 @@ def test_vllm_reads_the_same_scheme(tmp_path: Path) -> None:
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 CHANNELS = {"by": "per_channel", "static": False}
-BY_LAYER = {
-    "*layers.1.mlp.*": CHANNELS,
-    "*.mlp.*": {"symmetric": False},
-    DOWN: {},
-    "model.layers.0.self_attn.o_proj": CHANNELS,
-}
+BY_LAYER = {"*layers.1.mlp.*": CHANNELS, "*.mlp.*": {"symmetric": False}, DOWN: {}}
+BY_LAYER |= {"model.layers.0.self_attn.o_proj": CHANNELS}
 """The second pattern fits what the first does, and the third as well."""
 
 
-def test_vllm_reads_the_same_scheme_of_every_layer(tmp_path: Path) -> None:
+def test_vllm_reads_the_same_scheme_of_every_layer(tmp_path):
     quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=BY_LAYER)
-    edits.section(
-        layer_quant_config={
-            **layer_settings(quark),
-            "*lm_head": {"weight": None},
-            "o_proj": {"weight": None},
-            "model.layers.1.self_attn.o_proj.weight": layer_settings(quark)["*layers.1.mlp.*"],
-        }
-    )(quark)
+    by_layer = layer_settings(quark) | dict.fromkeys(("*lm_head", "o_proj"), {"weight": None})
+    by_layer["model.layers.1.self_attn.o_proj.weight"] = by_layer["*layers.1.mlp.*"]
+    edits.section(layer_quant_config=by_layer)(quark)
     parts = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     found = schemes_of(quark, [f"model.layers.{number}.{part}" for number in (0, 1) for part in parts])
     channel = [DOWN, "model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"]
@@ -129,12 +115,11 @@ def test_vllm_reads_the_same_scheme_of_every_layer(tmp_path: Path) -> None:
     assert len(set(found.values())) == 3
 
 
-def test_numbers_of_layers_with_settings_of_their_own_are_kept(tmp_path: Path) -> None:
+def test_numbers_of_layers_with_settings_of_their_own_are_kept(tmp_path):
     quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=BY_LAYER)
     for module, by_channel, parts in converted(quark, tmp_path / "converted"):
-        assert by_channel is (
-            module.startswith("model.layers.1.mlp") or module.endswith("0.self_attn.o_proj")
-        )
+        first_o_proj = module.endswith("0.self_attn.o_proj")
+        assert by_channel is (first_o_proj or module.startswith("model.layers.1.mlp"))
         zeros = not by_channel and ".0.mlp." in module
         assert ("input_scale" in parts, "input_zero_point" in parts) == (not by_channel, zeros)
     section = config_of(tmp_path / "converted")["quantization_config"]
@@ -156,16 +141,13 @@ def layer_settings(folder: Path) -> JsonObject:
         ("qkv", {}, ["model.layers.0.self_attn.k_proj"]),
     ],
 )
-def test_parts_of_what_vllm_fuses_need_one_setting(
-    parts: str, layers: dict[str, Any], exclude: list[str], tmp_path: Path
-) -> None:
+def test_parts_of_what_vllm_fuses_need_one_setting(parts, layers, exclude, tmp_path):
     quark = exported(tmp_path / "quark", by="per_tensor", static=True, layers=layers)
     edits.section(exclude=["lm_head", *exclude])(quark)
     in_16_bit = {f"{module}.weight": torch.zeros(64, 128).bfloat16() for module in exclude}
     edits.tensors(lambda state: state.update(in_16_bit))(quark)
     either = f"({'|'.join(parts.split('_') if '_' in parts else parts)})_proj"
-    message = rf"{either} and .*{either} quantised in different ways"
-    with refused(message):
+    with refused(rf"{either} and .*{either} quantised in different ways"):
         convert_checkpoint(quark, tmp_path / "converted")
     theirs = QuarkConfig.from_config(config_of(quark)["quantization_config"])
     theirs.packed_modules_mapping = FUSED
@@ -218,7 +200,7 @@ INT8 = {"dtype": "int8", "qscheme": "per_tensor", "is_dynamic": False, "symmetri
         (edits.tensors(lambda state: state.update(fake_quantized(state))), "no linear in INT8"),
     ],
 )
-def test_what_is_not_served_is_refused_by_its_setting(edit: edits.Edit, message: str, tmp_path: Path) -> None:
+def test_what_is_not_served_is_refused_by_its_setting(edit, message, tmp_path):
     quark = exported(tmp_path / "quark", by="per_tensor", static=True)
     edit(quark)
     with refused(message):

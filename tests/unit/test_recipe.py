@@ -14,15 +14,8 @@ from transformers import PretrainedConfig
 
 from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.recipe import (
-    SCHEMA,
-    Calibration,
-    Recipe,
-    ScaleDistillation,
-    builtin_recipes,
-    load_recipe,
-    parse_recipe,
-)
+from flexquant.quantization import recipe as recipes
+from flexquant.quantization.recipe import SCHEMA, builtin_recipes, load_recipe, parse_recipe
 from flexquant.quantization.resolve import choose_group_size, resolve_variant, with_strengths
 from flexquant.quantization.source_model import default_mappings, empty_model, resolve_mappings
 from tests.architectures.models import small_config
@@ -32,7 +25,7 @@ W8A8 = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme":
 W4A16 = {"GPTQModifier": {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": [128, 64, 32]}}
 
 
-def parse(variants: Any, **more: Any) -> Recipe:
+def parse(variants: Any, **more: Any) -> recipes.Recipe:
     document = {"schema": SCHEMA, "variants": variants, **more}
     return parse_recipe(yaml.safe_dump(document, sort_keys=False).encode(), "my.yaml", "my")
 
@@ -59,22 +52,17 @@ def test_every_shipped_recipe_fits_a_model(name: str) -> None:
 
 
 def test_a_file_is_read_back_as_written(tmp_path: Path) -> None:
-    section = {**W4A16, "scale_distillation": {"epochs": 2}}
-    document = {
-        "schema": SCHEMA,
-        "description": "mine",
-        "policy": "phase",
-        "calibration": {"data": "chats.jsonl", "samples": 4},
-        "variants": {"int4": section, "w8a8": W8A8},
-        "made_with": {"anything": [1, 2]},
-    }
+    document: dict[str, Any] = {"schema": SCHEMA, "description": "mine", "policy": "phase"}
+    document["calibration"] = {"data": "chats.jsonl", "samples": 4}
+    document["variants"] = {"int4": {**W4A16, "scale_distillation": {"epochs": 2}}, "w8a8": W8A8}
+    document["made_with"] = {"anything": [1, 2]}
     file = tmp_path / "mine.yaml"
     file.write_text(to_yaml(document))
     recipe = load_recipe(file)
     assert (recipe.name, recipe.description, recipe.policy) == (str(file), "mine", "phase")
-    assert recipe.calibration == Calibration(data="chats.jsonl", samples=4)
+    assert recipe.calibration == recipes.Calibration(data="chats.jsonl", samples=4)
     assert {name: v.to_json() for name, v in recipe.variants.items()} == document["variants"]
-    assert recipe.variants["int4"].scale_distillation == ScaleDistillation(epochs=2)
+    assert recipe.variants["int4"].scale_distillation == recipes.ScaleDistillation(epochs=2)
     in_int8 = recipe.with_head("int8")
     assert in_int8.with_head(None) == in_int8 != in_int8.with_head("stored") == recipe
 
@@ -245,23 +233,14 @@ WITH_ZERO_POINTS = {"GPTQModifier": {**W4A16["GPTQModifier"], "asymmetric_activa
         (with_argument(scheme="W3A3"), r"'W3A3' is no scheme of compressed-tensors; choose among .*W8A8"),
         (with_argument(targets=["re:.*x_proj$"]), r"no linear of the model matches re:\.\*x_proj\$"),
         (with_argument(group_size=64), r"group_size is given, but the scheme has no groups"),
-        (
-            {**W8A8, "scale_distillation": {"epochs": 1}},
-            r"16-bit activations, and .*_proj is quantised",
-        ),
-        (
-            from_the_norm("q_proj"),
-            r"covers .*q_proj; it has to cover exactly .*k_proj, .*q_proj, .*v_proj",
-        ),
+        ({**W8A8, "scale_distillation": {"epochs": 1}}, r"16-bit activations, and .*_proj is quantised"),
+        (from_the_norm("q_proj"), r"covers .*q_proj; it has to cover exactly .*k_proj, .*q_proj, .*v_proj"),
         (from_the_norm("x_proj"), r"the mapping from 're:\.\*input_layernorm\$' does not fit this model"),
         (smoothing("model.norm"), r"names 'model.norm', which no mapping smooths"),
         (smoothing("model.layers.0.input_layernorm", mappings="norms"), r"lacks 'model.layers.1.input_lay"),
         (W4A16, r"mlp\.down_proj has 200 input features.*128, 64, 32 divides"),
         (WITH_ZERO_POINTS, r"a zero point .* those for Linear are not in INT8 by token; remove it"),
-        (
-            rotating("re:.*down_proj$", 64),
-            r"cannot rotate the 200 inputs of .*down_proj in blocks of 64",
-        ),
+        (rotating("re:.*down_proj$", 64), r"cannot rotate the 200 inputs of .*down_proj in blocks of 64"),
         (rotating("re:.*x_proj$", 64), r"QuIPModifier matches no linear"),
     ],
 )
@@ -330,10 +309,7 @@ def test_what_is_rotated_is_not_smoothed_after() -> None:
 
 
 def test_the_choices_that_depend_on_the_model() -> None:
-    section = {
-        "SmoothQuantModifier": {"smoothing_strength": 0.5, "mappings": "norms"},
-        "GPTQModifier": W4A16["GPTQModifier"],
-    }
+    section = {"SmoothQuantModifier": {"smoothing_strength": 0.5, "mappings": "norms"}, **W4A16}
     resolved = resolve(section, "gemma3", intermediate_size=192)
     assert resolved.group_size == resolved.recipe.modifiers["GPTQModifier"]["group_size"] == 64
     norms = [*["input_layernorm"] * 2, *["pre_feedforward_layernorm"] * 2]
@@ -342,9 +318,8 @@ def test_the_choices_that_depend_on_the_model() -> None:
 
 def test_unknown_architectures_are_not_smoothed() -> None:
     assert default_mappings("olmo2", "norms-and-up", []) == []
-    settings = base_config()
     recipe = parse({"v": with_front("AWQModifier")}).variants["v"]
-    resolved = resolve_variant(recipe, empty_model(settings), "olmo2")
+    resolved = resolve_variant(recipe, empty_model(base_config()), "olmo2")
     assert list(resolved.recipe.modifiers) == ["GPTQModifier"]
     assert "without AWQModifier" in resolved.notes[0]
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Recipes for models whose layers carry a state, and why a module may not hand its scales on.
-
-Gates stay in 16 bit, and norms are folded into all that reads them.
-"""
+"""Recipes for models with states: gates stay in 16 bit, norms are folded into all that read them; why."""
 
 from __future__ import annotations
 
@@ -20,9 +17,8 @@ from flexquant.quantization.source_model import default_mappings, empty_model, r
 from flexquant.quantization.vocabulary import SHARED_CACHE, check_mapping, check_targets
 from tests.architectures.models import small_config
 
-W8A8: dict[str, Any] = {
-    "QuantizationModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}
-}
+PLAIN = {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}
+W8A8: dict[str, Any] = {"QuantizationModifier": PLAIN}
 STATES = {
     "qwen3_next": ("linear_attn.in_proj_qkvz linear_attn.out_proj", "linear_attn.in_proj_ba"),
     "qwen3_5_text": (
@@ -60,9 +56,7 @@ def test_gates_of_states_stay_in_16_bit_and_large_projections_do_not(kind):
 
 def test_what_kimis_linear_attention_computes_at_once_stays_in_16_bit_together():
     ignore = ["lm_head", "re:.*kv_b_proj$"]
-    resolved = resolve(
-        "kimi_linear", {"QuantizationModifier": {**W8A8["QuantizationModifier"], "ignore": ignore}}
-    )
+    resolved = resolve("kimi_linear", {"QuantizationModifier": {**PLAIN, "ignore": ignore}})
     assert "model.layers.0.self_attn.o_proj" in resolved.linears
     assert not {f"model.layers.0.self_attn.{p}_proj" for p in "qkvb"} & set(resolved.linears)
     latent = [name for name in resolved.linears if name.startswith("model.layers.3.self_attn.")]
@@ -70,7 +64,7 @@ def test_what_kimis_linear_attention_computes_at_once_stays_in_16_bit_together()
 
 
 def test_a_recipe_that_names_gates_quantises_them():
-    named = {**W8A8["QuantizationModifier"], "targets": ["Linear", r"re:.*in_proj_ba$"]}
+    named = {**PLAIN, "targets": ["Linear", r"re:.*in_proj_ba$"]}
     resolved = resolve("qwen3_next", {"QuantizationModifier": named})
     assert "model.layers.0.linear_attn.in_proj_ba" in resolved.linears
     assert "model.layers.0.mlp.shared_expert_gate" not in resolved.linears
@@ -105,10 +99,8 @@ def test_scales_move_from_the_first_norm_into_all_that_reads_it(kind, norm, read
 
 
 def test_a_mapping_that_omits_the_gates_is_refused():
-    front = {"smoothing_strength": 0.5}
-    front["mappings"] = [
-        [[r"re:.*layers\.0\.linear_attn\.in_proj_qkvz$"], r"re:.*layers\.0\.input_layernorm$"]
-    ]
+    mapping = [[r"re:.*layers\.0\.linear_attn\.in_proj_qkvz$"], r"re:.*layers\.0\.input_layernorm$"]
+    front = {"smoothing_strength": 0.5, "mappings": [mapping]}
     with pytest.raises(FlexQuantError, match="it has to cover exactly .*in_proj_ba"):
         resolve("qwen3_next", {"SmoothQuantModifier": front, **W8A8})
 

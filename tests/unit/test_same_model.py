@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Variants of one model merge whatever release of transformers saved them; other models never do."""
+"""Variants that any release of transformers saved merge; other models never do, processors by choice."""
 
 from __future__ import annotations
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from flexquant.cli import main
 from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoint
 from flexquant.merge.formats import open_source
 from flexquant.merge.merge_plan import plan_merge
+from flexquant.merge.same_inputs import processor_difference
 from flexquant.merge.same_model import IGNORED, READ_KEYS, TIED, model_differences
 from tests.checkpoints import make_checkpoint, make_pair
 from tests.config_pairs import Config, Pair, as_transformers_4_wrote_it, config_of, pairs
@@ -25,16 +27,11 @@ from tests.publishers import edits
 from tests.read_keys import table
 from tests.refusals import refused
 from tests.unit.full_merge import opened
+from tests.vision import KINDS, make_vision_checkpoint
 
 PAIRS = list(pairs())
-
-LLAMA3 = {
-    "factor": 8.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 512,
-    "rope_type": "llama3",
-}
+LLAMA3 = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+LLAMA3 |= {"original_max_position_embeddings": 512}
 
 
 def save_as_transformers_4(folder: Path) -> None:
@@ -61,8 +58,7 @@ def test_the_table_has_what_the_installed_vllm_reads() -> None:
 def test_variants_saved_by_transformers_4_and_5_merge(tmp_path, architecture, options, old):
     sources = make_pair(tmp_path, architecture, **options)
     save_as_transformers_4(sources[old])
-    report = merge_checkpoints(sources, tmp_path / "merged")
-    assert report.layered_plans
+    assert merge_checkpoints(sources, tmp_path / "merged").layered_plans
     verify_checkpoint(tmp_path / "merged", sources)
     for name, source in sources.items():
         split_checkpoint(tmp_path / "merged", name, tmp_path / f"{name} again")
@@ -98,16 +94,13 @@ def test_another_model_is_refused_though_releases_differ(tmp_path, edit, named):
         plan_with(tmp_path, edit)
 
 
-def test_null_is_not_the_default_of_a_key_that_is_absent(tmp_path):
+def test_null_is_not_the_default_of_an_absent_key_and_a_default_that_is_left_out_is_no_difference(tmp_path):
     """Mistral's window is 4096 tokens if its config has no key for it, and there is none if it says null."""
     edit = {"sliding_window": None}
     with refused("sliding_window: None against 4096"):
         plan_with(tmp_path / "another", edit, architecture="mistral")
     plan_with(tmp_path / "default", edit, architecture="mistral", sliding_window=4096)
-
-
-def test_a_default_that_one_release_leaves_out_is_no_difference_but_another_value_is(tmp_path):
-    plan_with(tmp_path / "default", {"attention_dropout": None})
+    plan_with(tmp_path / "left out", {"attention_dropout": None})
     with refused("tie_word_embeddings: "):
         plan_with(tmp_path / "tied", {"tie_word_embeddings": None}, tie_word_embeddings=True)
 
@@ -115,28 +108,16 @@ def test_a_default_that_one_release_leaves_out_is_no_difference_but_another_valu
 @pytest.mark.parametrize("value", [False, True])
 def test_an_absent_key_has_no_value_where_its_readers_have_several_defaults(value):
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    found = model_differences(config, config | {"use_sep_token": value})
-    assert found == [("use_sep_token", None, value)]
+    assert model_differences(config, config | {"use_sep_token": value}) == [("use_sep_token", None, value)]
 
 
 def test_keys_that_no_server_reads_may_differ(tmp_path):
     """AutoAWQ, AutoGPTQ, unsloth and each release of transformers write some of them."""
-    edit = {
-        "_attn_implementation_autoset": True,
-        "_from_model_config": True,
-        "_name_or_path": "elsewhere",
-        "attention_dropout": 0.1,
-        "bos_token_id": 7,
-        "eos_token_id": [257],
-        "id2label": {"0": "yes"},
-        "license": "mit",
-        "pad_token_id": 7,
-        "pretraining_tp": 2,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "torchscript": True,
-        "unsloth_fixed": True,
-        "use_cache": False,
-    }
+    edit = dict.fromkeys(("_attn_implementation_autoset", "_from_model_config", "unsloth_fixed"), True)
+    edit |= {"_name_or_path": "elsewhere", "attention_dropout": 0.1, "id2label": {"0": "yes"}}
+    edit |= {"bos_token_id": 7, "eos_token_id": [257], "pad_token_id": 7, "license": "mit"}
+    edit |= {"pretraining_tp": 2, "tokenizer_class": "PreTrainedTokenizerFast"}
+    edit |= {"torchscript": True, "use_cache": False}
     assert edit.keys() <= IGNORED
     plan_with(tmp_path, edit)
 
@@ -160,8 +141,7 @@ def test_no_served_model_of_vllm_reads_a_key_that_may_differ():
         for key in own
         if re.search(rf"config\.{key}\b|getattr\([^)]*[\"']{key}[\"']", file.read_text())
     }
-    assert len(files) > 40
-    assert readers <= LOOKED_AT
+    assert len(files) > 40 and readers <= LOOKED_AT
 
 
 def test_a_choice_says_whose_config_a_model_gets(tmp_path):
@@ -171,8 +151,7 @@ def test_a_choice_says_whose_config_a_model_gets(tmp_path):
     with refused(message):
         merge_checkpoints(sources, tmp_path / "merged")
     arguments = [f"{name}={folder}" for name, folder in sources.items()]
-    merging = ["merge", *arguments, "--output", str(tmp_path / "merged"), "--config-from", "w4a16"]
-    assert main(merging) == 0
+    assert main(["merge", *arguments, "--output", str(tmp_path / "merged"), "--config-from", "w4a16"]) == 0
     assert read_config(tmp_path / "merged")["rope_parameters"]["rope_theta"] == 5e4
     verify_checkpoint(tmp_path / "merged", sources)
     with refused("--config-from names 'fp8', but the variants are w8a8, w4a16"):
@@ -190,10 +169,8 @@ def test_a_choice_says_whose_config_a_model_gets(tmp_path):
     ids=["layers", "architecture", "shapes", "weights"],
 )
 def test_no_choice_of_a_config_merges_two_models(tmp_path, of_the_other, message):
-    sources = {
-        "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
-        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", **of_the_other),
-    }
+    sources = {"w8a8": make_checkpoint(tmp_path / "w8a8")}
+    sources["w4a16"] = make_checkpoint(tmp_path / "w4a16", scheme="w4a16", **of_the_other)
     with refused(message):
         merge_checkpoints(sources, tmp_path / "merged", config_from="w8a8")
     assert not (tmp_path / "merged").exists()
@@ -209,10 +186,8 @@ def test_names_of_code_count_for_nothing_where_transformers_has_the_model(tmp_pa
 def test_a_model_that_transformers_does_not_know_has_its_keys_compared_as_they_are():
     config = {"architectures": ["MineForCausalLM"], "model_type": "mine", "width": 1}
     assert model_differences(config, config | {"use_cache": False, "depth": None}) == []
-    assert model_differences(config, config | {"width": 2, "use_mrope": False}) == [
-        ("use_mrope", None, False),
-        ("width", 1, 2),
-    ]
+    found = model_differences(config, config | {"width": 2, "use_mrope": False})
+    assert found == [("use_mrope", None, False), ("width", 1, 2)]
 
 
 def test_the_tie_may_be_stated_at_either_level():
@@ -224,3 +199,115 @@ def test_the_tie_may_be_stated_at_either_level():
     del below[TIED]
     assert model_differences(top, below) == []
     assert model_differences(top, top | {TIED: True}) == [(TIED, False, True)]
+
+
+Files = dict[str, dict[str, Any]]
+"""Name of a JSON file without its ending -> what it holds."""
+BOUNDS = {"min": "shortest", "max": "longest"}
+OF_A_PART = dict.fromkeys(("crop_size", "device", "do_center_crop", "return_tensors"))
+OF_A_PART |= {"data_format": "channels_first", "default_to_square": False, "do_convert_rgb": True}
+"""Part of what transformers 4 wrote of each part of a processor."""
+
+
+def of_transformers_4(processor: dict[str, Any]) -> Files:
+    """Return the files in which transformers 4 wrote a processor, with defaults and old names."""
+    files = {"processor_config": {k: v for k, v in processor.items() if not k.endswith("_processor")}}
+    image = processor["image_processor"]
+    kind = f"{image['image_processor_type']}Fast"
+    files["preprocessor_config"] = {**image, **OF_A_PART, "image_processor_type": kind}
+    if video := processor.get("video_processor"):
+        edges = {f"{at}_pixels": video["size"][f"{edge}_edge"] for at, edge in BOUNDS.items()}
+        files["video_preprocessor_config"] = {**video, **OF_A_PART, **edges, "max_frames": 768}
+    return files
+
+
+def write(folder: Path, files: Files) -> None:
+    for path in folder.glob("*processor_config.json"):
+        path.unlink()
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def sources(folder: Path, kind: str, files: Files) -> dict[str, Path]:
+    """Return W8A8 with the processor's files of transformers 5, and W4A16 with these."""
+    made = {v: make_vision_checkpoint(folder / v, v, KINDS[kind]) for v in ("w8a8", "w4a16")}
+    write(made["w4a16"], files)
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_releases_of_transformers_write_one_processor(tmp_path, kind):
+    processor = deepcopy(KINDS[kind].processor)
+    if video := processor.get("video_processor"):
+        video["size"]["shortest_edge"] //= 4
+    variants = sources(tmp_path, kind, of_transformers_4(processor))
+    write(variants["w8a8"], {"processor_config": processor})
+    assert processor_difference(*opened(variants)) is None
+    assert plan_merge(opened(variants)).sidecars.files["processor_config.json"].parent == variants["w8a8"]
+
+
+SIGLIP, GEMMA = {"image_processor_type": "SiglipImageProcessor"}, {"processor_class": "Gemma3Processor"}
+EDITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "image_processor, 'image_mean'": ("preprocessor_config", {"image_mean": [0.1, 0.2, 0.3]}),
+    "image_processor, 'size': 'longest_edge': 56 against 1456": ("preprocessor_config", {"size": None}),
+    "image_processor, 'do_normalize': True against False": ("preprocessor_config", {"do_normalize": False}),
+    "image_processor, 'do_image_splitting': True against None": ("preprocessor_config", SIGLIP),
+    "class, 'processor_class': 'Idefics3Processor' against": ("processor_config", GEMMA),
+    "processor, 'image_seq_len': 4 against 169": ("processor_config", {"image_seq_len": None}),
+}
+"""What a message names -> file, and the edit of it."""
+
+
+@pytest.mark.parametrize("named", EDITS)
+def test_processors_that_do_something_else_need_a_choice(tmp_path, named):
+    files = of_transformers_4(KINDS["idefics3"].processor)
+    file, edit = EDITS[named]
+    files[file] |= edit
+    variants = sources(tmp_path, "idefics3", files)
+    with refused(f"the processors of 'w8a8' and 'w4a16' differ: {named}.*--processor-from w4a16"):
+        merge_checkpoints(variants, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    merge_checkpoints(variants, tmp_path / "merged", processor_from="w4a16")
+    for name, content in files.items():
+        assert json.loads((tmp_path / "merged" / f"{name}.json").read_text()) == content
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5"])
+def test_videos_are_compared_with_the_defaults_of_a_class_that_needs_torchvision(tmp_path, kind):
+    files = of_transformers_4(KINDS[kind].processor)
+    files["video_preprocessor_config"]["max_frames"] = 7
+    difference = processor_difference(*opened(sources(tmp_path, kind, files)))
+    assert difference == "video_processor, 'max_frames': 768 against 7"
+
+
+def test_a_processor_that_one_source_has_comes_along(tmp_path):
+    variants = sources(tmp_path, "idefics3", {})
+    write(variants["w8a8"], {})
+    parts = of_transformers_4(KINDS["idefics3"].processor)
+    write(variants["w4a16"], parts)
+    merge_checkpoints(variants, tmp_path / "merged")
+    assert {path.stem for path in (tmp_path / "merged").glob("*processor_config.json")} == parts.keys()
+
+
+def test_the_files_come_from_the_source_that_has_more_parts(tmp_path):
+    whole = KINDS["idefics3"].processor
+    variants = sources(tmp_path, "idefics3", {"processor_config": whole})
+    write(variants["w8a8"], {"processor_config": of_transformers_4(whole)["processor_config"]})
+    merge_checkpoints(variants, tmp_path / "merged")
+    assert json.loads((tmp_path / "merged" / "processor_config.json").read_text()) == whole
+
+
+def test_settings_that_no_class_takes_are_refused_with_the_choice(tmp_path):
+    files = of_transformers_4(KINDS["idefics3"].processor)
+    files["preprocessor_config"]["size"] = "wide"
+    with refused(r"the processor in .*w4a16 cannot be read .*--processor-from"):
+        merge_checkpoints(sources(tmp_path, "idefics3", files), tmp_path / "merged")
+
+
+def test_code_that_a_processor_names_is_not_run(tmp_path):
+    files = of_transformers_4(KINDS["idefics3"].processor)
+    kind = {"image_processor_type": "Mine", "auto_map": {"AutoImageProcessor": "mine.Mine"}}
+    files["preprocessor_config"] |= kind
+    variants = sources(tmp_path, "idefics3", files)
+    (variants["w4a16"] / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    assert processor_difference(*opened(variants)) and not (tmp_path / "ran").exists()

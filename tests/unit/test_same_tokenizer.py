@@ -18,16 +18,8 @@ from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoi
 from flexquant.merge.sidecar_plan import SAMPLING, SETTINGS, plan_sidecars
 from tests.checkpoints import make_pair
 from tests.foreign import config_of
-from tests.publishers.edits import (
-    Edit,
-    both,
-    config,
-    left_by_calibration,
-    merges_as_strings,
-    swapped_tokens,
-    tokenizer,
-    tokenizer_config,
-)
+from tests.publishers import edits
+from tests.publishers.edits import Edit, both, config, tokenizer, tokenizer_config
 from tests.publishers.edits import file as write
 from tests.refusals import refused
 from tests.unit.full_merge import opened
@@ -76,8 +68,8 @@ def move_template_into_config(folder: Path) -> None:
 
 
 SAME = {
-    "merges as strings": tokenizer(merges_as_strings),
-    "truncation and padding": tokenizer(left_by_calibration),
+    "merges as strings": tokenizer(edits.merges_as_strings),
+    "truncation and padding": tokenizer(edits.left_by_calibration),
     "defaults left out": tokenizer(without_defaults),
     "is_local and sides": tokenizer_config(is_local=True, padding_side="left", model_max_length=77),
     "a padding token": tokenizer_config(pad_token="</s>"),
@@ -110,18 +102,16 @@ def with_another_end(content: JsonObject) -> None:
     content["added_tokens"].append(content["added_tokens"][-1] | {"id": 512, "content": "<eos>"})
 
 
+TOO_LARGE = "the tokenizer in .*w4a16 has '%s' at 512, and the model 512 tokens"
 LACKING = {
     "no files": (
         lambda folder: [file.unlink() for file in folder.glob("tokenizer*")],
         "w4a16 has no tokenizer, such as a tokenizer.json",
     ),
-    "too large": (
-        tokenizer(lambda c: c["model"]["vocab"].update(more=512)),
-        "the tokenizer in .*w4a16 has 'more' at 512, and the model 512 tokens",
-    ),
+    "too large": (tokenizer(lambda c: c["model"]["vocab"].update(more=512)), TOO_LARGE % "more"),
     "an end too many": (
         both(tokenizer(with_another_end), tokenizer_config(eos_token="<eos>")),
-        "the tokenizer in .*w4a16 has '<eos>' at 512, and the model 512 tokens",
+        TOO_LARGE % "<eos>",
     ),
 }
 
@@ -143,33 +133,27 @@ SLOW |= {"pattern": {"Regex": "^(([a-zA-Z ]|[., !])+)+[?]$"}}
 
 
 def with_a_slow_pattern(content: JsonObject) -> None:
-    parts = [SLOW, content["pre_tokenizer"]]
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [SLOW, content["pre_tokenizer"]]}
 
 
-OF_TEXT = "token ids of the text "
+OF_TEXT, SPECIAL = "token ids of the text ", "special tokens, "
+LOWERCASE = {"type": "Lowercase"}
 OTHER = {
     "merges in another order": (tokenizer(lambda c: c["model"]["merges"].reverse()), "models, 'merges': "),
-    "a normaliser": (
-        tokenizer(lambda c: c.update(normalizer={"type": "Lowercase"})),
-        OF_TEXT + "'Hello, world!",
-    ),
+    "a normaliser": (tokenizer(lambda c: c.update(normalizer=LOWERCASE)), OF_TEXT + "'Hello, world!"),
     "a decoder": (tokenizer(lambda c: c.update(decoder={"type": "Fuse"})), OF_TEXT + "' ', 'decoded': "),
     "a token that is not special": (
         tokenizer(lambda c: c["added_tokens"][-1].update(special=False)),
         "added tokens, '50[012]': .*special=True.* against .*special=False",
     ),
-    "another end": (
-        tokenizer_config(eos_token="<tool>"),
-        "special tokens, 'eos_token': '</s>' against '<tool>'",
-    ),
+    "another end": (tokenizer_config(eos_token="<tool>"), f"{SPECIAL}'eos_token': '</s>' against '<tool>'"),
     "another template for tools": (
         write("additional_chat_templates/tool_use.jinja", TEMPLATE),
         "chat templates, 'tool_use': None against ",
     ),
     "another token that the template names": (
         tokenizer_config(pad_token="<tool>"),
-        "special tokens, 'pad_token': '<s>' against '<tool>'",
+        f"{SPECIAL}'pad_token': '<s>' against '<tool>'",
     ),
     "a text that cannot be read": (
         tokenizer(with_a_slow_pattern),
@@ -191,8 +175,7 @@ def test_what_does_something_else_is_refused_with_the_difference_and_the_choices
 
 
 def test_all_chat_templates_are_compared_also_if_the_first_source_has_none(sources, tmp_path):
-    sources["w4a16_b"] = tmp_path / "w4a16_b"
-    shutil.copytree(sources["w4a16"], sources["w4a16_b"])
+    sources["w4a16_b"] = shutil.copytree(sources["w4a16"], tmp_path / "w4a16_b")
     (sources["w8a8"] / "chat_template.jinja").unlink()
     write("chat_template.jinja", TEMPLATE.replace(": ", "> "))(sources["w4a16_b"])
     with refused("tokenizers of 'w4a16' and 'w4a16_b' differ: chat templates"):
@@ -217,7 +200,7 @@ def test_a_tokenizer_with_code_is_not_loaded_and_nobody_is_asked(sources, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("code", "problem"),
+    "code, problem",
     [(b"from .gone import part\n", "No such file or directory"), (b"\xff\xfe\x00", "can't decode byte")],
 )
 def test_code_that_is_damaged_or_incomplete_is_named(code, problem, sources, tmp_path):
@@ -248,7 +231,7 @@ def test_the_code_of_a_tokenizer_that_was_not_chosen_does_not_matter(sources, tm
 
 
 def test_a_choice_takes_the_whole_tokenizer_of_one_source(sources, tmp_path):
-    tokenizer(swapped_tokens)(sources["w4a16"])
+    tokenizer(edits.swapped_tokens)(sources["w4a16"])
     for name, ids in (("w8a8", [64, 65]), ("w4a16", [65, 64])):
         merge_checkpoints(sources, tmp_path / f"of {name}", tokenizer_from=name)
         assert AutoTokenizer.from_pretrained(tmp_path / f"of {name}")("ab").input_ids == ids
@@ -287,16 +270,9 @@ def test_generation_settings_of_equal_effect_are_merged(sources, tmp_path, first
 
 
 PENALTIES = [(f"{what}_penalty", [0, 0.0], 0.5) for what in ("presence", "frequency")]
-EFFECTS = [
-    *(
-        ("repetition_penalty", [1, 1.0], 1.1),
-        *PENALTIES,
-        ("temperature", [1, 1.0], 0.6),
-        ("top_k", [0, -1], 40),
-    ),
-    *(("top_p", [1, 1.0], 0.9), ("min_p", [0, 0.0], 0.1), ("max_new_tokens", [], 512)),
-    ("eos_token_id", [[]], 257),
-]
+EFFECTS = [*PENALTIES, ("repetition_penalty", [1, 1.0], 1.1), ("temperature", [1, 1.0], 0.6)]
+EFFECTS += [("top_k", [0, -1], 40), ("top_p", [1, 1.0], 0.9), ("min_p", [0, 0.0], 0.1)]
+EFFECTS += [("max_new_tokens", [], 512), ("eos_token_id", [[]], 257)]
 """Setting, values without an effect, and another value."""
 
 
@@ -316,8 +292,7 @@ def test_a_setting_counts_unless_vllm_samples_alike_without_it(sources, key, wit
     with refused(f"'w8a8' and 'w4a16' differ in {key}: .*--generation-from w8a8"):
         plan(other)
     for value in SAMPLING.get(key, ()):  # top_k -1 is 0
-        assert value in without_effect
-        assert SamplingParams(**{key: max(value, 0)}) == SamplingParams()
+        assert value in without_effect and SamplingParams(**{key: max(value, 0)}) == SamplingParams()
 
 
 def test_other_generation_settings_are_refused_and_can_be_chosen(sources, tmp_path):
@@ -347,7 +322,6 @@ def test_only_code_that_the_config_loads_has_to_be_equal(sources, tmp_path):
     write("benchmark.py", "slow = True\n")(sources["w8a8"])
     merge_checkpoints(sources, tmp_path / "merged")
     assert {path.name for path in (tmp_path / "merged").glob("*.py")} == {"my_tokenizer.py", "parts.py"}
-
     write("parts.py", "part = 2\n")(sources["w4a16"])
     with refused(r"parts.py is not the same in 'w8a8' .* need the same code"):
         merge_checkpoints(sources, tmp_path / "again")

@@ -36,11 +36,9 @@ def test_split_gives_the_source_back(sources, merged, tmp_path, name, max_shard_
     assert_equal(tensors_of(output), tensors_of(source))
     config, original = config_of(output), config_of(source)
     original.pop("_name_or_path", None)
-    assert config == original
-    assert (output / "model.safetensors").exists() == (max_shard_size == 1 << 30)
+    assert config == original and (output / "model.safetensors").exists() == (max_shard_size == 1 << 30)
     files, expected = ({p.name for p in f.iterdir() if not p.match("model*")} for f in (output, source))
-    assert files == expected
-    assert (output / "recipe.yaml").read_text() == f"scheme: {name}\n"
+    assert files == expected and (output / "recipe.yaml").read_text() == f"scheme: {name}\n"
 
 
 def test_split_checkpoints_merge_into_the_same_bytes(sources, merged, tmp_path):
@@ -71,12 +69,11 @@ def test_a_variant_in_16_bit_comes_back_without_a_section(tmp_path):
 @pytest.mark.parametrize("policy", ["phaze", "fp8-phase-batch"])
 def test_a_policy_is_checked_before_the_weights_are_compared(sources, tmp_path, policy):
     with refused("phaze|fp8"):
-        merge_checkpoints(
-            sources, tmp_path / "merged", policy=policy, kv_progress=lambda *_: pytest.fail("compared")
-        )
+        compared = {"kv_progress": lambda *_: pytest.fail("compared")}
+        merge_checkpoints(sources, tmp_path / "merged", policy=policy, **compared)
 
 
-def test_split_refuses(merged, tmp_path):
+def test_split_refuses_and_so_does_what_is_not_merged(merged, tmp_path, sources):
     with refused("no variant 'fp8'; it has w8a8, w4a16"):
         split_checkpoint(merged, "fp8", tmp_path / "plain")
     (tmp_path / "plain").mkdir()
@@ -87,13 +84,19 @@ def test_split_refuses(merged, tmp_path):
     with refused("'w8a8.model.layers.0.mlp.up_proj.weight'.*SHA-256"):
         split_checkpoint(merged, "w8a8", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+    with refused("not a merged checkpoint"):
+        MergedCheckpoint.open(sources["w8a8"])
 
 
-def test_verify_accepts_what_merge_wrote(sources, merged):
-    hashes = verify_checkpoint(merged)["tensors_compared_with"]["recorded hashes"]
-    assert hashes == len(read_tensors(merged))
+def test_verify_accepts_what_merge_wrote_and_what_the_hub_and_git_add(sources, merged):
+    assert verify_checkpoint(merged)["tensors_compared_with"]["recorded hashes"] == len(read_tensors(merged))
     compared = verify_checkpoint(merged, sources)["tensors_compared_with"]
     assert compared == {name: len(read_tensors(folder)) for name, folder in sources.items()}
+    for name in (".gitattributes", ".git/config", ".cache/huggingface/download/config.json.metadata"):
+        (merged / name).parent.mkdir(parents=True, exist_ok=True)
+        (merged / name).write_text("")
+    (merged / "README.md").write_text("# My model\n")
+    verify_checkpoint(merged)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +125,6 @@ def test_verify_names_files_that_the_merge_did_not_write(sources, merged, name):
     for against in ({}, sources):
         with refused(rf"1 file\(s\) .* did not write \({name}\); remove"):
             verify_checkpoint(merged, against)
-
-
-def test_verify_knows_what_the_hub_and_git_add(merged):
-    for name in (".gitattributes", ".git/config", ".cache/huggingface/download/config.json.metadata"):
-        (merged / name).parent.mkdir(parents=True, exist_ok=True)
-        (merged / name).write_text("")
-    (merged / "README.md").write_text("# My model\n")
-    verify_checkpoint(merged)
 
 
 def test_verify_finds_a_changed_and_a_missing_file(merged):
@@ -165,9 +160,7 @@ def test_a_malformed_provenance_is_one_sentence(sources, merged, tmp_path, damag
 
 
 def test_verify_finds_missing_tensors_and_a_missing_shard(merged):
-    edits.edit_json(PROVENANCE_FILE, lambda document: document["tensors"].update({"w8a8.ghost": "00"}))(
-        merged
-    )
+    edits.edit_json(PROVENANCE_FILE, lambda d: d["tensors"].update({"w8a8.ghost": "00"}))(merged)
     with refused("w8a8.ghost"):
         verify_checkpoint(merged)
     next(iter(merged.glob("model-*.safetensors"))).unlink()
@@ -195,11 +188,6 @@ def test_verify_against_a_source_that_is_quantised_otherwise(sources, merged, tm
         verify_checkpoint(merged, {"w8a8": other})
 
 
-def test_not_a_merged_checkpoint(sources):
-    with refused("not a merged checkpoint"):
-        MergedCheckpoint.open(sources["w8a8"])
-
-
 def test_command_line(sources, merged, tmp_path, capsys):
     assert main(["verify", str(merged), "--json"]) == 0
     assert "tensors equal to recorded hashes" in capsys.readouterr().out
@@ -207,10 +195,8 @@ def test_command_line(sources, merged, tmp_path, capsys):
     assert main(["split", str(merged), "--variant", "w8a8", "--output", str(tmp_path / "plain")]) == 0
     assert "tensors of 'w8a8', " in capsys.readouterr().out
     again = ["split", str(merged), "--variant", "w8a8", "--output", str(tmp_path / "plain")]
-    assert main(again) == 1
-    assert main([*again, "--overwrite", "--max-shard-size", "50KB"]) == 0
+    assert main(again) == 1 and main([*again, "--overwrite", "--max-shard-size", "50KB"]) == 0
     assert len([*(tmp_path / "plain").glob("*.safetensors")]) > 1
     capsys.readouterr()
     flip_a_byte(merged, "shared.model.norm.weight")
-    assert main(["verify", str(merged)]) == 1
-    assert "verify: error: 1 of" in capsys.readouterr().err
+    assert main(["verify", str(merged)]) == 1 and "verify: error: 1 of" in capsys.readouterr().err

@@ -11,27 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.evaluation.comparison import Effort
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import find_policies, load_policy, parse_policy
+from flexquant.tuning import policy_file
 from flexquant.tuning.candidates import FROM_INT4, Memory, find_variants
 from flexquant.tuning.measure import Measurement, measure_rounds
 from flexquant.tuning.objectives import Goal, decide, parse_slo
-from flexquant.tuning.policy_file import (
-    TuningFiles,
-    TuningResult,
-    batch_notes,
-    bound_notes,
-    crossover_notes,
-    describe_decision,
-    kernel_notes,
-    origin_notes,
-    policy_text,
-    tuned_policy_document,
-    unused_notes,
-)
+from flexquant.tuning.policy_file import TuningFiles, kernel_notes, origin_notes, tuned_policy_document
 from flexquant.tuning.samples import CPU, GPU, QUICK_CPU, QUICK_GPU, Samples, check_decidable, undecided
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -99,12 +87,10 @@ def test_the_choice_beside_w8a8_that_takes_a_second(w4a16, noise, objective, cho
 
 @pytest.mark.parametrize("crossover", [3, 5.5, 9, 11, 15, 24, 40])
 def test_thresholds_lie_at_the_crossover(crossover):
-    decision = decided(measured(crossing_at(crossover)))
-    first, second = decision.ranges["decode"]
+    first, second = decided(measured(crossing_at(crossover))).ranges["decode"]
     assert (first.variant, second.variant) == ("w4a16", "w8a8")
     low, high = first.between
-    assert low <= first.last < high
-    assert first.last == pytest.approx(crossover, rel=0.2, abs=1)
+    assert low <= first.last < high and first.last == pytest.approx(crossover, rel=0.2, abs=1)
 
 
 def test_tuned_twice_thresholds_agree():
@@ -135,7 +121,7 @@ def test_a_noisy_machine_is_told_and_not_decided():
             assert [samples.count(v, phase, size) for v in VARIANTS] == [rounds, rounds]
 
 
-def test_notes_of_kernels_rounds_and_what_is_not_loaded():
+def test_notes_of_kernels_rounds_what_is_not_loaded_and_throughput_beyond_what_was_measured():
     named, warning = kernel_notes({"w8a8": ["ExactCPUInt8LinearKernel"], "w4a16": ["CPUW4A16LinearKernel"]})
     assert named == "Kernels: w8a8 ExactCPUInt8LinearKernel; w4a16 CPUW4A16LinearKernel."
     assert warning.startswith("w8a8 runs on ExactCPUInt8LinearKernel, which multiplies W8A8 in fp32")
@@ -143,29 +129,30 @@ def test_notes_of_kernels_rounds_and_what_is_not_loaded():
     origin = {"machine": {"gpu": "H"}, "versions": {}, "command": "", "date": "", "rounds": 2}
     assert origin_notes(origin, Goal())[-1] == "Fewer than 5 rounds: too few to compare the variants."
     assert origin_notes({**origin, "rounds": 5}, Goal())[-1].startswith("Medians of 5 rounds or more")
-    (note,) = unused_notes({"w4a16": 2_000_000})
+    (note,) = policy_file.unused_notes({"w4a16": 2_000_000})
     assert note.startswith("w4a16 is never chosen and so not loaded, which leaves 1.9 MiB")
+    samples = measured(crossing_at(11))
+    (note,) = policy_file.batch_notes(samples, Goal("throughput", request_tokens=100), requests=lambda: 65)
+    assert "that of 64 sequences" in note and "65 requests of 100 tokens fit" in note
+    assert policy_file.batch_notes(samples, Goal("throughput"), requests=lambda: 64) == []
+    assert policy_file.batch_notes(samples, Goal("latency"), requests=lambda: 65) == []
 
 
-def test_few_undecided_sizes_are_noted():
+def test_few_undecided_sizes_are_noted_and_a_crossover_with_the_sizes_that_noise_leaves_open():
     samples = measured(crossing_at(11))
     for variant, seconds in (("w8a8", 1.0), ("w4a16", 3.0)):
         samples.add(variant, "prefill", 128, seconds)
         samples.add(variant, "prefill", 128, 2.0)
     check_decidable(samples, VARIANTS)
     assert not undecided(samples, VARIANTS, "decode") and [*undecided(samples, VARIANTS, "prefill")] == [128]
-    notes = crossover_notes(samples, VARIANTS, decided(samples))
+    notes = policy_file.crossover_notes(samples, VARIANTS, decided(samples))
     # Ratios of 3 and 1: of two rounds the interval is both.
     assert "prefill: undecided at these tokens: 128 (up to 200 % apart)." in notes
-
-
-def test_a_crossover_is_told_with_the_sizes_that_noise_leaves_open():
     curves = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 0.7 if n < 8 else 1.0 if n < 32 else 1.3}
     samples = measured(curves, noise=0.02)
-    (note, _) = crossover_notes(samples, VARIANTS, decided(samples))
-    assert (
-        "takes over between the measured 4 and 8; equal within 3.3 % at 8, equal within 2.2 % at 16)" in note
-    )
+    (note, _) = policy_file.crossover_notes(samples, VARIANTS, decided(samples))
+    said = "takes over between the measured 4 and 8; equal within 3.3 % at 8, equal within 2.2 % at 16)"
+    assert said in note
 
 
 def added(noise: float, samples: Samples, effort: Effort) -> list[int]:
@@ -228,48 +215,9 @@ def test_for_throughput_the_more_precise_may_be_slower_by_2_percent(w4a16, chose
     assert decided(samples, "throughput").variants == (chosen,)
 
 
-def test_throughput_beyond_what_was_measured_is_told():
-    samples = measured(crossing_at(11))
-    (note,) = batch_notes(samples, Goal("throughput", request_tokens=100), requests=lambda: 65)
-    assert "that of 64 sequences" in note and "65 requests of 100 tokens fit" in note
-    assert batch_notes(samples, Goal("throughput"), requests=lambda: 64) == []
-    assert batch_notes(samples, Goal("latency"), requests=lambda: 65) == []
-
-
-def test_memory_is_divided_by_weights_and_evenly_beyond(merged):
-    memory = Memory(total=900, shared=100, own={"w8a8": {"w8a8": 400}, "w4a16": {"w4a16": 200}})
-    assert memory.requests(["w8a8"], 10) == 40
-    assert memory.requests(["w8a8", "w4a16"], 10) == 20
-    shares = [memory.utilisation(name) for name in memory.own]
-    assert shares == pytest.approx([0.9 * 550 / 900, 0.9 * 350 / 900])
-    checkpoint = MergedCheckpoint.open(merged)
-    variants = find_variants(checkpoint.merged, VARIANTS)
-    one, two = (Memory.of(checkpoint, variants, devices) for devices in (1, 2))
-    assert two.total == 2 * one.total > 0 and two.own == one.own
-
-
-def test_one_copy_is_counted_once(merged):
-    """A variant that computes its weights adds none, and a plan with layers of two has a part of each."""
-    checkpoint = MergedCheckpoint.open(merged)
-    variants = find_variants(checkpoint.merged, ["w8a8", "w4a16", FROM_INT4])
-    half = {"default": FROM_INT4, "layers": {"0": "w8a8"}}
-    document = variants[FROM_INT4].document | {"rules": [{"use": half}]}
-    memory = Memory.of(checkpoint, variants | {"half": parse_policy(document, "stored policy")}, devices=1)
-    assert memory.own[FROM_INT4] == memory.own["w4a16"]
-    assert memory.own["half"]["w8a8"] * 2 == pytest.approx(memory.own["w8a8"]["w8a8"])
-    (room, same, half_room, both) = (
-        memory.requests(names, request=1)
-        for names in (["w4a16"], ["w4a16", FROM_INT4], ["w4a16", "half"], ["w4a16", "half", "w8a8"])
-    )
-    assert room == same > half_room > both
-    assert list(memory.saved([FROM_INT4])) == ["w8a8"]
-    assert memory.saved(["half"]) == {}
-
-
 def test_of_sets_that_fit_the_first_is_taken_unless_another_is_faster():
     curves = {"w8a8": lambda n: 1.0, "w4a16": lambda n: 1.01, "w4a8": lambda n: 0.5}
     samples = measured(curves, noise=0.001)
-
     for together, chosen in (
         ([["w8a8"], ["w4a16"]], "w8a8"),
         ([["w4a16"], ["w8a8"]], "w4a16"),
@@ -298,10 +246,9 @@ def test_bounds_take_the_most_precise_that_keeps_them():
     drift = 1.25
     slo = f"tpot={11.5e3 * drift:g}ms"
     decision = decided(samples, slo=slo)
-    assert decision.variant("decode", 1) == "w8a8"
-    assert decision.variant("decode", 32) == "w4a16"
+    assert decision.variant("decode", 1) == "w8a8" and decision.variant("decode", 32) == "w4a16"
     assert decision.variant("prefill", 1) == "w4a16"  # without a bound the fastest variant is taken
-    (note,) = bound_notes(samples, decision, parse_slo(slo))
+    (note,) = policy_file.bound_notes(samples, decision, parse_slo(slo))
     assert note.startswith(f"{slo} is kept up to")
 
 
@@ -336,13 +283,13 @@ def test_bounds_are_read_or_refused(text):
         parse_slo(text)
 
 
-def test_the_policy_says_what_was_decided(tmp_path):
+def test_the_policy_says_what_was_decided_and_one_variant_everywhere_is_one_rule(tmp_path):
     samples = measured(crossing_at(11))
     decision = decided(samples)
     times = samples.pass_times(16, {"model": "m", "date": "2026-11-21"})
     document = tuned_policy_document(decision, find_policies(VARIANTS, VARIANTS), times, "latency")
-    tuned = TuningResult(document, decision, times, ["Tuned here."])
-    (tmp_path / "tuned.yaml").write_text(text := policy_text(tuned))
+    tuned = policy_file.TuningResult(document, decision, times, ["Tuned here."])
+    (tmp_path / "tuned.yaml").write_text(text := policy_file.policy_text(tuned))
     policy = load_policy(str(tmp_path / "tuned.yaml"))
     table = build_route_table(policy, VARIANTS, num_layers=2, max_tokens=256, max_decode_tokens=64)
     for size in range(1, 65):
@@ -353,9 +300,6 @@ def test_the_policy_says_what_was_decided(tmp_path):
     assert policy.measured.decode["w8a8"][8].median == pytest.approx(times.decode["w8a8"][8].median, rel=1e-3)
     assert text.startswith("# Tuned here.\n#\n# decode, ms")
     assert "8 sequences" in text
-
-
-def test_one_variant_everywhere_is_one_rule():
     samples = measured({"w8a8": lambda n: 1.0, "w4a16": lambda n: 2.0})
     policies = find_policies(VARIANTS, VARIANTS)
     document = tuned_policy_document(decided(samples), policies, samples.pass_times(16, {}), "x")
@@ -390,8 +334,7 @@ def test_another_run_does_not_overwrite_what_an_interrupted_one_measured(merged,
     file = tmp_path / "samples.json"
 
     def begin(*names, **options):
-        variants = find_variants(config, names)
-        return Measurement(merged, variants, QUICK_CPU.up_to(2, 16), file, **options)
+        return Measurement(merged, find_variants(config, names), QUICK_CPU.up_to(2, 16), file, **options)
 
     begin("w8a8", "w4a16")._save()  # as a run does after every size
     kept = file.read_bytes()
@@ -418,20 +361,17 @@ def test_sizes_that_are_too_noisy_are_measured_anew(merged, config, tmp_path):
 @pytest.mark.parametrize("grid", [CPU, GPU, QUICK_CPU, QUICK_GPU])
 def test_grids_are_cut_and_extended(grid):
     cut = grid.up_to(max_batch=3, max_tokens=100)
-    assert (cut.decode[0], cut.decode[-1]) == (1, 3)
-    assert cut.prefill[-1] == 100
-    fitting = grid.fitting(200)
-    assert fitting.prefill[-1] <= 199
+    assert (cut.decode[0], cut.decode[-1]) == (1, 3) and cut.prefill[-1] == 100
+    assert grid.fitting(200).prefill[-1] <= 199
     with pytest.raises(UsageError, match="at most 32 tokens"):
         grid.fitting(32)
 
 
 RECORDED = Path(__file__).parents[2] / "benchmarks/results/tuning"
+NAMES = ["0.5b-avx512", "1.5b-avx512", "1.5b-zen4-again", "smollm2-135m-again", "smollm2-135m-avx512"]
 
 
-@pytest.mark.parametrize(
-    "name", ["0.5b-avx512", "1.5b-avx512", "1.5b-zen4-again", "smollm2-135m-again", "smollm2-135m-avx512"]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_was_measured_on_real_machines_is_decided_as_it_was_there(name):
     """The policies hold the medians of their runs, which decide as their rounds did."""
     policy = load_policy(str(RECORDED / f"{name}.yaml"))
@@ -441,5 +381,4 @@ def test_what_was_measured_on_real_machines_is_decided_as_it_was_there(name):
             for size, time in curve.items():
                 samples.add(variant, phase, size, time.median)
     goal, text = policy.description.removeprefix("tuned for ").split(": ", 1)
-    found = decided(samples, goal, policy.measured.variants)
-    assert describe_decision(found) == text
+    assert policy_file.describe_decision(decided(samples, goal, policy.measured.variants)) == text

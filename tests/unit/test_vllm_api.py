@@ -102,9 +102,8 @@ def test_breaks_of_vllms_api_are_found(site: Path, tmp_path: Path) -> None:
         for name in BREAKS.get(str(file.relative_to(site / "vllm")), {}):
             assert name in code
             word = re.findall(r"\w+", name)[-1]
-            code = re.sub(
-                rf"\b{re.escape(name.strip())}", name.strip().replace(word, word + "_renamed"), code
-            )
+            renamed = name.strip().replace(word, word + "_renamed")
+            code = re.sub(rf"\b{re.escape(name.strip())}", renamed, code)
         copy.write_text(code)
     problems = check(tmp_path / "planted", version())
     expected = [said for names in BREAKS.values() for said in names.values()]
@@ -145,18 +144,14 @@ def test_a_private_import_is_found(code: str) -> None:
 
 def without_reason(code: str) -> list[str]:
     """Return the imports from vLLM that stand before the first reason of their block."""
-    block = code.partition("if TYPE_CHECKING:\n")[2].partition("\n\n\n")[0]
-    groups = re.split(r"\n\n+", block)
+    groups = re.split(r"\n\n+", code.partition("if TYPE_CHECKING:\n")[2].partition("\n\n\n")[0])
     return [group for group in groups if not re.match(r" +# Goes when \w.*\.\n", group)]
 
 
-def test_every_import_has_its_reason() -> None:
+def test_every_import_has_its_reason_and_is_asked_for() -> None:
     code = API.read_text()
     assert without_reason(code) == []
     assert without_reason(code.replace("    # Goes when vLLM captures", "    # vLLM captures")) != []
-
-
-def test_every_import_is_asked_for() -> None:
     asked_for = {
         name
         for file in files("flexquant", "merge")
@@ -169,8 +164,7 @@ def test_every_import_is_asked_for() -> None:
 def test_every_row_and_every_untyped_name_is_used() -> None:
     code = "\n".join(file.read_text() for file in files("flexquant", "merge", "benchmarks"))
     of_rows = {name.split(".")[-1] for names in NAMES for name in names.mentions}
-    functions = ast.parse(USES.read_text())
-    reached = {node.attr for node in ast.walk(functions) if isinstance(node, ast.Attribute)}
+    reached = {node.attr for node in ast.walk(ast.parse(USES.read_text())) if isinstance(node, ast.Attribute)}
     assert {name for name in of_rows | reached if name not in code} == set()
 
 
