@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_
 
 from tests.checkpoints import make_checkpoint
 from tests.gpu.conftest import INTERPRETED, ON_GPU, RUNNERS, generate
-from tests.integration.logprobs import distance
+from tests.integration.conftest import distance
 from tests.policies import rules
 
 pytestmark = pytest.mark.skipif(

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import StateDict, make_checkpoint
-from tests.integration.conftest import answers, edited_json, engine, every_plan_of, take_policy
-from tests.integration.logprobs import distance
+from tests.integration.conftest import answers, distance, edited_json, engine, every_plan_of, take_policy
 from tests.policies import LAYERED_DECODE, rules
 
 pytestmark = pytest.mark.engine

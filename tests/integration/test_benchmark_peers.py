@@ -38,9 +38,7 @@ def continuation(real_model: Path) -> str:
 
 
 @pytest.mark.parametrize("peer", PEERS)
-def test_peers_continue_a_text_as_the_16_bit_weights_do(
-    peer: str, continuation: str, real_model: Path, tmp_path: Path
-) -> None:
+def test_peers_continue_a_text_as_the_16_bit_weights_do(peer, continuation, real_model, tmp_path):
     subject = parse_subject(f"{peer}:F16")
     shape = Shape.from_config(json.loads((real_model / "config.json").read_text()))
     options = ServerOptions(256, 2, eager=True, kv_cache_gib=1, memory_share=1, threads=1)

@@ -152,9 +152,7 @@ def test_a_round_of_own_cost_has_times_with_and_without_flexquant(tiny_merged):
     assert found["ratio"] == pytest.approx(on / off, rel=1e-3)
 
 
-def test_policies_take_turns_on_one_server(
-    tiny_merged: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_policies_take_turns_on_one_server(tiny_merged, tmp_path, capsys):
     trace, output = tmp_path / "trace.jsonl", tmp_path / "live.json"
     options = json.dumps({"flexquant": {"policy": "phase", "trace": str(trace)}})
     arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "256"]

@@ -19,8 +19,7 @@ from vllm.platforms import current_platform
 
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import Answers, answers, engine, records_of
-from tests.integration.logprobs import distance
+from tests.integration.conftest import Answers, answers, distance, engine, records_of
 from tests.policies import rules
 
 pytestmark = [

@@ -7,7 +7,6 @@ And on a CPU, where FlexQuant leaves compiled code to Inductor's cache, no code 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,9 +100,7 @@ def test_the_kernel_of_a_linear_is_in_the_key() -> None:
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU's compiled code is kept by vLLM")
-def test_on_a_cpu_plans_share_no_code_and_the_next_start_finds_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_cpu_plans_share_no_code_and_the_next_start_finds_theirs(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "")
     monkeypatch.delenv("VLLM_USE_AOT_COMPILE")

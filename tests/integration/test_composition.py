@@ -23,6 +23,7 @@ from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import (
     answers,
     check_variants,
+    distance,
     engine,
     every_plan_of,
     generate,
@@ -30,7 +31,6 @@ from tests.integration.conftest import (
     take_policy,
 )
 from tests.integration.live_server import Live
-from tests.integration.logprobs import distance
 
 pytestmark = pytest.mark.engine
 

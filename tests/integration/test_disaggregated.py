@@ -33,9 +33,7 @@ FOLDER = programs.ROOT / "examples" / "disaggregated"
     [("w4a16", {"w4a16"}), ("phase-batch", {"w8a8", "w4a16"})],
 )
 @pytest.mark.full
-def test_two_servers_give_the_tokens_of_one(
-    decode_policy: str, variants: set[str], tiny_merged: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_two_servers_give_the_tokens_of_one(decode_policy, variants, tiny_merged, tmp_path):
     merged, output = tiny_merged() / "merged", tmp_path / "found.json"
     options = ["--decode-policy", decode_policy, "--output", output]
     command = [sys.executable, FOLDER / "run.py", merged, *options]

@@ -18,8 +18,7 @@ from flexquant.serving.vllm_api import LinearBase
 from flexquant.serving.vllm_api import _custom_ops as ops
 from tests import programs
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import answers, engine, generate
-from tests.integration.logprobs import distance
+from tests.integration.conftest import answers, distance, engine, generate
 from tests.integration.test_serving_errors import configure, refusal
 from tests.policies import rules
 
@@ -92,7 +91,7 @@ def test_compiled_it_answers_alike(model: Path) -> None:
     assert {p["plan"] for p in compiled.passes} == {"bf16", "int8-from-16-bit"}
 
 
-def test_routers_experts_and_logits_stay_in_16_bit(tmp_path: Path) -> None:
+def test_routers_experts_and_logits_stay_in_16_bit(tmp_path):
     # A router of 16 experts could be multiplied in 8 bit.
     folder = make_checkpoint(tmp_path / "model", "qwen3_moe", None, num_experts=16)
 

@@ -37,9 +37,7 @@ def arguments(tiny_merged: Callable[..., Path], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="module")
-def run(
-    arguments: list[str], pytestconfig: pytest.Config
-) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
+def run(arguments, pytestconfig) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
     """Run the benchmark; return its document, its answers, and how many engines it started."""
     before = pytestconfig.stash[STARTS]["engines"]
     assert main(arguments) == 0
@@ -107,9 +105,7 @@ def test_the_document_says_where_it_comes_from(run: Any) -> None:
     assert document["prompts"] == "plain text", "the model has no chat template"
 
 
-def test_a_context_that_is_too_short_is_refused_before_any_engine(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], pytestconfig: pytest.Config
-) -> None:
+def test_a_context_that_is_too_short_is_refused_before_any_engine(arguments, capsys, pytestconfig):
     before = pytestconfig.stash[STARTS]["engines"]
     assert main([*arguments, "--long-tokens", "2048"]) == 1
     error = capsys.readouterr().err

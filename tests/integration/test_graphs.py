@@ -13,21 +13,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from vllm import EngineArgs, envs
+from vllm import EngineArgs, distributed, envs, forward_context
 from vllm.compilation import monitor
 from vllm.compilation.cuda_graph import CUDAGraphEntry, CUDAGraphWrapper
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
-from vllm.forward_context import (
-    BatchDescriptor,
-    ForwardContext,
-    get_forward_context,
-    override_forward_context,
-)
 from vllm.platforms import current_platform
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
@@ -104,10 +93,12 @@ def dispatcher(runner: str, config):
 def one_rank(tmp_path_factory):
     """Set up vLLM's process groups, of this process alone; its V2 manager asks them for its rank."""
     with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('ranks')}/store", 0, "gloo")
-        initialize_model_parallel()
+        distributed.init_distributed_environment(
+            1, 0, f"file://{tmp_path_factory.mktemp('ranks')}/store", 0, "gloo"
+        )
+        distributed.initialize_model_parallel()
     yield
-    cleanup_dist_env_and_memory()
+    distributed.cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +221,7 @@ class Plan(torch.nn.Module):
     """Returns the mode in which it runs."""
 
     def forward(self) -> CUDAGraphMode:
-        return get_forward_context().cudagraph_runtime_mode
+        return forward_context.get_forward_context().cudagraph_runtime_mode
 
 
 @pytest.fixture
@@ -240,7 +231,7 @@ def captured(configured, monkeypatch):
     graphs = PlanGraphs()
     with graphs.compiling("plan"):
         pieces = [CUDAGraphWrapper(Plan(), config, CUDAGraphMode.PIECEWISE) for _ in range(30)]
-    size = BatchDescriptor(num_tokens=8)
+    size = forward_context.BatchDescriptor(num_tokens=8)
     for piece in pieces:
         piece.concrete_cudagraph_entries = Entries()
     pieces[-1].concrete_cudagraph_entries[size] = CUDAGraphEntry(size)
@@ -250,14 +241,14 @@ def captured(configured, monkeypatch):
 
 
 def replay_one(graphs: PlanGraphs, tokens: int) -> CUDAGraphMode:
-    context = ForwardContext(
+    context = forward_context.ForwardContext(
         no_compile_layers={},
         attn_metadata={},
         slot_mapping={},
         cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE,
-        batch_descriptor=BatchDescriptor(num_tokens=tokens),
+        batch_descriptor=forward_context.BatchDescriptor(num_tokens=tokens),
     )
-    with override_forward_context(context):
+    with forward_context.override_forward_context(context):
         graphs.capture_missing({"plan": Plan()}, ["plan"], context, {})
         return graphs.replay("plan", Plan(), context, {})
 

@@ -14,8 +14,15 @@ from flexquant.merge import merge_checkpoints
 from flexquant.serving.worker.int8_head import Int8HeadMethod
 from flexquant.serving.worker.worker_extension import status_of
 from tests.checkpoints import StateDict, make_checkpoint
-from tests.integration.conftest import answers, change, engine, generate, read_policy
-from tests.integration.logprobs import assert_equal_but_for_ties, distance
+from tests.integration.conftest import (
+    answers,
+    assert_alike,
+    change,
+    distance,
+    engine,
+    generate,
+    read_policy,
+)
 from tests.integration.test_adapters import ATTENTION, make_adapter
 from tests.integration.test_speculative import make_head
 
@@ -82,7 +89,7 @@ def test_drafts_and_adapters_share_the_head(merged: Path, tmp_path: Path) -> Non
     draft = {"method": "eagle", "model": str(make_head(tmp_path / "eagle", "LlamaForCausalLM"))}
     drafting = {"speculative_config": {**draft, "num_speculative_tokens": 2}}
     with engine(merged, IN_INT8, **drafting, **EXACT) as llm:
-        assert_equal_but_for_ties(answers(llm, PROMPTS, ignore_eos=True), alone)
+        assert_alike(answers(llm, PROMPTS, ignore_eos=True), alone)
 
 
 @pytest.mark.engine

@@ -26,8 +26,14 @@ from flexquant.merge.merge_plan import check_parameters
 from flexquant.serving.draft_heads import LOAD_FORMAT
 from flexquant.serving.vllm_api import initialize_model, set_default_torch_dtype
 from flexquant.serving.worker.weights import mark, unwritten
-from tests.integration.conftest import Answers, answers, engine, every_plan_of, take_policy
-from tests.integration.logprobs import assert_equal_but_for_ties
+from tests.integration.conftest import (
+    Answers,
+    answers,
+    assert_alike,
+    engine,
+    every_plan_of,
+    take_policy,
+)
 from tests.integration.test_serving_errors import configure, refusal
 from tests.integration.test_vision import WITH_TORCHVISION
 from tests.mtp import KINDS, is_of_head, make_mtp_pair
@@ -158,9 +164,7 @@ def test_heads_are_loaded_as_from_their_source(kind: str, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_drafts_are_those_of_stock_and_are_verified_under_each_plan(
-    kind: str, heads: tuple[str, ...], quantised: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_drafts_are_those_of_stock_and_are_verified_under_each_plan(kind, heads, quantised, tmp_path):
     pair = make_mtp_pair(tmp_path, kind, heads=heads, quantised=quantised)
     merge_checkpoints(pair, tmp_path / "merged")
     union = every_plan_of([*POLICIES.values()])
@@ -171,13 +175,13 @@ def test_drafts_are_those_of_stock_and_are_verified_under_each_plan(
     for policy, (given, drafted) in found.items():
         # GLM-Lite's router takes other experts in passes of another size, in stock vLLM too.
         if (kind, policy) != ("GLM-Lite", "changing"):
-            assert_equal_but_for_ties(given, without[policy][0], wholly=0.3)
+            assert_alike(given, without[policy][0], wholly=0.3)
         assert drafted and all(ids for ids in drafted[0]), "every prompt has a draft after its prefill"
     first = heads[0]  # with heads in both, the first source's are read
     split_checkpoint(tmp_path / "merged", first, tmp_path / "split")
     with drafting(tmp_path / "split") as (llm, of_stock):
         stock = answers(llm, PROMPTS, **SAMPLING)
-    assert_equal_but_for_ties(found[first][0], stock)
+    assert_alike(found[first][0], stock)
     assert found[first][1][:FIRST] == of_stock[:FIRST]
 
 
@@ -187,7 +191,7 @@ def test_a_published_checkpoint_drafts_with_its_heads(tmp_path: Path) -> None:
     with drafting(pair["w4a16"], "w4a16", config_format="flexquant") as (llm, drafts):
         found = answers(llm, PROMPTS, **SAMPLING)
     with drafting(pair["w4a16"]) as (llm, of_stock):
-        assert_equal_but_for_ties(found, answers(llm, PROMPTS, **SAMPLING))
+        assert_alike(found, answers(llm, PROMPTS, **SAMPLING))
     assert drafts[:FIRST] == of_stock[:FIRST]
 
 
@@ -200,7 +204,7 @@ def test_heads_can_be_those_of_another_checkpoint(tmp_path: Path) -> None:
     with drafting(tmp_path / "merged", "w8a8", by_others) as (llm, drafts):
         found = answers(llm, PROMPTS, **SAMPLING)
     with drafting(pair["w8a8"], None, by_others) as (llm, of_stock):
-        assert_equal_but_for_ties(found, answers(llm, PROMPTS, **SAMPLING))
+        assert_alike(found, answers(llm, PROMPTS, **SAMPLING))
     assert drafts[:FIRST] == of_stock[:FIRST]
 
 

@@ -18,8 +18,7 @@ from flexquant.merge import merge_checkpoints, split_checkpoint
 from flexquant.policy.rules import load_policy
 from flexquant.serving.worker.one_copy.methods import NestedMethod
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import answers, engine, generate
-from tests.integration.logprobs import distance
+from tests.integration.conftest import answers, distance, engine, generate
 from tests.integration.test_serving_errors import refusal
 from tests.policies import rules
 

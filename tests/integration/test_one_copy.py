@@ -24,8 +24,7 @@ from flexquant.serving.worker.one_copy.methods import OneCopyMethod
 from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.foreign import write_foreign
-from tests.integration.conftest import Served, answers, edited_json, engine, generate
-from tests.integration.logprobs import distance
+from tests.integration.conftest import Served, answers, distance, edited_json, engine, generate
 from tests.integration.test_publishers import shift_zero_points
 from tests.integration.test_serving_errors import configure, refusal
 from tests.policies import rules

@@ -11,8 +11,7 @@ import torch
 
 from flexquant.merge import merge_checkpoints
 from tests.foreign import packed
-from tests.integration.conftest import generate
-from tests.integration.logprobs import assert_equal_but_for_ties
+from tests.integration.conftest import assert_alike, generate
 from tests.publishers import edits
 from tests.publishers.outcomes import MERGED, ONE_VARIANT, PAGE
 from tests.publishers.shapes import SHAPES, Shape
@@ -60,4 +59,4 @@ def test_each_variant_answers_as_its_source_does(shape: Shape, tmp_path: Path) -
     for found, (name, source) in zip(served, sources.items(), strict=True):
         options = dict(shape.stock or {}) if name == "w4a16" else {}
         (stock,) = generate(source, None, PROMPTS, dtype="bfloat16", **options)
-        assert_equal_but_for_ties(found.answers[0], stock.answers[0])
+        assert_alike(found.answers[0], stock.answers[0])

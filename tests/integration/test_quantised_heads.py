@@ -11,8 +11,7 @@ import pytest
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from tests.checkpoints import make_checkpoint
 from tests.foreign import write_foreign
-from tests.integration.conftest import check_variants, generate
-from tests.integration.logprobs import distance
+from tests.integration.conftest import check_variants, distance, generate
 from tests.policies import rules
 from tests.quantised_heads import quantise_head, write_pair
 

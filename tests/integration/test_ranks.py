@@ -8,7 +8,6 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -90,9 +89,7 @@ def tell(rank: int, meeting: str, tensor_parallel: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_both_ranks_refuse_what_one_has_otherwise_and_fail_where_one_does(
-    tmp_path: Path, tensor_parallel: int
-) -> None:
+def test_both_ranks_refuse_what_one_has_otherwise_and_fail_where_one_does(tmp_path, tensor_parallel):
     asked = f"file://{tmp_path}/store", tensor_parallel
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as ranks:
         first, second = (ranks.submit(tell, rank, *asked) for rank in range(2))

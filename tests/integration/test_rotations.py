@@ -10,8 +10,7 @@ import pytest
 
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint, make_pair
-from tests.integration.conftest import generate
-from tests.integration.logprobs import distance
+from tests.integration.conftest import distance, generate
 from tests.integration.test_serving_errors import configure, flexquant, refusal
 from tests.policies import rules
 from tests.rotations import make_rotated

@@ -115,9 +115,7 @@ def test_table_and_plot_tell_of_every_layer(document: dict[str, Any], folder: Pa
 
 
 @pytest.mark.full
-def test_a_run_that_was_stopped_goes_on(
-    document: dict[str, Any], measuring: list[str], folder: Path, pytestconfig: pytest.Config
-) -> None:
+def test_a_run_that_was_stopped_goes_on(document, measuring, folder, pytestconfig):
     file = folder / "sensitivity" / "sensitivity.json"
     begun = {**document, "kl": {n: rows for n, rows in document["kl"].items() if n != LAST_RAISED}}
     begun["kl"][HIGHER] = [9.0] * SAMPLES
@@ -131,9 +129,7 @@ def test_a_run_that_was_stopped_goes_on(
     assert pytestconfig.stash[STARTS]["engines"] == before
 
 
-def test_results_of_another_study_are_kept(
-    document: dict[str, Any], measuring: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_of_another_study_are_kept(document, measuring, folder, capsys):
     before = (folder / "sensitivity" / "sensitivity.json").read_bytes()
     assert cli.main([*measuring, "--seed", "3"]) == 2
     assert "has results with other settings, rows; give another --output" in capsys.readouterr().err
@@ -227,9 +223,7 @@ def evaluated(searched: dict[str, float], study: Study, most: float, folder: Pat
     return {result["policy"]: result["quality"]["mean_kl"] for result in found["results"]}
 
 
-def test_the_numbers_are_those_of_an_evaluation_of_the_plan(
-    document: dict[str, Any], evaluated: dict[str, float]
-) -> None:
+def test_the_numbers_are_those_of_an_evaluation_of_the_plan(document, evaluated):
     for one, plan in (("w4a16", "w8a8 0, w4a16 1, w8a8 2"), ("w8a8", "w4a16 0, w8a8 1, w4a16 2")):
         assert fmean(document["kl"][plan]) == pytest.approx(evaluated[f"{one}.yaml"], rel=1e-4)
 
@@ -255,9 +249,7 @@ def test_the_policy_decodes_by_the_plan_where_the_given_one_took_the_lowest_vari
     assert evaluated["searched.yaml"] == pytest.approx(searched[plan], rel=1e-4)
 
 
-def test_the_fastest_plan_that_loses_no_more_is_chosen(
-    arguments: list[str], most: float, folder: Path
-) -> None:
+def test_the_fastest_plan_that_loses_no_more_is_chosen(arguments, most, folder):
     assert cli.main([*arguments, "--max-kl", str(most)]) == 0
     kl, rows = read_kl(folder), rows_of(folder / "results" / "searched.md")
     plan = chosen_plan(folder / "results" / "searched.md")
@@ -277,22 +269,16 @@ def test_the_sequences_whose_time_counts_are_those_of_the_rule_that_changes(
     assert [rule.variant for rule in rules] == ["w8a8", "w4a16", "w8a8", "w8a8"]
 
 
-def test_a_tuned_policy_loses_no_more_than_it_may(
-    searched: dict[str, float], evaluated: dict[str, float], most: float
-) -> None:
+def test_a_tuned_policy_loses_no_more_than_it_may(searched, evaluated, most):
     assert searched["w8a8 0-2"] < evaluated["limited.yaml"] <= most
 
 
-def test_a_tuned_policy_that_loses_less_stays_as_it_is(
-    searched: dict[str, float], study: Study, folder: Path
-) -> None:
+def test_a_tuned_policy_that_loses_less_stays_as_it_is(searched, study, folder):
     (decode, *_) = limited_rules(study, 2 * searched["w4a16 0-2"], folder)
     assert decode["use"] == "w4a16"
 
 
-def test_a_loss_that_no_plan_keeps_to_names_the_nearest(
-    searched: dict[str, float], arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_that_no_plan_keeps_to_names_the_nearest(searched, arguments, folder, capsys):
     before = (folder / "results" / "searched.yaml").read_bytes()
     assert cli.main([*arguments, "--max-kl", "0"]) == 1
     nearest = min(searched, key=lambda plan: searched[plan])
@@ -300,8 +286,6 @@ def test_a_loss_that_no_plan_keeps_to_names_the_nearest(
     assert (folder / "results" / "searched.yaml").read_bytes() == before
 
 
-def test_more_layers_than_there_are_is_wrong_usage(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_layers_than_there_are_is_wrong_usage(arguments, capsys):
     assert cli.main([*arguments, "--layers", str(LAYERS + 1)]) == 2
     assert "the model has 3 layers, not 4; give --layers up to that" in capsys.readouterr().err

@@ -21,13 +21,13 @@ from tests.checkpoints import base_config, make_checkpoint
 from tests.integration.conftest import (
     Answers,
     answers,
+    assert_alike,
     change,
     engine,
     every_plan_of,
     records_of,
     take_policy,
 )
-from tests.integration.logprobs import assert_equal_but_for_ties
 from tests.integration.test_mtp import FIRST, drafting
 from tests.policies import rules
 
@@ -199,7 +199,7 @@ def test_a_plan_that_a_later_policy_needs_drafts_too(drafts, merged, without):
             assert "refused" not in change(llm, plan, yaml.safe_load(policy))
             assert llm.reset_prefix_cache()
             found = answers(llm, PROMPTS[:1], max_tokens=TOKENS, ignore_eos=True)
-            assert_equal_but_for_ties(found, without[plan].answers[:1])
+            assert_alike(found, without[plan].answers[:1])
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_tokens_equal_those_without_and_acceptance_is_known_by_plan(method, draf
     speculative = {"method": method, "num_speculative_tokens": DRAFTED, **drafts[method]}
     with_drafts = (run_by_itself if method == "ngram" else run)(merged, speculative)
     for plan, found in with_drafts.items():
-        assert_equal_but_for_ties(found.answers, without[plan].answers)
+        assert_alike(found.answers, without[plan].answers)
         decode = [p for p in found.passes if p["phase"] == "decode"]
         assert {p["plan"] for p in decode} == {plan}
         assert all(p["max_query_len"] <= 1 + DRAFTED for p in decode)
@@ -238,5 +238,5 @@ def test_drafts_are_those_of_stock_vllm(method, drafts, merged):
     with drafting(merged, "w4a16", speculative) as (llm, ours):
         found = answers(llm, PROMPTS, max_tokens=TOKENS, ignore_eos=True)
     with drafting(merged.parent / "w4a16", None, speculative) as (llm, of_stock):
-        assert_equal_but_for_ties(found, answers(llm, PROMPTS, max_tokens=TOKENS, ignore_eos=True))
+        assert_alike(found, answers(llm, PROMPTS, max_tokens=TOKENS, ignore_eos=True))
     assert ours[:FIRST] == of_stock[:FIRST]

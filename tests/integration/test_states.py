@@ -22,8 +22,7 @@ from flexquant.cli import main
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.vllm_api import MambaBase
 from tests import programs
-from tests.integration.conftest import answers, change, check_variants, engine, generate
-from tests.integration.logprobs import distance
+from tests.integration.conftest import answers, change, check_variants, distance, engine, generate
 from tests.integration.test_architectures import LAYERED, OPTIONS, PROMPTS, SAMPLING, check_plans
 from tests.policies import rules
 from tests.states import FAMILIES, make_variants, merge_twins

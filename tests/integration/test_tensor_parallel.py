@@ -20,8 +20,7 @@ from flexquant.evaluation.engine import change_policy, take_policy
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from flexquant.policy.rules import load_policy
 from tests.checkpoints import EXPERTS, MIXTURES, make_checkpoint
-from tests.integration.conftest import engine
-from tests.integration.logprobs import distance
+from tests.integration.conftest import distance, engine
 from tests.integration.test_compile import SIZES, answers_by_number
 from tests.integration.two_ranks import engine_on, needs_two_cores, run, run_several
 from tests.policies import rules

@@ -56,7 +56,7 @@ class Made(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+def make(tmp_path_factory) -> Callable[[str], Made]:
     @functools.cache
     def of(name: str) -> Made:
         folder, kind = tmp_path_factory.mktemp(name), KINDS[name]
@@ -105,9 +105,7 @@ def test_a_constant_policy_equals_stock_vllm_compiled(made: Made) -> None:
 
 @pytest.mark.parametrize("tied", ["nowhere", "not in the text", "said at the top"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=WITH_TORCHVISION) for n in ("mistral3", "gemma3")])
-def test_a_head_is_served_at_every_path_whatever_the_config_says(
-    tied: str, name: str, tmp_path: Path
-) -> None:
+def test_a_head_is_served_at_every_path_whatever_the_config_says(tied, name, tmp_path):
     """The variants' tensors have the names of two releases of transformers."""
     kind = KINDS[name]
 
@@ -236,9 +234,7 @@ def test_variants_with_embeddings_of_their_own_are_refused(folder: Path, tmp_pat
     configure(merged, additional_config={"flexquant": {"policy": "w4a16"}})
 
 
-def test_another_vision_architecture_is_refused_before_anything_is_loaded(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_another_vision_architecture_is_refused_before_anything_is_loaded(folder, tmp_path):
     sources = {v: shutil.copytree(folder / v, tmp_path / v) for v in VARIANTS}
     for source in sources.values():
         with edited_json(source / "config.json") as config:

@@ -22,11 +22,11 @@ from tests.integration.conftest import (
     Answers,
     answers,
     bytes_of_int4_group,
+    distance,
     engine,
     generate,
     records_of,
 )
-from tests.integration.logprobs import distance
 from tests.integration.test_serving_errors import flexquant, refusal
 
 pytestmark = pytest.mark.engine

@@ -120,9 +120,7 @@ QUANTISED = {
         (ADAPTER, r"holds an adapter \(adapter_config.json\); merge it"),
     ],
 )
-def test_a_model_that_cannot_be_quantised_is_refused_first(
-    small: Path, tmp_path: Path, edit: edits.Edit, expected: str
-) -> None:
+def test_a_model_that_cannot_be_quantised_is_refused_first(small, tmp_path, edit, expected):
     edit(model := Path(shutil.copytree(small, tmp_path / "model")))
     with pytest.raises(FlexQuantError, match=expected):
         quantize(model, tmp_path / "variants")

@@ -55,9 +55,7 @@ def test_build_quantises_merges_and_verifies(built: Path) -> None:
     assert set(verify_checkpoint(built / "merged", variants)["tensors_compared_with"]) == set(variants)
 
 
-def test_nested_it_is_smaller_and_its_loss_is_measured(
-    model: Path, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nested_it_is_smaller_and_its_loss_is_measured(model, built, tmp_path, capsys):
     shutil.copytree(built / "merged-variants", tmp_path / "merged-variants")
     nested = command("build", model, tmp_path / "merged", "--max-loss", "0.001", "--nested", "--json")
     nested[-2:-2] = ["--max-shard-size", "100KB"]
@@ -95,9 +93,7 @@ def begun(lines: list[str]) -> list[str]:
     return stages[::2]
 
 
-def test_a_log_file_gets_two_lines_a_stage(
-    model: Path, first_build: tuple[Path, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_file_gets_two_lines_a_stage(model, first_build, capsys):
     folder, output = first_build
     assert len(output) < 5000 and "\r" not in output
     assert "on answers to prompts of 64 tokens, as served," in output and "w4a16 alone" in output
@@ -160,9 +156,7 @@ def build(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     "stages", [pytest.param(SOME, id="some"), pytest.param(list(STAGES), id="every", marks=pytest.mark.full)]
 )
-def test_killed_at_a_stage_and_started_again_it_ends_in_the_same_bytes(
-    stages: list[str], model: Path, built: Path, tmp_path: Path
-) -> None:
+def test_killed_at_a_stage_and_started_again_it_ends_in_the_same_bytes(stages, model, built, tmp_path):
     processes = multiprocessing.get_context("forkserver")  # forks one that has only imported llmcompressor
     processes.set_forkserver_preload(["flexquant.cli", "llmcompressor", "flexquant.quantization.oneshot"])
 
@@ -188,9 +182,7 @@ def test_killed_at_a_stage_and_started_again_it_ends_in_the_same_bytes(
 # It kills at random moments of writing, where the test above kills at chosen ones.
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "written"), [("quantize", ["variants", "--resume"]), ("build", ["merged"])])
-def test_killed_it_leaves_nothing_half_done_and_can_run_again(
-    name: str, written: list[str], model: Path, tmp_path: Path
-) -> None:
+def test_killed_it_leaves_nothing_half_done_and_can_run_again(name, written, model, tmp_path):
     folder, *options = written
     kill_often(lambda output: command(name, model, output / folder, *options), tmp_path, 2)
 
@@ -211,9 +203,7 @@ def refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-def test_a_build_that_differs_needs_overwrite(
-    model: Path, built: Path, tmp_path: Path, refused: Refused
-) -> None:
+def test_a_build_that_differs_needs_overwrite(model, built, tmp_path, refused):
     shutil.copytree(built, tmp_path / "again")
     output = tmp_path / "again/merged"
     assert "--overwrite" in refused(output, "--seed", "1")
@@ -230,17 +220,13 @@ def test_an_edited_variant_is_told_and_stays(built: Path, tmp_path: Path, refuse
     assert "tokenizer_config.json has other content" in message and "--overwrite" in message
 
 
-def test_a_file_that_was_put_into_a_finished_checkpoint_is_told(
-    built: Path, tmp_path: Path, refused: Refused
-) -> None:
+def test_a_file_that_was_put_into_a_finished_checkpoint_is_told(built, tmp_path, refused):
     shutil.copytree(built, tmp_path / "again")
     (tmp_path / "again/merged/LICENSE").write_text("of another model")
     assert "has another LICENSE than the variants" in refused(tmp_path / "again/merged")
 
 
-def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(
-    model: Path, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(model, built, tmp_path, capsys):
     """The variants are gone, so that nothing but the checkpoint remembers the old generation settings."""
     shutil.copytree(model, tmp_path / "tiny")
     shutil.copytree(built / "merged", tmp_path / "merged")
@@ -303,9 +289,7 @@ def test_a_policy_that_the_recipe_cannot_serve_is_refused_first(tmp_path: Path, 
     assert "7" in message and "[2/" not in message
 
 
-def test_the_fp8_recipe_needs_data_for_w4a16_alone_and_stores_its_policy(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fp8_recipe_needs_data_for_w4a16_alone_and_stores_its_policy(model, tmp_path, capsys):
     assert cli.main(command("build", model, tmp_path / "merged", "--recipe", "fp8")) == 0
     assert "fp8: quantising without calibration" in capsys.readouterr().err
     tensors = load_file(tmp_path / "merged-variants/fp8/model.safetensors")
@@ -337,9 +321,7 @@ def test_summary_and_json(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "kept from an earlier run" in capsys.readouterr().out
 
 
-def test_without_llmcompressor(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_llmcompressor(model, tmp_path, monkeypatch, capsys):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name, *a: None if name == "llmcompressor" else find_spec(name, *a)
@@ -358,7 +340,7 @@ def test_the_readmes_commands(model: Path, tmp_path: Path, monkeypatch: pytest.M
     assert {p.name for p in tmp_path.iterdir()} > {"my-model-merged", "my-other-variants"}
 
 
-def test_the_readmes_recipe(tmp_path: Path) -> None:
+def test_the_readmes_recipe(tmp_path):
     # Large enough that one unit is less than the recipe's budget.
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=4)
     (tmp_path / "recipe.yaml").write_text(readme.documents("flexquant.recipe/v1")[0])

@@ -21,9 +21,7 @@ SECONDS = 600
 
 
 @pytest.mark.parametrize("most", [pytest.param(4096, marks=pytest.mark.full), 65536])
-def test_a_variant_that_does_not_fit(
-    model: Path, tmp_path: Path, most: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_variant_that_does_not_fit(model, tmp_path, most, capsys):
     output = tmp_path / "variants"
     command = ["quantize", str(model), "--output", str(output), "--resume", *OPTIONS]
     assert programs.disk_full(command, most, capsys).startswith(
@@ -47,9 +45,7 @@ def test_a_disk_without_room_is_told_before_quantising(model: Path, tmp_path: Pa
     assert "quantising" not in done.stderr
 
 
-def test_a_merge_that_does_not_fit_keeps_the_variants(
-    model: Path, variants: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_merge_that_does_not_fit_keeps_the_variants(model, variants, tmp_path, capsys):
     """The variants are from an earlier run, with files larger than now fit."""
     output, kept = tmp_path / "merged", tmp_path / "merged-variants"
     shutil.copytree(variants, kept)

@@ -176,9 +176,7 @@ def test_the_recipe_tells_what_was_left_in_16_bit_and_how_the_norm_was_folded(bu
     "name",
     [pytest.param(name, marks=() if name in ("idefics3", "qwen3_5") else pytest.mark.full) for name in KINDS],
 )
-def test_what_the_page_shows_gives_variants_that_merge(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_page_shows_gives_variants_that_merge(name, tmp_path, monkeypatch):
     (code,) = [block for block in blocks("python") if "my-vision-model" in block]
     kind, of_the_page = KINDS[name], repr(list(KINDS["idefics3"].towers))[1:-1].replace("'", '"')
     assert of_the_page in code

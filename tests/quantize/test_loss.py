@@ -58,9 +58,7 @@ def test_a_model_loses_nothing_against_itself(model: Path, tokenizer: AutoTokeni
 
 
 @pytest.mark.parametrize("variant", ["w8a8", "w4a16"])
-def test_what_is_recorded_is_the_loss_of_what_was_written(
-    variant: str, model: Path, variants: Path, tokenizer: AutoTokenizer
-) -> None:
+def test_what_is_recorded_is_the_loss_of_what_was_written(variant, model, variants, tokenizer):
     """The reference computes both models' whole logits by itself."""
     recorded = read_losses({variant: variants / variant / "recipe.yaml"})[variant]
     original, written = load(model), load(variants / variant)
@@ -78,9 +76,7 @@ def test_what_is_recorded_is_the_loss_of_what_was_written(
         assert recorded[kind].perplexity == pytest.approx(expected, abs=4e-4)
 
 
-def test_answers_are_measured_with_prompts_that_another_variant_read(
-    model: Path, variants: Path, tokenizer: AutoTokenizer
-) -> None:
+def test_answers_are_measured_with_prompts_that_another_variant_read(model, variants, tokenizer):
     """The reference reads token by token, as a server does, and has whole logits."""
     original, first, second = load(model), load(variants / "w8a8"), load(variants / "w4a16")
     reference = read_reference(original, tokenizer)
@@ -104,9 +100,7 @@ def test_answers_are_measured_with_prompts_that_another_variant_read(
         assert losses[kind].kl == pytest.approx(float(torch.stack(divergences).mean()), abs=2e-4)
 
 
-def test_the_command_says_what_was_lost_and_marks_what_lost_too_much(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_was_lost_and_marks_what_lost_too_much(tmp_path, capsys):
     model = make_checkpoint(tmp_path / "model", scheme=None, transform=with_outliers)
     by = tmp_path / "recipe.yaml"
     variants = {"w8a8": RTN, "w4a16": COARSE}
@@ -138,9 +132,7 @@ def with_outliers(state: StateDict) -> StateDict:
     return state
 
 
-def test_a_kind_to_which_the_model_itself_answers_nan_is_not_measured(
-    model: Path, tokenizer: AutoTokenizer
-) -> None:
+def test_a_kind_to_which_the_model_itself_answers_nan_is_not_measured(model, tokenizer):
     rows = measuring_rows(read_corpus(held_out=True), (), tokenizer)
     broken = load(model)
     only_code = set(sum(rows["code"], [])) - set(sum(rows["prose"], []))
@@ -221,9 +213,7 @@ def test_every_epoch_is_told(both: Path) -> None:
     assert report(both / "plain")["distillation"] is None
 
 
-def test_scales_are_trained_beside_zero_points_and_the_recipe_makes_them_again(
-    model: Path, tmp_path: Path
-) -> None:
+def test_scales_are_trained_beside_zero_points_and_the_recipe_makes_them_again(model, tmp_path):
     ways = {"plain": WITH_ZEROS, "distilled": {**WITH_ZEROS, "scale_distillation": {"epochs": 1}}}
     quantize(model, tmp_path, recipe(**ways), samples=8)
     plain, distilled = (load_file(tmp_path / way / "model.safetensors") for way in ways)

@@ -68,9 +68,7 @@ def test_what_a_killed_run_left_beside_finished_variants_goes(small: Path, finis
     assert digests(finished) == expected
 
 
-def test_changed_files_are_named_and_the_variant_replaced_only_when_told_to(
-    small: Path, finished: Path
-) -> None:
+def test_changed_files_are_named_and_the_variant_replaced_only_when_told_to(small, finished):
     expected, w8a8 = digests(finished), finished / "w8a8"
     weights = w8a8 / "model.safetensors"
     tensors, size = load_file(weights), weights.stat().st_size
@@ -88,9 +86,7 @@ def test_changed_files_are_named_and_the_variant_replaced_only_when_told_to(
     assert digests(finished) == expected
 
 
-def test_a_damaged_report_is_told_and_the_variant_made_again_when_told_to(
-    small: Path, finished: Path
-) -> None:
+def test_a_damaged_report_is_told_and_the_variant_made_again_when_told_to(small, finished):
     expected = digests(finished)
     for damaged in ('{"schema": ', "[]", '{"files": {}}'):
         (finished / "w8a8" / REPORT_FILE).write_text(damaged)
@@ -130,9 +126,7 @@ def test_a_run_that_is_refused_has_deleted_nothing(small: Path, finished: Path) 
     refused(both, small, finished, seed=1)
 
 
-def test_what_was_made_otherwise_is_replaced_only_when_told_to(
-    small: Path, finished: Path, tmp_path: Path
-) -> None:
+def test_what_was_made_otherwise_is_replaced_only_when_told_to(small, finished, tmp_path):
     other = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, seed=1)
     refused("w8a8 was made with different weights", other, finished)
     changed = {"QuantizationModifier": {**RTN["QuantizationModifier"], "weight_observer": "memoryless_mse"}}

@@ -134,17 +134,13 @@ def test_a_model_without_an_end_token_writes_text(own: Path, tmp_path: Path) -> 
     assert written(write(own, tmp_path / "variants"))
 
 
-def test_equal_seeds_give_equal_text_and_other_seeds_other_text(
-    small: Path, finished: Path, tmp_path: Path
-) -> None:
+def test_equal_seeds_give_equal_text_and_other_seeds_other_text(small, finished, tmp_path):
     assert write(small, tmp_path / "again") == records(finished)
     assert digests(tmp_path / "again").items() <= digests(finished).items()
     assert write(small, tmp_path / "other", seed=1)[1:] != records(finished)[1:]
 
 
-def test_report_and_recipe_name_it_and_it_can_be_named_as_a_file(
-    small: Path, finished: Path, tmp_path: Path
-) -> None:
+def test_report_and_recipe_name_it_and_it_can_be_named_as_a_file(small, finished, tmp_path):
     calibration = report(finished / "w4a16")["calibration"]
     assert calibration["data"] == "self" and len(calibration["rows_sha256"]) == 64
     resolved = finished / "w4a16/recipe.yaml"
@@ -190,9 +186,7 @@ def test_text_made_otherwise_or_changed_is_replaced_only_when_told_to(small: Pat
     assert digests(finished) == expected
 
 
-def test_licences_decide_nothing_about_the_text_but_code_and_chat_template_do(
-    own: Path, finished: Path
-) -> None:
+def test_licences_decide_nothing_about_the_text_but_code_and_chat_template_do(own, finished):
     file = finished / "calibration.jsonl"
     text, time = records(finished), file.stat().st_mtime_ns
     for name in ("LICENSE", "NOTICE"):
@@ -206,9 +200,7 @@ def test_licences_decide_nothing_about_the_text_but_code_and_chat_template_do(
     assert any("messages" in record for record in found)
 
 
-def test_the_name_of_the_models_folder_decides_nothing_about_the_text(
-    small: Path, finished: Path, tmp_path: Path
-) -> None:
+def test_the_name_of_the_models_folder_decides_nothing_about_the_text(small, finished, tmp_path):
     before = records(finished)
     renamed = shutil.copytree(small, tmp_path / "renamed")
     assert write(renamed, finished) == before
@@ -260,9 +252,7 @@ def loaded(model: Path) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), load_tokenizer(model)
 
 
-def test_every_row_has_its_own_temperature_and_is_the_same_beside_longer_ones(
-    loaded: tuple[Any, Any],
-) -> None:
+def test_every_row_has_its_own_temperature_and_is_the_same_beside_longer_ones(loaded):
     found = []
     for seed in (0, 1):
         torch.manual_seed(seed)

@@ -30,7 +30,6 @@ from tests.quantize.quantizing import (
     recipe,
     relative_error,
     report,
-    weight,
 )
 
 
@@ -81,10 +80,10 @@ def test_norms_hand_their_scales_to_all_their_readers_so_that_v_stays(model: Pat
             name = f"{layer}.{norm}.weight"
             assert relative_error(w8a8[name].float(), source[name].float()) > 0.1
             for reader in readers:
-                folded = weight(variants / "w8a8", f"{layer}.{reader}") * w8a8[name].float()
+                folded = quantizing.weight(variants / "w8a8", f"{layer}.{reader}") * w8a8[name].float()
                 expected = source[f"{layer}.{reader}.weight"].float() * source[name].float()
                 assert relative_error(folded, expected) < 0.03, reader
-        o_proj = weight(variants / "w8a8", f"{layer}.self_attn.o_proj")
+        o_proj = quantizing.weight(variants / "w8a8", f"{layer}.self_attn.o_proj")
         assert relative_error(o_proj, source[f"{layer}.self_attn.o_proj.weight"].float()) < 0.03
 
 
@@ -104,9 +103,7 @@ def test_the_quantised_model_computes_what_the_source_computes(model: Path, vari
     assert relative_error(logits(variants / "w4a16"), expected) < 0.8
 
 
-def test_rotated_inputs_and_zero_points_of_activations_keep_what_is_computed(
-    model: Path, tmp_path: Path
-) -> None:
+def test_rotated_inputs_and_zero_points_of_activations_keep_what_is_computed(model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     quantize(model, tmp_path / "out", "rotated", "w8a8")
@@ -133,9 +130,7 @@ def test_the_default_recipe_on_other_architectures(tmp_path: Path, architecture:
     merge_checkpoints([(r.name, r.folder) for r in results], tmp_path / "merged")
 
 
-def test_same_inputs_give_the_same_bytes_and_so_does_the_recipe_beside_a_variant(
-    model: Path, variants: Path, tmp_path: Path
-) -> None:
+def test_same_inputs_give_the_same_bytes_and_so_does_the_recipe_beside_a_variant(model, variants, tmp_path):
     first = digests(variants)
     quantize(model, tmp_path / "again")
     assert digests(tmp_path / "again") == first
