@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 in_process.prepare_environment()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # With this, static checkpoints are W4A16 even where vLLM would make W4A8 of them, and merged ones run on the
-# same kernel: only test_cpu_precisions.py chooses kernels by their speed.
+# same kernel: only test_precisions.py chooses kernels by their speed.
 os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
 if "avx512f" in Path("/proc/cpuinfo").read_text():
     os.environ.setdefault("VLLM_DISABLED_KERNELS", "TorchCPUInt4LinearKernel,FlexQuantCPUInt4LinearKernel")

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Another policy on an eager engine: what it may use, and that answers are those of its plans.
 
-A live server is asked in test_live_server, and engines with CUDA graphs in tests/gpu/test_policy_change.
+A live server is asked in test_live_server, and engines with CUDA graphs in tests/gpu/test_replays.
 """
 
 from __future__ import annotations

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Models that are more than dense text models: experts, latent attention, states, images.
+"""Every architecture that is served, and what is more than a dense text model: experts, states, images.
 
-Every expert is quantised by itself, and routers stay in 16 bit. What expands the cached latent does too, and
-the gates of a state. Vision models are quantised with llm-compressor itself, as the page shows.
+An architecture is built to the end, or refused before anything is quantised. Every expert is quantised by
+itself, and routers stay in 16 bit. What expands the cached latent does too, and the gates of a state. Vision
+models are quantised with llm-compressor itself, as the page shows.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
 from flexquant import cli
+from flexquant.build import build_checkpoint
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
 from flexquant.checkpoint.module_names import EXPERTS
@@ -24,9 +27,10 @@ from flexquant.quantization.oneshot import separate_experts
 from flexquant.quantization.recipe import Recipe, load_recipe
 from flexquant.quantization.resolve import ResolvedVariant, quantization_groups, resolve_variant
 from flexquant.quantization.source_model import empty_model
-from tests.architectures.models import random_model, small_config, split
-from tests.checkpoints import MIXTURES, base_config, make_checkpoint, write_checkpoint
-from tests.quantize.quantizing import OPTIONS, RTN, quantize, recipe, section
+from tests.architectures.models import LIKE, random_model, small_config, split
+from tests.architectures.outcomes import RESULTS, SERVED
+from tests.checkpoints import MIXTURES, base_config, make_checkpoint, saved_tensors, write_checkpoint
+from tests.quantize.quantizing import OPTIONS, RTN, quantize, recipe, recorder, section
 from tests.readme import blocks
 from tests.vision import KINDS, make_vision_checkpoint
 
@@ -198,3 +202,60 @@ def test_recipes_refuse_a_vision_model_and_say_what_to_do(tmp_path: Path) -> Non
     with pytest.raises(FlexQuantError, match=r"\('idefics3'\).*with llm-compressor itself.*Vision models"):
         quantize(model, tmp_path / "variants")
     assert not (tmp_path / "variants").exists()
+
+
+FOUND = json.loads(RESULTS.read_text())["architectures"]
+SOME = (
+    *("AfmoeForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM", "GptOssForCausalLM"),
+    *("MiMoForCausalLM", "OPTForCausalLM"),
+)
+"""A router in 16 bit, another class of linears, a renamed head, fused experts, and two that are refused."""
+UNKNOWN = "names the architecture {}, and transformers computes the model_type '{}' as"
+REFUSED = {"OPTForCausalLM": "transformers cannot build the OPTForCausalLM"} | {
+    name: UNKNOWN.format(name, FOUND[name]["model_type"])
+    for name in (
+        *("IQuestCoderForCausalLM", "InternLM3ForCausalLM", "MiMoForCausalLM", "MiMoV2ForCausalLM"),
+        *("MiniCPMForCausalLM", "PanguEmbeddedForCausalLM", "SolarForCausalLM", "TeleChat3ForCausalLM"),
+        "TeleFLMForCausalLM",
+    )
+}
+"""Architecture -> how it is refused; transformers has no class for the others."""
+
+
+def write_model(folder: Path, architecture: str) -> Path:
+    """Write a small random 16-bit model of an architecture, and return its folder."""
+    own = LIKE.get(architecture, ("", {}))[1]
+    model = random_model(small_config(FOUND[architecture]["model_type"], **own))
+    tensors = saved_tensors(model)
+    model.config.architectures = [architecture]
+    return write_checkpoint(folder, model.config, tensors, None, set(), [])
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=() if name in SOME else pytest.mark.full)
+        for name in sorted(name for name in FOUND if FOUND[name]["outcome"] == SERVED or name in REFUSED)
+    ],
+)
+def test_it_is_built_to_the_end_or_refused_before_quantising(architecture: str, tmp_path: Path) -> None:
+    model, titles = write_model(tmp_path / "model", architecture), list[str]()
+
+    def build() -> list[str]:
+        built = build_checkpoint(model, tmp_path / "merged", load_recipe("rtn"), stage=recorder(titles))
+        assert all(variant.losses for variant in built.variants)
+        return [variant.folder for variant in built.variants]
+
+    if architecture in REFUSED:
+        with pytest.raises(FlexQuantError, match=REFUSED[architecture]):
+            build()
+        assert titles == [f"reading {model}"]
+        assert not (tmp_path / "merged-variants").exists()
+        return
+    for folder in build():
+        tensors = read_tensors(Path(folder))
+        weights = [name.removesuffix("_scale") for name in tensors if name.endswith(".weight_scale")]
+        assert weights
+        for name in weights:
+            assert f"{name}_packed" in tensors or tensors[name].dtype == "I8"
+    assert read_merged_config(tmp_path / "merged")[0].base_architecture == architecture
