@@ -102,15 +102,11 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = self.headers.get("Range", "")
         self.hub.requests.append((self.command, f"{model}/{name}", wanted))
         if not path.is_file():
-            self._fail(404, "EntryNotFound")
-            return
+            return self._fail(404, "EntryNotFound")
         content = path.read_bytes()
         start = int(wanted.removeprefix("bytes=").split("-")[0]) if wanted else 0
-        headers = {
-            "X-Repo-Commit": self.hub.commit(model),
-            "ETag": f'"{_etag(path)}"',
-            "Accept-Ranges": "bytes",
-        }
+        headers = {"X-Repo-Commit": self.hub.commit(model), "ETag": f'"{_etag(path)}"'}
+        headers["Accept-Ranges"] = "bytes"
         if wanted:
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         self._begin(206 if wanted else 200, headers | {"Content-Length": str(len(content) - start)})

@@ -12,9 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import StateDict, make_checkpoint
 
-BLOCK = 32
-GROUP = "v"
-PART = f"{GROUP}_input"
+BLOCK, GROUP, PART = 32, "v", "v_input"
 
 
 def rotation(seed: int = 0) -> torch.Tensor:
@@ -33,24 +31,22 @@ def make_rotated(folder: Path, scheme: str, matrix: torch.Tensor | None = None, 
     turn = rotation() / BLOCK**0.5
 
     def turned(state: StateDict) -> StateDict:
-        return {
+        down = {name: w for name, w in state.items() if name.endswith("down_proj.weight")}
+        return state | {
             name: (w.float().view(len(w), -1, BLOCK) @ turn).flatten(1).to(w.dtype)
-            if name.endswith("down_proj.weight")
-            else w
-            for name, w in state.items()
+            for name, w in down.items()
         }
 
     make_checkpoint(folder, scheme=scheme, transform=turned, **options)
-    apply = [
-        {"targets": ["re:.*\\.down_proj$"], "location": "input"},
-        {"targets": ["re:.*\\.down_proj$"], "location": "weight_input", "inverse": True},
-    ]
+    targets = {"targets": ["re:.*\\.down_proj$"]}
+    apply = [{**targets, "location": "input"}, {**targets, "location": "weight_input", "inverse": True}]
     group = {"type": "random-hadamard", "head_dim": BLOCK, "apply": apply}
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["transform_config"] = {"config_groups": {GROUP: group}}
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(folder / "model.safetensors")
-    stored = rotation() if matrix is None else matrix
-    tensors[f"model.layers.0.mlp.down_proj.{PART}.weight"] = stored.bfloat16()
+    stored = {
+        f"model.layers.0.mlp.down_proj.{PART}.weight": (rotation() if matrix is None else matrix).bfloat16()
+    }
+    tensors = load_file(folder / "model.safetensors") | stored
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

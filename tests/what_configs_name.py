@@ -50,6 +50,8 @@ def named(**values: object) -> list[edits.Edit]:
 
 CODE = [edits.file(f"{kind}_own.py", OWN_CODE) for kind in ("configuration", "modeling", "tokenization")]
 AUTO_MAP = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}
+OWN_TOKENS = {"AutoTokenizer": ["tokenization_own.Own", None]}
+OWN_IMAGES = '{"image_processor_type": "Own", "feature_extractor_type": "Own"}'
 KEYS: dict[str, list[edits.Edit]] = {
     "nothing": [],
     "_attn_implementation": named(_attn_implementation=KERNEL),
@@ -60,21 +62,12 @@ KEYS: dict[str, list[edits.Edit]] = {
     "attention of a layer": named(per_layer_config={"0": {"_attn_implementation": KERNEL}}),
     "use_kernels": named(use_kernels=True, kernel_config={"kernel_mapping": {"RMSNorm": KERNEL}}),
     "auto_map": [*CODE, *named(auto_map=AUTO_MAP)],
-    "auto_map of the tokenizer": [
-        *CODE,
-        edits.tokenizer_config(
-            tokenizer_class="Own", auto_map={"AutoTokenizer": ["tokenization_own.Own", None]}
-        ),
-    ],
+    "auto_map of the tokenizer": [*CODE, edits.tokenizer_config(tokenizer_class="Own", auto_map=OWN_TOKENS)],
     "auto_map to the Hub": named(auto_map={key: f"org/code--{name}" for key, name in AUTO_MAP.items()}),
     "custom_pipelines": named(custom_pipelines={"own": {"impl": "modeling_own.Own", "pt": ["AutoModel"]}}),
     "tokenizer_class": [edits.tokenizer_config(tokenizer_class="OwnTokenizer")],
     "processor_class": [edits.tokenizer_config(processor_class="OwnProcessor")],
-    "image_processor_type": [
-        edits.file(
-            "preprocessor_config.json", '{"image_processor_type": "Own", "feature_extractor_type": "Own"}'
-        )
-    ],
+    "image_processor_type": [edits.file("preprocessor_config.json", OWN_IMAGES)],
     "chat_template": [edits.file("chat_template.jinja", ESCAPE)],
     "backbone": named(backbone="org/backbone", use_timm_backbone=False, use_pretrained_backbone=True),
     "model_type with a backbone": named(model_type="detr", backbone="org/backbone", use_timm_backbone=False),

@@ -26,6 +26,7 @@ from examples.vllm_server import vllm_serve
 from flexquant.cli import build_parser, main
 from tests import programs, readme
 from tests.checkpoints import make_checkpoint
+from tests.conftest import rest_full
 from tests.integration.conftest import generate, records_of
 
 BIN = Path(sys.executable).parent
@@ -105,9 +106,7 @@ def test_the_program_flexquant_is_installed():
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    "command", [pytest.param(c, marks=pytest.mark.full) if i else c for i, c in enumerate(of("vllm"))]
-)
+@pytest.mark.parametrize("command", rest_full(of("vllm"), of("vllm")[0]))
 def test_vllm_commands(command, real_merged, tmp_path, monkeypatch):
     (tmp_path / "my-policy.yaml").write_text(readme.documents("flexquant.policy/v1")[0])
     shutil.copy(TUNED, tmp_path / "my-tuned.yaml")

@@ -26,6 +26,7 @@ from flexquant.merge import merge_checkpoints
 from flexquant.serving.vllm_api import MambaBase
 from tests import programs
 from tests.checkpoints import EXPERTS, MIXTURES
+from tests.conftest import rest_full
 from tests.integration.conftest import answers, change, check_variants, distance, engine, generate
 from tests.integration.test_architectures import LAYERED, OPTIONS, PROMPTS, SAMPLING, check_plans
 from tests.integration.test_precisions import has_zentorch, in_a_process
@@ -57,10 +58,7 @@ with engine.engine(sys.argv[1], max_model_len=128, enforce_eager=True, flexquant
 """
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(name, marks=[] if name == "qwen3_moe" else pytest.mark.full) for name in MIXTURES],
-)
+@pytest.mark.parametrize("architecture", rest_full(MIXTURES, "qwen3_moe"))
 def test_plans_of_experts_equal_stock_vllm_and_layered_plans_run(architecture, tiny_merged):
     check_plans(tiny_merged(architecture, *IN_16_BIT), FIRST_IN_INT8, "w8a8+w4a16[1]")
 
@@ -118,8 +116,7 @@ def test_quantised_experts_with_zentorch(tiny_merged, tmp_path):
 OPPOSITE = yaml.safe_load(rules("- {when: {phase: decode}, use: first}", "- use: second"))
 LONG = [f"{i} is how this prompt of more tokens than a block of the cache begins, " * 4 for i in range(4)]
 MANY = {"max_tokens": 24, "ignore_eos": True}
-OTHERS = [pytest.param(kind, marks=pytest.mark.full) for kind in FAMILIES if kind != "qwen3_next"]
-families = pytest.mark.parametrize("kind", ["qwen3_next", *OTHERS])
+families = pytest.mark.parametrize("kind", rest_full(FAMILIES, "qwen3_next"))
 
 
 @pytest.fixture(scope="module")
@@ -203,12 +200,8 @@ def test_answers_of_two_precisions_on_one_state_are_near_to_both(made):
         assert 0 < distance(mixed, w4a16) < 1.5 * apart
 
 
-@pytest.mark.parametrize(
-    "weights",
-    ["", pytest.param(", weights: int8", marks=pytest.mark.full)],
-    ids=["w4a8", "one-copy"],
-)
-@pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("lfm2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("weights", rest_full(("", ", weights: int8"), ""), ids=["w4a8", "one-copy"])
+@pytest.mark.parametrize("kind", rest_full(("qwen3_next", "lfm2"), "qwen3_next"))
 def test_a_derived_variant_computes_with_its_own_linears_on_the_same_state(kind, weights, made):
     """LFM2's layers call their linears where vLLM has looked the layers up by name."""
     policy = rules("- {when: {phase: decode}, use: w4a16}", "- use: derived")

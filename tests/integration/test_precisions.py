@@ -27,6 +27,7 @@ from flexquant.serving.vllm_api import CompressedTensorsWNA16
 from flexquant.serving.worker.w4a8 import find_kernels, int4_scheme, use_8bit_activations
 from tests import programs
 from tests.checkpoints import make_checkpoint, make_pair
+from tests.conftest import rest_full
 from tests.integration.conftest import (
     answers,
     bytes_of_int4_group,
@@ -198,6 +199,9 @@ with engine.engine(sys.argv[1], flexquant={{"policy": sys.argv[3]}}, **options) 
 """
 
 
+RUNS = ("eager", "compiled", "with zentorch")
+
+
 class Served(NamedTuple):
     """What an engine says of a layer in three variants."""
 
@@ -239,9 +243,7 @@ def in_a_process(program: str, *arguments: object, work: Path, zentorch: bool, *
     return json.loads(reply.read_text())
 
 
-@pytest.fixture(
-    scope="module", params=["eager", pytest.param("compiled", marks=pytest.mark.full), "with zentorch"]
-)
+@pytest.fixture(scope="module", params=rest_full(RUNS, "eager", "with zentorch"))
 def served(request, checkpoints) -> Served:
     zentorch = request.param == "with zentorch"
     if zentorch and not has_zentorch():

@@ -4,17 +4,19 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
 
 from flexquant.merge import merge_checkpoints
+from tests.conftest import rest_full
 from tests.foreign import packed
 from tests.integration.conftest import assert_alike, generate
 from tests.publishers import edits
 from tests.publishers.outcomes import MERGED, ONE_VARIANT, PAGE
-from tests.publishers.shapes import SHAPES, Shape
+from tests.publishers.shapes import AWQ, SHAPES, Shape
 
 pytestmark = pytest.mark.engine
 PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time"]
@@ -37,19 +39,11 @@ def shift_zero_points(tensors: dict[str, torch.Tensor]) -> None:
             tensors[key] = packed((values - 3).clamp(min=0).flatten(-2))
 
 
-ZERO_POINTS = Shape(
-    "AutoAWQ with zero points", form={"method": "awq"}, second=(edits.tensors(shift_zero_points),)
-)
-EVERY_DAY = (ZERO_POINTS.name, "16 bit and INT4")
+ZERO_POINTS = AWQ("AutoAWQ with zero points", edits.tensors(shift_zero_points))
+EVERY_DAY = (ZERO_POINTS, *(shape for shape in SERVED if shape.name == "16 bit and INT4"))
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(shape, id=shape.name, marks=() if shape.name in EVERY_DAY else pytest.mark.full)
-        for shape in (ZERO_POINTS, *SERVED)
-    ],
-)
+@pytest.mark.parametrize("shape", rest_full((ZERO_POINTS, *SERVED), *EVERY_DAY), ids=attrgetter("name"))
 def test_each_variant_answers_as_its_source_does(shape: Shape, tmp_path: Path) -> None:
     sources = shape.write(tmp_path)
     policies = [ONE_VARIANT.replace("w4a16", name) for name in sources]

@@ -15,31 +15,19 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import parse_policy_text
 from flexquant.serving.worker.ranks import check_ranks_agree, on_all_ranks
-from tests.policies import LAYERED_DECODE, THRESHOLD
+from tests.policies import LAYERED_DECODE, THRESHOLD, rules
 
 CONFIG = {"variants": {"w8a8": {}, "w4a16": {}}}
 FIRST = (LAYERED_DECODE, 64, CONFIG)
 """A rank's policy, most tokens of a pass, and section of config.json."""
-OTHER_ROUTES = "rank 1 has other routes than rank 0"
-DERIVED = """
-schema: flexquant.policy/v1
-derive: {fast: {from: w4a16, activations: %s, weights: %s}}
-rules: [{use: fast}]
-"""
+OTHER_ROUTES, OF_CONFIG = "rank 1 has other routes than rank 0", "quantization_config in config.json"
+DERIVED = rules("- use: fast") + "derive: {fast: {from: w4a16, activations: %s, weights: int4}}\n"
 CASES = {
     "equal": (FIRST, FIRST, ""),
     "policy": (FIRST, (THRESHOLD, 64, CONFIG), OTHER_ROUTES),
-    "derived": (
-        (DERIVED % ("int8", "int4"), 64, CONFIG),
-        (DERIVED % ("fp8", "int4"), 64, CONFIG),
-        OTHER_ROUTES,
-    ),
+    "derived": ((DERIVED % "int8", 64, CONFIG), (DERIVED % "fp8", 64, CONFIG), OTHER_ROUTES),
     "limits": (FIRST, (LAYERED_DECODE, 128, CONFIG), OTHER_ROUTES),
-    "checkpoint": (
-        FIRST,
-        (LAYERED_DECODE, 64, {}),
-        "rank 1 has other quantization_config in config.json than rank 0",
-    ),
+    "checkpoint": (FIRST, (LAYERED_DECODE, 64, {}), OTHER_ROUTES.replace("routes", OF_CONFIG)),
 }
 """Case -> what rank 0 and what rank 1 has, and what both ranks say."""
 STEPS = {

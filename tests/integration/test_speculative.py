@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from vllm.platforms import current_platform
 
 from tests.checkpoints import base_config, make_checkpoint
+from tests.conftest import rest_full
 from tests.integration.conftest import (
     Answers,
     answers,
@@ -36,6 +37,7 @@ pytestmark = [
     pytest.mark.skipif(not current_platform.is_cpu(), reason="compares tokens of passes of unlike sizes"),
 ]
 
+METHODS = ("ngram", "draft_model", "eagle", "dflash", "medusa", "eagle3")
 DRAFTED = 3
 TOKENS = 24
 PROMPTS = ["one one one one one", "The three laws of motion", "def fibonacci(n: int) -> int:"]
@@ -202,16 +204,7 @@ def test_a_plan_that_a_later_policy_needs_drafts_too(drafts, merged, without):
             assert_alike(found, without[plan].answers[:1])
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        *(
-            pytest.param(method, marks=pytest.mark.full)
-            for method in ("ngram", "draft_model", "eagle", "dflash", "medusa")
-        ),
-        "eagle3",
-    ],
-)
+@pytest.mark.parametrize("method", rest_full(METHODS, "eagle3"))
 def test_tokens_equal_those_without_and_acceptance_is_known_by_plan(method, drafts, merged, without):
     speculative = {"method": method, "num_speculative_tokens": DRAFTED, **drafts[method]}
     with_drafts = (run_by_itself if method == "ngram" else run)(merged, speculative)

@@ -20,6 +20,7 @@ from flexquant.evaluation.engine import change_policy, take_policy
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from flexquant.policy.rules import load_policy
 from tests.checkpoints import EXPERTS, MIXTURES, make_checkpoint
+from tests.conftest import rest_full
 from tests.integration.conftest import distance, engine
 from tests.integration.test_compile import SIZES, answers_by_number
 from tests.integration.two_ranks import engine_on, needs_two_cores, run, run_several
@@ -30,10 +31,7 @@ pytestmark = needs_two_cores
 RANKS = {"tensor_parallel_size": 2}
 
 
-@pytest.fixture(
-    scope="module",
-    params=["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen2", "qwen3_moe"))],
-)
+@pytest.fixture(scope="module", params=rest_full(("llama", "qwen2", "qwen3_moe"), "llama"))
 def folder(request, tiny_merged):
     """Return a folder with both variants and the merged checkpoint."""
     return tiny_merged(request.param, 2, (EXPERTS,) if request.param in MIXTURES else ())

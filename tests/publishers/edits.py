@@ -169,31 +169,15 @@ def block_fp8(folder: Path, scale_fmt: str | None = None, columns: int = 32) -> 
             state[f"{key}_scale_inv"] = scale
 
     tensors(quantise)(folder)
-    config(
-        quantization_config={
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [32, columns],
-            **({"scale_fmt": scale_fmt} if scale_fmt else {}),
-        }
-    )(folder)
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, columns]}
+    config(quantization_config=settings | ({"scale_fmt": scale_fmt} if scale_fmt else {}))(folder)
 
 
 AUTO_ROUND_FP8 = {
-    "quant_method": "auto-round",
-    "packing_format": "auto_round:fp8",
-    "data_type": "fp",
-    "bits": 8,
-    "group_size": [32, 32],
-    "sym": True,
-    "act_bits": 8,
-    "act_data_type": "fp",
-    "act_group_size": 32,
-    "act_sym": True,
-    "act_dynamic": True,
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "block_name_to_quantize": "model.layers",
+    **{"quant_method": "auto-round", "packing_format": "auto_round:fp8", "fmt": "e4m3"},
+    **{"data_type": "fp", "bits": 8, "group_size": [32, 32], "sym": True},
+    **{"act_data_type": "fp", "act_bits": 8, "act_group_size": 32, "act_sym": True, "act_dynamic": True},
+    **{"activation_scheme": "dynamic", "block_name_to_quantize": "model.layers"},
 }
 
 

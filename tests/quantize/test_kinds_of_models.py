@@ -30,6 +30,7 @@ from flexquant.quantization.source_model import empty_model
 from tests.architectures.models import LIKE, random_model, small_config, split
 from tests.architectures.outcomes import RESULTS, SERVED
 from tests.checkpoints import MIXTURES, base_config, make_checkpoint, saved_tensors, write_checkpoint
+from tests.conftest import rest_full
 from tests.quantize.quantizing import OPTIONS, RTN, quantize, recipe, recorder, section
 from tests.readme import blocks
 from tests.vision import KINDS, make_vision_checkpoint
@@ -51,10 +52,7 @@ def merged(folder: Path) -> MergedConfig:
 
 
 # Qwen3's mixture differs from Qwen2's by its lack of shared experts alone, so the full run has it.
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(name, marks=pytest.mark.full if name == "qwen3_moe" else ()) for name in MIXTURES],
-)
+@pytest.mark.parametrize("architecture", rest_full(MIXTURES, "mixtral", "qwen2_moe"))
 def test_experts_are_quantised_under_their_published_names(architecture, models, tmp_path):
     quantize(models[architecture], tmp_path)
     linears = {name for name in read_tensors(models[architecture]) if EXPERTS.match(name)}
@@ -176,10 +174,7 @@ def test_the_recipe_tells_what_was_left_in_16_bit_and_how_the_norm_was_folded(bu
 
 
 # The full run finds what a release of transformers changes in the other kinds.
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in ("idefics3", "qwen3_5") else pytest.mark.full) for name in KINDS],
-)
+@pytest.mark.parametrize("name", rest_full(KINDS, "idefics3", "qwen3_5"))
 def test_what_the_page_shows_gives_variants_that_merge(name, tmp_path, monkeypatch):
     (code,) = [block for block in blocks("python") if "my-vision-model" in block]
     kind, of_the_page = KINDS[name], repr(list(KINDS["idefics3"].towers))[1:-1].replace("'", '"')
@@ -220,6 +215,7 @@ REFUSED = {"OPTForCausalLM": "transformers cannot build the OPTForCausalLM"} | {
     )
 }
 """Architecture -> how it is refused; transformers has no class for the others."""
+BUILT = sorted(name for name in FOUND if FOUND[name]["outcome"] == SERVED or name in REFUSED)
 
 
 def write_model(folder: Path, architecture: str) -> Path:
@@ -231,13 +227,7 @@ def write_model(folder: Path, architecture: str) -> Path:
     return write_checkpoint(folder, model.config, tensors, None, set(), [])
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param(name, marks=() if name in SOME else pytest.mark.full)
-        for name in sorted(name for name in FOUND if FOUND[name]["outcome"] == SERVED or name in REFUSED)
-    ],
-)
+@pytest.mark.parametrize("architecture", rest_full(BUILT, *SOME))
 def test_it_is_built_to_the_end_or_refused_before_quantising(architecture: str, tmp_path: Path) -> None:
     model, titles = write_model(tmp_path / "model", architecture), list[str]()
 

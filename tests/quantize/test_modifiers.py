@@ -25,6 +25,7 @@ from flexquant.quantization.resolve import resolve_variant
 from flexquant.quantization.source_model import MLP_NORM, empty_model, read_source
 from tests.architectures.models import random_model, small_config
 from tests.checkpoints import StateDict, byte_tokenizer, make_checkpoint
+from tests.conftest import rest_full
 from tests.quantize.quantizing import RTN, digests, quantize, recipe, report
 
 GRID = [0.3, 0.5, 0.7, 0.9]
@@ -123,10 +124,7 @@ def test_a_fixed_strength_is_the_one_that_scales(tmp_path: Path) -> None:
     assert (high - low).abs().min() > 0.1
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind in DIFFERENT else pytest.mark.full) for kind in sorted(MLP_NORM)],
-)
+@pytest.mark.parametrize("kind", rest_full(sorted(MLP_NORM), *DIFFERENT))
 def test_a_smoothed_model_computes_the_same(kind: str, tmp_path: Path) -> None:
     """The norms of each architecture feed nothing but the linears into which their scales move."""
     random_model(small_config(kind, num_hidden_layers=4)).save_pretrained(tmp_path)
