@@ -165,7 +165,7 @@ def split(model: PreTrainedModel) -> tuple[StateDict, set[str], list[str]]:
             quantised.add(key)
     if not quantised:
         raise ValueError(
-            "no published tensor is the weight of a linear in the decoder layers of transformers"
+            "no published tensor is the weight of a linear in its decoder layers, as transformers names them"
         )
     return state, quantised, [*left_out, ROUTERS, EXPERTS]
 

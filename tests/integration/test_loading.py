@@ -17,10 +17,8 @@ from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
-from tests.checkpoints import fold_final_norm, make_checkpoint
+from tests.checkpoints import fold_final_norm, make_checkpoint, make_pair
 from tests.integration.conftest import (
-    Answers,
-    Served,
     answers,
     change,
     check_variants,
@@ -35,22 +33,17 @@ pytestmark = pytest.mark.engine
 
 SMALL = {"max_model_len": 256, "max_num_seqs": 4}
 THREE = SWITCHING.replace("use: w4a16", "use: fine").replace('"0": w8a8', '"0": fine, "1": w8a8')
-
 PROMPTS = ["hello", "abc"]
 ONE_LAYER = rules('- use: {default: w4a16, layers: {"1": w8a8}}')
 """A policy under which each of the variants lacks layers that the other has."""
 WITHIN = rules('- use: {default: w4a16, layers: {"0": w8a8}}')
 POLICIES = ("w8a8", "w4a16", ONE_LAYER, WITHIN)
 ROTATION = "R4_input"
-DERIVED = """
-schema: flexquant.policy/v1
-derive: {w4a8: {from: w4a16, activations: int8}}
-rules:
-"""
+DERIVE = "derive: {w4a8: {from: w4a16, activations: int8}}\n"
 
 
 @pytest.fixture(scope="module")
-def whole(merged) -> dict[str, Served]:
+def whole(merged) -> dict[str, Any]:
     """Return what an engine with all layers of both variants answers, keyed by policy."""
     return dict(zip(POLICIES, generate(merged, list(POLICIES), PROMPTS, **SMALL), strict=True))
 
@@ -66,10 +59,9 @@ def test_a_variant_that_no_plan_uses_is_not_loaded(both, merged, tiny_merged):
     sampling = {"max_tokens": 4, "ignore_eos": True}
     batches, options = (PROMPTS[:1], PROMPTS), {"sampling": sampling, **SMALL}
     (alone,) = generate(merged, ["w8a8"], *batches, **options)
-    found = alone.header["weight_bytes"]
-    assert set(both["weight_bytes"]) == {"w8a8", "w4a16", "shared"}
-    assert set(found) == {"w8a8", "shared"}
-    assert sum(found.values()) == both["weight_bytes"]["w8a8"] + both["weight_bytes"]["shared"]
+    found, held = alone.header["weight_bytes"], both["weight_bytes"]
+    assert set(held) == {"w8a8", "w4a16", "shared"} and set(found) == {"w8a8", "shared"}
+    assert sum(found.values()) == held["w8a8"] + held["shared"]
     (stock,) = generate(tiny_merged() / "w8a8", None, *batches, **options)
     assert alone.answers == stock.answers
 
@@ -77,7 +69,7 @@ def test_a_variant_that_no_plan_uses_is_not_loaded(both, merged, tiny_merged):
 class OneLayer(NamedTuple):
     """What is left of an engine whose only plan takes one layer of w8a8."""
 
-    answers: Answers
+    answers: list[Any]
     header: dict[str, Any]
     held: set[str]
     """The names of the parameters."""
@@ -134,13 +126,14 @@ def test_answers_are_those_of_an_engine_with_all_layers(one_layer, whole):
     expected = whole[ONE_LAYER].answers
     assert [one_layer.answers] == expected
     assert expected not in (whole["w8a8"].answers, whole["w4a16"].answers)
-    in_order = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
-    assert one_layer.attention == in_order, "in the KV cache's order"
+    assert one_layer.attention == [f"model.layers.{i}.self_attn.attn" for i in range(4)], (
+        "the KV cache's order"
+    )
 
 
 def test_a_matrix_that_absent_layers_share_has_memory(tmp_path):
     """The first layer that is built with an online rotation makes the matrix for all layers."""
-    sources = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "w4a16")}
+    sources = make_pair(tmp_path)
     for source in sources.values():
         rotate_online(source)
     merge_checkpoints(sources, tmp_path / "merged")
@@ -172,19 +165,14 @@ def test_layers_in_use_beside_weights_on_the_host(one_layer, merged):
 
 def test_tensors_of_layers_that_no_plan_takes_are_not_read(one_layer, merged, tmp_path):
     folder = shutil.copytree(merged, tmp_path / "partly")
-
-    def is_left(key: str) -> bool:
-        return key.startswith("shared.") or (layer_number(key) == 1) == key.startswith("w8a8.")
-
-    keep_tensors(folder, is_left)
+    keep_tensors(folder, lambda k: k.startswith("shared.") or (layer_number(k) == 1) == k.startswith("w8a8."))
     with engine(folder, ONE_LAYER, **SMALL) as llm:
         assert answers(llm, PROMPTS) == one_layer.answers
 
 
 def test_another_policy_may_take_the_layers_that_are_there_and_no_others(whole, merged):
-    half = rules(
-        "- when: {phase: decode}", '  use: {default: w4a16, layers: {"0": w8a8, "2": w8a8}}', "- use: w4a16"
-    )
+    layered = '{default: w4a16, layers: {"0": w8a8, "2": w8a8}}'
+    half = rules(f"- {{when: {{phase: decode}}, use: {layered}}}", "- use: w4a16")
     with engine(merged, half, **SMALL) as llm:
 
         def change_to(policy: str) -> dict[str, Any]:
@@ -202,18 +190,14 @@ def test_another_policy_may_take_the_layers_that_are_there_and_no_others(whole, 
 
 def test_a_derived_variant_and_its_source_have_the_layers_that_plans_take(merged):
     """The layers are one of each variant, or the same; the derived one shares what both have."""
-    one = DERIVED + '  - use: {default: w8a8, layers: {"0": w4a8, "3": w4a16}}\n'
-    both = DERIVED + "  - when: {phase: decode}\n    use: w4a8\n  - use: w4a16\n"
+    one = DERIVE + rules('- use: {default: w8a8, layers: {"0": w4a8, "3": w4a16}}')
+    both = DERIVE + rules("- {when: {phase: decode}, use: w4a8}", "- use: w4a16")
     expected, *_ = generate(merged, [one, both, "w8a8"], PROMPTS, **SMALL)
     with engine(merged, one, **SMALL) as llm:
         assert [answers(llm, PROMPTS)] == expected.answers
         (status,) = llm.collective_rpc("flexquant_status")
-    assert {variant: list(sizes) for variant, sizes in status["weight_bytes_by_layers"].items()} == {
-        "w8a8": ["1-2"],
-        "w4a16": ["3"],
-        "w4a8": ["0"],
-        "shared": [""],
-    }
+    layers = {variant: list(sizes) for variant, sizes in status["weight_bytes_by_layers"].items()}
+    assert layers == {"w8a8": ["1-2"], "w4a16": ["3"], "w4a8": ["0"], "shared": [""]}
 
 
 def keep_tensors(folder: Path, is_left) -> None:
@@ -226,15 +210,14 @@ def keep_tensors(folder: Path, is_left) -> None:
 
 
 def test_weights_outside_the_decoder_layers_are_held_once(both):
-    embedding_and_head = 2 * 320 * 128 * 2
-    assert both["weight_bytes"]["shared"] >= embedding_and_head
+    assert both["weight_bytes"]["shared"] >= 2 * 320 * 128 * 2, "embedding and head"
 
 
 def test_three_variants_and_layered_plans_of_all(tmp_path):
     schemes = {"w8a8": ("w8a8", 64), "w4a16": ("w4a16", 128), "fine": ("w4a16", 32)}
     sources = {
-        name: make_checkpoint(tmp_path / name, scheme=scheme, num_layers=3, group_size=group_size)
-        for name, (scheme, group_size) in schemes.items()
+        name: make_checkpoint(tmp_path / name, scheme=scheme, num_layers=3, group_size=size)
+        for name, (scheme, size) in schemes.items()
     }
     (tmp_path / "three.yaml").write_text(THREE)
     merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "three.yaml"))
@@ -275,8 +258,7 @@ def test_a_missing_tensor_is_named(key, parameter, with_biases, tmp_path):
 @pytest.fixture(scope="module")
 def with_biases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("biases")
-    sources = {s: make_checkpoint(folder / s, "qwen2", s) for s in ("w8a8", "w4a16")}
-    merge_checkpoints(sources, folder / "merged")
+    merge_checkpoints(make_pair(folder, "qwen2"), folder / "merged")
     return folder / "merged"
 
 
@@ -294,7 +276,6 @@ def test_a_number_that_is_not_finite_is_not_served(with_biases, tmp_path):
 def test_a_split_variant_is_served_by_stock_vllm_as_its_source(variant, tiny_merged, tmp_path):
     folder = tiny_merged()
     split_checkpoint(folder / "merged", variant, tmp_path / "plain")
-
     with engine(tmp_path / "plain", **SMALL) as llm:
         assert llm.model_config.architectures == ["LlamaForCausalLM"]
         found = answers(llm, PROMPTS)
@@ -304,12 +285,8 @@ def test_a_split_variant_is_served_by_stock_vllm_as_its_source(variant, tiny_mer
 
 @pytest.mark.oldest
 def test_variants_with_final_norms_and_heads_of_their_own(tmp_path):
-    sources = {
-        "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
-        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", transform=fold_final_norm),
-    }
+    sources = make_pair(tmp_path, change=fold_final_norm)
     merge_checkpoints(sources, tmp_path / "merged")
-
     w8a8, _, phase = check_variants(tmp_path / "merged", sources, PROMPTS, more=["phase"], **SMALL)
     assert phase.header["weight_bytes"]["w4a16"] > 320 * 128 * 2
     (tokens, logprobs), _ = phase.answers[0]
