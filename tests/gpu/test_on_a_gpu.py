@@ -56,8 +56,6 @@ def test_log_probabilities_in_a_batch_are_those_alone(policy: str, checkpoints: 
     if policy != "w8a8":
         (tmp_path / "policy.yaml").write_text(policy)
         policy = str(tmp_path / "policy.yaml")
-    variables = {"VLLM_BATCH_INVARIANT": "1"}
-    alone, first, last = in_a_process(
-        SERVE, checkpoints / "merged", policy, work=tmp_path, zentorch=False, **variables
-    )
+    options = {"work": tmp_path, "zentorch": False, "VLLM_BATCH_INVARIANT": "1"}
+    alone, first, last = in_a_process(SERVE, checkpoints / "merged", policy, **options)
     assert first == last == alone
