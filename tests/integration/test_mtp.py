@@ -69,8 +69,7 @@ def drafting(
 ) -> Iterator[tuple[LLM, Drafts]]:
     """Yield an engine, and by step what it drafts for each prompt."""
     with engine(folder, policy, speculative_config=speculative, max_model_len=256, **options) as llm:
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        drafts: Drafts = []
+        scheduler, drafts = llm.llm_engine.engine_core.engine_core.scheduler, []
         take = scheduler.update_draft_token_ids
 
         def taken(found: Any) -> None:
@@ -87,8 +86,7 @@ def answers_by_policy(llm: LLM, drafts: Drafts | None = None) -> dict[str, tuple
     for name, policy in POLICIES.items():
         take_policy(llm, policy)
         before = len(drafts or ())
-        given = answers(llm, PROMPTS, **SAMPLING)
-        found[name] = given, (drafts or [])[before:]
+        found[name] = answers(llm, PROMPTS, **SAMPLING), (drafts or [])[before:]
     return found
 
 
@@ -107,14 +105,10 @@ def empty_draft(config: VllmConfig) -> torch.nn.Module:
 def loaded_heads(folder: Path) -> dict[str, torch.Tensor]:
     """Return the parameters of the draft that vLLM loads beside a model, which gets no weights."""
     config = drafting_config(folder)
-    speculative = config.speculative_config
+    of_draft, how = config.speculative_config.draft_model_config, config.speculative_config.draft_load_config
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         initialize_model(config)
-        draft = get_model(
-            vllm_config=config,
-            model_config=speculative.draft_model_config,
-            load_config=speculative.draft_load_config or config.load_config,
-        )
+        draft = get_model(vllm_config=config, model_config=of_draft, load_config=how or config.load_config)
     return dict(draft.named_parameters())
 
 
