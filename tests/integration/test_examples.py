@@ -44,10 +44,9 @@ FEW = {
 def folder(tmp_path, real_model, real_variants, real_merged):
     """Return a folder with what the README's commands expect: a build's output, a policy, a text."""
     (tmp_path / "my-variants").mkdir()
-    for name, path in real_variants.items():
-        (tmp_path / "my-variants" / name).symlink_to(path)
-    (tmp_path / "my-model").symlink_to(real_model)
-    (tmp_path / "my-model-merged").symlink_to(real_merged)
+    links = {f"my-variants/{name}": path for name, path in real_variants.items()}
+    for name, path in (links | {"my-model": real_model, "my-model-merged": real_merged}).items():
+        (tmp_path / name).symlink_to(path)
     (tmp_path / "my-policy.yaml").write_text(readme.documents("flexquant.policy/v1")[0])
     (tmp_path / "my-text.txt").write_text(topics["execmodel"])
     return tmp_path
@@ -113,8 +112,7 @@ def test_vllm_commands(command, real_merged, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program, subcommand, model, *arguments = shlex.split(command)
     assert (program, subcommand, model) == ("vllm", "serve", "my-model-merged")
-    limits = ["--max-model-len", "512", "--enforce-eager"]
-    with vllm_serve(real_merged, *arguments, *limits) as url:
+    with vllm_serve(real_merged, *arguments, "--max-model-len", "512", "--enforce-eager") as url:
         assert url
 
 
@@ -125,11 +123,11 @@ QUESTION = "Name three rivers in Europe."
 """The question of 03_serve.py."""
 
 
-def start(
-    example: str, *args: object, status: int = 0, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, EXAMPLES / example, *args]
-    environment = programs.newcomers_environment() | environment
+def start(example: str, *args: object, status: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
+    command, environment = (
+        [sys.executable, EXAMPLES / example, *args],
+        programs.newcomers_environment() | more,
+    )
     return programs.run(command, timeout=900, status=status, environment=environment)
 
 
@@ -208,28 +206,22 @@ def test_demo_serves_each_precision_and_charts_what_it_measured(tiny_merged, tmp
         servers.add("static w4a16")
     else:  # vLLM alone has no kernel for INT4 on this CPU
         assert "and ended: vLLM alone does not serve it here" in output
-
     asked = [block for block in output.split("\n\n") if block.startswith("Q: ")]
     assert len(asked) == 8
     for block in asked:
         names = [line.split(":")[0].strip() for line in block.splitlines()[1:]]
         assert names == ["all"] or set(", ".join(names).split(", ")) == servers
-
     charts = re.findall(r"^(.+)((?:\n  .+? +█+ [\d.]+)+)$", output, re.MULTILINE)
     assert [title.partition(",")[0] for title, _ in charts] == [
-        "first token of a prompt of 1024 tokens",
-        "each next token of one answer",
-        "each next token of 8 answers at once",
-        "checkpoint",
+        *("first token of a prompt of 1024 tokens", "each next token of one answer"),
+        *("each next token of 8 answers at once", "checkpoint"),
     ]
     for _, bars in charts:
         found = {name: (len(bar), float(n)) for name, bar, n in re.findall(r"  (.+?) +(█+) ([\d.]+)", bars)}
         assert set(found) == servers
         longest, largest = max(found.values())
         assert all(abs(bar - number / largest * longest) <= 2 for bar, number in found.values())
-
-    passes = records_of(trace)[1:]
-    lines = output.splitlines()
+    passes, lines = records_of(trace)[1:], output.splitlines()
     drawn = {
         kind: "".join(line.split(maxsplit=1)[1] for line in lines if re.match(rf"{kind} +\S+$", line))
         for kind in ("phase", "plan")
@@ -278,9 +270,8 @@ def make_tasks(folder: Path) -> None:
     ]
     mean = {"aggregation": "mean", "higher_is_better": True}
     asked = {"doc_to_text": "{{text}}", "doc_to_choice": "{{ends}}", "doc_to_target": "label"}
-    task(
-        "choose_the_end", rows, output_type="multiple_choice", **asked, metric_list=[{"metric": "acc"} | mean]
-    )
+    asked["metric_list"] = [{"metric": "acc"} | mean]
+    task("choose_the_end", rows, output_type="multiple_choice", **asked)
     asked = {"doc_to_text": "{{text}}", "doc_to_target": "{{end}}"}
     asked["generation_kwargs"] = {"until": [".", "\n"], "max_gen_toks": 16, "do_sample": False}
     exact = [{"metric": "exact_match"} | mean]
@@ -299,10 +290,8 @@ def test_tasks_under_two_policies(real_merged, tmp_path):
     output = tmp_path / "measured.json"
     options = ["--tasks", ",".join(tasks), "--policies", "phase,w4a16", "--limit", LIMIT]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
-    done = start(
-        "05_lm_eval.py", real_merged, *options, "--include-path", tmp_path, "--output", output, **offline
-    )
-
+    options += ["--include-path", tmp_path, "--output", output]
+    done = start("05_lm_eval.py", real_merged, *options, **offline)
     measured = json.loads(output.read_text())["policies"]
     assert list(measured) == ["phase", "w4a16"]
     for policy in measured.values():
@@ -317,14 +306,12 @@ def test_tasks_under_two_policies(real_merged, tmp_path):
     perplexity = {p: run["results"]["running_text"]["word_perplexity,none"] for p, run in measured.items()}
     assert all(1 < value < 1000 for value in perplexity.values())
     assert perplexity["phase"] != perplexity["w4a16"]
-
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["task", "metric", "phase", "w4a16"] in lines
     assert ["running_text", "word_perplexity", *(f"{value:.4f}" for value in perplexity.values())] in lines
 
 
 def test_missing_lm_eval_is_said_before_a_server_starts(tmp_path):
-    done = start(
-        "05_lm_eval.py", tmp_path, "--tasks", "arc_easy", "--lm-eval", tmp_path / "lm_eval", status=1
-    )
+    options = ["--tasks", "arc_easy", "--lm-eval", tmp_path / "lm_eval"]
+    done = start("05_lm_eval.py", tmp_path, *options, status=1)
     assert "pip install" in done.stderr and "starting" not in done.stdout

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +11,7 @@ from openai import OpenAI
 
 from examples.vllm_server import vllm_serve
 from tests.integration.conftest import records_of
-from tests.integration.live_server import complete
+from tests.integration.live_server import complete, flexquant_options
 
 pytestmark = [pytest.mark.engine, pytest.mark.oldest]
 
@@ -21,9 +20,7 @@ CHUNK = 128
 
 def expected_plan(phase: str, sequences: int) -> str:
     """Return the plan that ``phase-batch`` gives, written down by hand."""
-    if phase == "decode" and sequences <= 32:
-        return "w4a16"
-    return "w8a8"
+    return "w4a16" if phase == "decode" and sequences <= 32 else "w8a8"
 
 
 def request_lengths() -> list[tuple[int, int]]:
@@ -35,16 +32,14 @@ def request_lengths() -> list[tuple[int, int]]:
 def passes(tiny_merged, tmp_path_factory):
     folder = tmp_path_factory.mktemp("routing")
     trace = folder / "routes.jsonl"
-    additional = json.dumps({"flexquant": {"policy": "phase-batch", "trace": str(trace)}})
-    arguments = ["--additional-config", additional, "--enforce-eager", "--max-model-len", "1024"]
+    arguments = flexquant_options(policy="phase-batch", trace=str(trace))
+    arguments += ["--enforce-eager", "--max-model-len", "1024", "--served-model-name", "tiny"]
     arguments += ["--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "64"]
-    arguments += ["--served-model-name", "tiny"]
     with vllm_serve(tiny_merged() / "merged", *arguments, log=folder / "server.log") as url:
         client = OpenAI(base_url=url, api_key="none")
 
         def ask(lengths: tuple[int, int]) -> int:
-            prompt, tokens = lengths
-            return complete(client, [1] * prompt, tokens).usage.completion_tokens
+            return complete(client, [1] * lengths[0], lengths[1]).usage.completion_tokens
 
         with ThreadPoolExecutor(48) as pool:
             lengths = list(pool.map(ask, request_lengths()))
