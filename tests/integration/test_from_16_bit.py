@@ -19,7 +19,7 @@ from flexquant.serving.vllm_api import _custom_ops as ops
 from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.integration.conftest import answers, distance, engine, generate
-from tests.integration.test_serving_errors import configure, refusal
+from tests.integration.test_serving_errors import configure, flexquant, refusal
 from tests.policies import rules
 
 pytestmark = pytest.mark.engine
@@ -29,10 +29,8 @@ LONG = ["word " * 30 + SHORT[0], "all " * 40 + SHORT[1]]
 SAMPLING = {"max_tokens": 8}
 DERIVED = "{from: bf16, activations: int8, weights: int8}"
 IN_INT8 = rules("- use: int8") + f"derive: {{int8: {DERIVED}}}\n"
-IN_INT8_TWICE = (
-    rules("- {when: {phase: decode}, use: again}", "- use: int8")
-    + f"derive: {{int8: {DERIVED}, again: {DERIVED}}}\n"
-)
+IN_INT8_TWICE = f"derive: {{int8: {DERIVED}, again: {DERIVED}}}\n"
+IN_INT8_TWICE += rules("- {when: {phase: decode}, use: again}", "- use: int8")
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +68,12 @@ def test_in_int8_it_answers_as_the_checkpoint_of_the_rounded_weights(model: Path
 def test_merged_beside_a_variant_in_int8_it_answers_alike(model: Path, tmp_path: Path) -> None:
     sources = {"bf16": model, "w8a8": write_int8(model, tmp_path / "w8a8")}
     merge_checkpoints(sources, tmp_path / "merged", policy="w8a8")
-    by_layer = rules('- use: {default: w8a8, layers: {"0": bf16}}')
-    from_16_bit, stored, mixed = generate(
-        tmp_path / "merged", ["prefill-8-bit", "w8a8", by_layer], SHORT, LONG, sampling=SAMPLING
-    )
+    policies = ["prefill-8-bit", "w8a8", rules('- use: {default: w8a8, layers: {"0": bf16}}')]
+    merged = generate(tmp_path / "merged", policies, SHORT, LONG, sampling=SAMPLING)
+    from_16_bit, stored, mixed = merged
     (alone,) = generate(model, ["prefill-8-bit"], SHORT, LONG, sampling=SAMPLING)
     (stock,) = generate(tmp_path / "w8a8", None, SHORT, LONG, sampling=SAMPLING)
-    assert from_16_bit.answers == alone.answers
-    assert stored.answers == stock.answers
+    assert (from_16_bit.answers, stored.answers) == (alone.answers, stock.answers)
     assert 0 < distance(mixed.answers[1], stored.answers[1]) < 0.2
 
 
@@ -133,9 +129,8 @@ def test_a_draft_model_in_the_same_format_is_left_to_vllm(model: Path, tmp_path:
 
 
 def test_fp8_is_refused_on_a_cpu(model: Path) -> None:
-    assert "which is for GPUs; choose a policy without it" in refusal(
-        model, config_format="flexquant", additional_config={"flexquant": {"policy": "prefill-fp8"}}
-    )
+    said = refusal(model, config_format="flexquant", **flexquant(policy="prefill-fp8"))
+    assert "which is for GPUs; choose a policy without it" in said
 
 
 def test_commands_read_it(model: Path) -> None:

@@ -23,20 +23,20 @@ from flexquant.policy.rules import load_policy
 from flexquant.serving.worker.one_copy.methods import OneCopyMethod
 from tests import programs
 from tests.checkpoints import make_checkpoint
-from tests.foreign import write_foreign
+from tests.foreign import config_of, write_foreign
 from tests.integration.conftest import Served, answers, distance, edited_json, engine, generate
 from tests.integration.test_publishers import shift_zero_points
 from tests.integration.test_serving_errors import configure, refusal
-from tests.policies import rules
-from tests.publishers.edits import settings_in, tensors
+from tests.policies import DERIVE_INT8, rules
+from tests.publishers import edits
+from tests.sections import INT4, in_groups
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = ["The capital of France is a city of more than two million people,", "def merge(a, b):"]
 SAMPLING = {"max_tokens": 8}
-DERIVE = "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}}\n"
-IN_INT8 = rules("- use: w8a8-from-int4") + DERIVE
-ROUTED = DERIVE + rules(
+IN_INT8 = rules("- use: w8a8-from-int4") + DERIVE_INT8
+ROUTED = DERIVE_INT8 + rules(
     "- {when: {phase: [prefill, mixed]}, use: w8a8-from-int4}",
     '- use: {default: w4a16, layers: {"0": w8a8-from-int4}}',
 )
@@ -44,7 +44,7 @@ LARGEST = 128 * 2 * 256
 """Weights of the largest linear, gate and up projection together."""
 ATTENTION, MLPS = "re:.*self_attn.*", "re:.*mlp.*"
 FORMATS = {"compressed-tensors": {}, "awq": {}, "gptq": {"checkpoint_format": "gptq_v2"}}
-APART = settings_in("quant_config.json", bits="w_bit", group_size="q_group_size")
+APART = edits.settings_in("quant_config.json", bits="w_bit", group_size="q_group_size")
 ZERO_POINTS = pytest.mark.skipif(
     not hasattr(torch.ops._C, "cpu_gemm_wna16"), reason="on this CPU vLLM has no kernel for zero points"
 )
@@ -61,15 +61,15 @@ def published(int4: Path) -> dict[str, Path]:
     """Return the checkpoint in each format."""
     others = [name for name in FORMATS if name != "compressed-tensors"]
     written = {name: write_foreign(int4, int4.parent / name, name, **FORMATS[name]) for name in others}
-    tensors(shift_zero_points)(written["awq"])
+    edits.tensors(shift_zero_points)(written["awq"])
     return {"compressed-tensors": int4, **written}
 
 
 def write_int8(int4: Path, output: Path) -> Path:
     """Write the W8A8 checkpoint whose weights are those of an INT4 checkpoint, rounded to INT8."""
     make_checkpoint(output, "qwen2", "w8a8")
-    file = output / "model.safetensors"
-    state, given = load_file(file), load_file(int4 / "model.safetensors")
+    file, given = output / "model.safetensors", load_file(int4 / "model.safetensors")
+    state = load_file(file)
     for name in [key.removesuffix("_packed") for key in given if key.endswith(".weight_packed")]:
         codes = unpack_from_int32(given[f"{name}_packed"], 4, torch.Size(given[f"{name}_shape"].tolist()))
         scale = given[f"{name}_scale"].float()
@@ -93,10 +93,8 @@ def test_a_published_checkpoint_is_served_as_it_is(name: str, published: dict[st
     in_int4, in_int8, routed = (found.answers[0] for found in ours)
     assert distance(in_int4, stock.answers[0]) < 0.01
     assert 0 < distance(in_int8, stock.answers[0]) < 0.2
-    assert {(p["phase"], p["plan"]) for p in ours[2].passes} == {
-        ("prefill", "w8a8-from-int4"),
-        ("decode", "w8a8-from-int4+w4a16[1]"),
-    }
+    plans = {(p["phase"], p["plan"]) for p in ours[2].passes}
+    assert plans == {("prefill", "w8a8-from-int4"), ("decode", "w8a8-from-int4+w4a16[1]")}
     assert 0 < distance(routed, in_int8) < 0.2
 
 
@@ -134,9 +132,8 @@ def test_it_is_served_from_one_copy_by_default_and_its_policy_changes(int4: Path
 
     def inspect(model: Any) -> dict[str, Any]:
         source, variant = model.variants["w4a16"], model.variants["w8a8-from-int4"]
-        methods = [
-            m for m in variant.modules() if isinstance(getattr(m, "quant_method", None), OneCopyMethod)
-        ]
+        modules = ((m, getattr(m, "quant_method", None)) for m in variant.modules())
+        methods = [m for m, method in modules if isinstance(method, OneCopyMethod)]
         tensors = {p.data_ptr() for p in source.parameters()}
         scales = {b.data_ptr(): b.nbytes for m in methods for b in m._buffers.values() if b is not None}
         return {
@@ -173,8 +170,7 @@ def test_compiled_it_answers_alike(int4: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", SERVED)
 def test_commands_read_a_published_checkpoint(name: str, published: dict[str, Path]) -> None:
-    folder = published[name]
-    command = [sys.executable, "-m", "flexquant"]
+    folder, command = published[name], [sys.executable, "-m", "flexquant"]
     inspected = programs.run([*command, "inspect", folder, "--json"], timeout=120)
     report = json.loads(inspected.stdout.splitlines()[-1])
     assert report["variants"]["w4a16"]["scheme"].startswith("int4 weights")
@@ -196,37 +192,29 @@ def test_a_merged_checkpoint_takes_it_beside_its_own_w8a8(int4: Path, tmp_path: 
 
 def write_mixed(folder: Path) -> Path:
     """Write a checkpoint with attention in W8A8 and MLPs in W4A16."""
-    made = {
-        "int4": make_checkpoint(folder / "int4", "qwen2", "w4a16", ignore=[ATTENTION]),
-        "int8": make_checkpoint(folder / "int8", "qwen2", "w8a8", ignore=[MLPS]),
-    }
-    int4, int8 = (load_file(made[name] / "model.safetensors") for name in made)
-    state = {name: tensor for name, tensor in int4.items() if ".self_attn." not in name}
-    state |= {name: tensor for name, tensor in int8.items() if ".self_attn." in name}
-    save_file(state, made["int4"] / "model.safetensors", metadata={"format": "pt"})
-    documents = {name: json.loads((made[name] / "config.json").read_text()) for name in made}
-    sections = {name: document["quantization_config"] for name, document in documents.items()}
-    groups = {
-        name: section["config_groups"]["group_0"] | {"targets": [target], "format": section["format"]}
-        for (name, section), target in zip(sections.items(), (MLPS, ATTENTION), strict=True)
-    }
-    mixed = {"config_groups": groups, "format": "mixed-precision", "ignore": ["lm_head"]}
-    document = documents["int4"] | {"quantization_config": sections["int4"] | mixed}
-    (made["int4"] / "config.json").write_text(json.dumps(document))
-    return made["int4"]
+    int4 = make_checkpoint(folder / "int4", "qwen2", "w4a16", ignore=[ATTENTION])
+    int8 = make_checkpoint(folder / "int8", "qwen2", "w8a8", ignore=[MLPS])
+    state = {n: t for n, t in load_file(int4 / "model.safetensors").items() if ".self_attn." not in n}
+    state |= {n: t for n, t in load_file(int8 / "model.safetensors").items() if ".self_attn." in n}
+    save_file(state, int4 / "model.safetensors", metadata={"format": "pt"})
+    groups = {}
+    for made, target in ((int4, MLPS), (int8, ATTENTION)):
+        section = config_of(made)["quantization_config"]
+        own = {"targets": [target], "format": section["format"]}
+        groups[made.name] = section["config_groups"]["group_0"] | own
+    edits.section(config_groups=groups, format="mixed-precision", ignore=["lm_head"])(int4)
+    return int4
 
 
 def test_layers_in_8_bit_stay_as_they_are(tmp_path: Path) -> None:
     folder = write_mixed(tmp_path)
-    (kernels, weights) = (
-        [f for f in examine(str(folder), ["--max-model-len", "64"]) if f.subject == subject]
-        for subject in ("kernel", "weights")
-    )
+    found = examine(str(folder), ["--max-model-len", "64"])
+    kernels, (weights,) = ([f for f in found if f.subject == subject] for subject in ("kernel", "weights"))
     in_int8 = [f.text for f in kernels if f.details["variant"] == "w8a8-from-int4"]
     assert [text for text in in_int8 if "qkv_proj" in text and "INT8 from" not in text]
     assert [text for text in in_int8 if "down_proj" in text and "INT8 from" in text]
     factors = 2 * (512 + 128) * 8
-    assert weights[0].details["bytes"]["w8a8-from-int4"] == LARGEST + factors
+    assert weights.details["bytes"]["w8a8-from-int4"] == LARGEST + factors
     (stock,) = generate(folder, None, PROMPTS, sampling=SAMPLING)
     in_int4, computed, _ = (found.answers[0] for found in served(folder))
     assert distance(in_int4, stock.answers[0]) < 0.01
@@ -236,8 +224,7 @@ def test_layers_in_8_bit_stay_as_they_are(tmp_path: Path) -> None:
 def test_int4_weights_of_no_layer_are_refused(tmp_path: Path) -> None:
     """The configuration tells of INT4, and all linears of the decoder are in 8 bit."""
     folder = make_checkpoint(tmp_path / "model", "qwen2", "w8a8")
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
-    group = {"targets": ["re:.*elsewhere$"], "weights": weights, "format": "pack-quantized"}
+    group = {"targets": ["re:.*elsewhere$"], "weights": INT4 | in_groups(64), "format": "pack-quantized"}
     with edited_json(folder / "config.json") as config:
         config["quantization_config"]["config_groups"]["int4"] = group
     *_, refused = examine(str(folder), ["--max-model-len", "64"])
@@ -248,14 +235,13 @@ def test_a_checkpoint_in_8_bit_is_left_to_vllm(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "qwen2", "w8a8")
     config = configure(folder, config_format="flexquant")
     assert config.model_config.architectures == ["Qwen2ForCausalLM"]
-    why = why_not_served(json.loads((folder / "config.json").read_text()), str(folder))
+    why = why_not_served(config_of(folder), str(folder))
     assert why is not None and why.startswith(f"{folder} is quantised by compressed-tensors, and FlexQuant")
 
 
 def test_groups_ordered_by_activation_are_refused(published: dict[str, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(published["gptq"], tmp_path / "ordered")
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace('"desc_act": false', '"desc_act": true'))
+    edits.section(desc_act=True)(folder)
     assert "whose groups are ordered by activation" in refusal(folder, config_format="flexquant")
 
 

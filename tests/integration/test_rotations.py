@@ -8,7 +8,6 @@ checkpoint is that a split gives back.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from flexquant.merge import merge_checkpoints, split_checkpoint
 from flexquant.policy.rules import load_policy
 from flexquant.serving.worker.one_copy.methods import NestedMethod
 from tests.checkpoints import make_checkpoint, make_pair
-from tests.integration.conftest import answers, distance, engine, generate
+from tests.integration.conftest import answers, distance, edited_json, engine, generate
 from tests.integration.test_serving_errors import configure, flexquant, refusal
 from tests.policies import rules
 from tests.rotations import make_rotated
@@ -39,50 +38,43 @@ def test_every_way_to_its_weights_rotates_its_inputs(tmp_path: Path, compiled: b
     sources = {scheme: make_rotated(tmp_path / scheme, scheme) for scheme in ("w8a8", "w4a16")}
     merge_checkpoints(sources, tmp_path / "rotated")
     merge_checkpoints(make_pair(tmp_path / "pair"), tmp_path / "plain")
-    (in_int8, in_int4, from_int4), (plain_in_int8, plain_in_int4, _) = (
-        [
-            one.answers[0]
-            for one in generate(
-                tmp_path / name, POLICIES, PROMPTS, sampling=SAMPLING, enforce_eager=not compiled
-            )
-        ]
-        for name in ("rotated", "plain")
+    options = {"sampling": SAMPLING, "enforce_eager": not compiled}
+    rotated, plain = (
+        generate(tmp_path / name, POLICIES, PROMPTS, **options) for name in ("rotated", "plain")
     )
+    in_int8, in_int4, from_int4 = (one.answers[0] for one in rotated)
+    plain_in_int8, plain_in_int4, _ = (one.answers[0] for one in plain)
     rounding = distance(plain_in_int4, plain_in_int8)
     assert distance(in_int8, plain_in_int8) < rounding / 2
     assert distance(from_int4, in_int4) < rounding / 2
     assert distance(in_int4, in_int8) < 1.5 * rounding
 
 
+def merge_one_rotated(folder: Path, output: Path) -> None:
+    """Merge W8A8 with rotated inputs, and W4A16 without."""
+    w8a8 = make_rotated(folder / "w8a8", "w8a8")
+    merge_checkpoints({"w8a8": w8a8, "w4a16": make_checkpoint(folder / "w4a16", scheme="w4a16")}, output)
+
+
 def test_tensor_parallelism_is_refused_where_inputs_are_rotated(tmp_path: Path) -> None:
-    sources = {
-        "w8a8": make_rotated(tmp_path / "w8a8", "w8a8"),
-        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16"),
-    }
-    merge_checkpoints(sources, tmp_path / "merged")
+    merge_one_rotated(tmp_path, tmp_path / "merged")
     problem = refusal(tmp_path / "merged", tensor_parallel_size=2, **flexquant(policy="phase"))
     assert "'w8a8', whose linears' inputs are rotated in each pass, under tensor parallelism" in problem
-    assert "drop --cpu-offload-gb" in refusal(
-        tmp_path / "merged", cpu_offload_gb=1, **flexquant(policy="phase")
-    )
+    problem = refusal(tmp_path / "merged", cpu_offload_gb=1, **flexquant(policy="phase"))
+    assert "drop --cpu-offload-gb" in problem
     configure(tmp_path / "merged", tensor_parallel_size=2, **flexquant(policy="w4a16"))
 
 
 def test_the_matrix_is_loaded_where_its_layer_is_in_no_plan(tmp_path: Path) -> None:
     """The checkpoint has it under layer 0 alone. A second engine finds its memory where the first left it."""
-    rotated = {
-        "w8a8": make_rotated(tmp_path / "w8a8", "w8a8"),
-        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16"),
-    }
-    merge_checkpoints(rotated, tmp_path / "rotated")
+    merge_one_rotated(tmp_path, tmp_path / "rotated")
     merge_checkpoints(make_pair(tmp_path / "pair"), tmp_path / "plain")
     policies = [rules('- use: {default: w8a8, layers: {"0": w4a16}}')]
     first, second, plain = (
         generate(tmp_path / name, policies, PROMPTS, sampling=sampling)[0].answers[0]
         for name, sampling in (("rotated", SAMPLING), ("rotated", {"max_tokens": 7}), ("plain", SAMPLING))
     )
-    assert distance(first, plain) < 0.05
-    assert distance(second, plain) < 0.05
+    assert max(distance(first, plain), distance(second, plain)) < 0.05
 
 
 MIXED = rules(
@@ -93,8 +85,7 @@ MIXED = rules(
 @pytest.fixture(scope="module")
 def nested(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nested")
-    sources = {name: make_checkpoint(folder / name, "qwen2", name) for name in ("w8a8", "w4a16")}
-    merge_checkpoints(sources, folder / "merged", nested="near")
+    merge_checkpoints(make_pair(folder, "qwen2"), folder / "merged", nested="near")
     split_checkpoint(folder / "merged", "w8a8", folder / "split")
     return folder
 
@@ -113,10 +104,9 @@ def test_it_answers_as_the_checkpoint_that_a_split_gives_back(nested: Path) -> N
 
 def test_activations_with_zero_points_are_quantised_with_them(nested: Path, tmp_path: Path) -> None:
     sources = {"w8a8": shutil.copytree(nested / "w8a8", tmp_path / "w8a8"), "w4a16": nested / "w4a16"}
-    config = json.loads((tmp_path / "w8a8" / "config.json").read_text())
-    for group in config["quantization_config"]["config_groups"].values():
-        group["input_activations"]["symmetric"] = False
-    (tmp_path / "w8a8" / "config.json").write_text(json.dumps(config))
+    with edited_json(tmp_path / "w8a8" / "config.json") as config:
+        for group in config["quantization_config"]["config_groups"].values():
+            group["input_activations"]["symmetric"] = False
     merge_checkpoints(sources, tmp_path / "merged", nested="near")
     split_checkpoint(tmp_path / "merged", "w8a8", tmp_path / "split")
     (found,) = generate(tmp_path / "merged", ["w8a8"], PROMPTS, sampling=SAMPLING)
@@ -135,12 +125,8 @@ def test_it_takes_the_memory_of_half_of_its_weights(nested: Path) -> None:
         linears = [m for m in model.modules() if isinstance(getattr(m, "quant_method", None), NestedMethod)]
         sizes = [m.input_size_per_partition * m.output_size_per_partition for m in linears]
         stored = [p.nbytes for m in linears for p in m.parameters(recurse=False)]
-        return {
-            "weights": sum(sizes),
-            "largest": max(sizes),
-            "stored": sum(stored),
-            "bytes": model.weight_bytes,
-        }
+        found = {"weights": sum(sizes), "largest": max(sizes), "stored": sum(stored)}
+        return found | {"bytes": model.weight_bytes}
 
     answered = []
     with engine(nested / "merged", flexquant={"policy": "w8a8"}) as llm:
