@@ -39,7 +39,7 @@ from flexquant.evaluation.comparison import Effort
 from flexquant.evaluation.engine import describe_machine, describe_versions
 from tests import programs
 from tests.integration.conftest import records_of
-from tests.integration.live_server import plugin_routes
+from tests.integration.live_server import flexquant_options, plugin_routes
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -84,21 +84,20 @@ def test_every_cell_says_where_it_comes_from(run):
     cells = [cell for part in ("kernels", "start", "serving") for cell in run.cells(part)]
     assert len(cells) == 1 + 2 * len(SUBJECTS)
     given = [Path(option).name if option.startswith("/") else option for option in OPTIONS]
-    versions = describe_versions()
+    command, versions = ["python", "-m", "benchmarks", "run", *given], describe_versions()
     assert {"flexquant", "torch", "transformers"} < versions.keys()
     for cell in cells:
-        found = (cell["machine"], cell["versions"], cell["commit"])
-        assert found == (describe_machine(), versions, COMMIT)
-        assert cell["argv"][:4] == ["python", "-m", "benchmarks", "run"]
-        assert cell["argv"][4:] == [*given, "--output", "results", "--work", "work"]
-        assert cell["seconds"] > 0
         assert "failure" not in cell, cell["failure"]
+        found = (cell["machine"], cell["versions"], cell["commit"])
+        assert found == (describe_machine(), versions, COMMIT) and cell["seconds"] > 0
+        assert cell["argv"] == [*command, "--output", "results", "--work", "work"]
 
 
 def test_kernels_are_timed(run):
     (cell,) = run.cells("kernels")
-    expected = {"layer": "o_proj", "outputs": 128, "inputs": 128, "tokens": 4}
-    assert expected.items() <= cell["parameters"].items()
+    assert {"layer": "o_proj", "outputs": 128, "inputs": 128, "tokens": 4}.items() <= cell[
+        "parameters"
+    ].items()
     assert list(cell["result"]) == ["bf16", "w8a8"]
     for found in cell["result"].values():
         low, high = found["microseconds_quartiles"]
@@ -161,8 +160,8 @@ def test_a_round_of_own_cost_has_times_with_and_without_flexquant(tiny_merged):
 
 def test_policies_take_turns_on_one_server(tiny_merged, tmp_path, capsys):
     trace, output = tmp_path / "trace.jsonl", tmp_path / "live.json"
-    options = json.dumps({"flexquant": {"policy": "phase", "trace": str(trace)}})
-    arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "256"]
+    arguments = flexquant_options(policy="phase", trace=str(trace))
+    arguments += ["--enforce-eager", "--max-model-len", "256"]
     command = ["--policy", "w8a8", "--policy", "w4a16", "--serving", "2x16+4", "--rounds", "3"]
     with plugin_routes(), vllm_serve(tiny_merged() / "merged", *arguments) as url:
         assert main(["policies", url, *command, "--output", str(output)]) == 0
@@ -173,9 +172,8 @@ def test_policies_take_turns_on_one_server(tiny_merged, tmp_path, capsys):
         assert "names no model" in capsys.readouterr().err
     cells = json.loads(output.read_text())["cells"]["2x16+4"]
     assert {name: len(rounds) for name, rounds in cells.items()} == {"w8a8": 3, "w4a16": 3}
-    assert all(
-        r["completed"] == 2 and r["total_output_tokens"] == 8 for found in cells.values() for r in found
-    )
+    done = {(r["completed"], r["total_output_tokens"]) for found in cells.values() for r in found}
+    assert done == {(2, 8)}
     assert "| 2x16+4 | `w4a16` |" in printed
     plans = [record["plan"] for record in records_of(trace) if record.get("phase") == "decode"]
     assert [plan for plan, _ in groupby(plans)] == ["w8a8", "w4a16", "w8a8", "w4a16"]
@@ -190,9 +188,8 @@ def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> 
     outcomes = read_outcomes(output / "tests.jsonl")
     assert outcomes and {outcome["outcome"] for outcome in outcomes.values()} == {SKIPPED}
     beside_the_server = {test for test in outcomes if "test_one_copy.py" in test}
-    assert beside_the_server and {
-        outcomes[test]["reason"] for test in outcomes.keys() - beside_the_server
-    } == {"needs an NVIDIA GPU"}
+    others = outcomes.keys() - beside_the_server
+    assert beside_the_server and {outcomes[test]["reason"] for test in others} == {"needs an NVIDIA GPU"}
     cells = read_cells(output)
     assert not [cell["failure"] for cell in cells if "failure" in cell]
     subjects = {cell["parameters"]["subject"] for cell in cells if cell["part"] == "serving"}
@@ -215,14 +212,10 @@ def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> 
     assert "\n! kernel     w4a16: " in proof or "\n  kernel     w4a16: " in proof
     claims = [line for line in proof.splitlines() if line.startswith("| ") and "**" in line]
     assert claims and all("**not shown**" in claim for claim in claims)
-    found = read_found(output)
-    assert {runner: list(prompts) for runner, prompts in found.first_tokens.items()} == {
-        runner: ["12 tokens"] for runner in ("V2", "V1")
-    }
-    for cells_of, policies in (
-        (found.live, ["w8a8", "w4a16", "one-copy", "phase-batch"]),
-        (found.rival, ["w8a8", "w4a16"]),
-    ):
+    found, of_live = read_found(output), ["w8a8", "w4a16", "one-copy", "phase-batch"]
+    prompts = {runner: list(of_runner) for runner, of_runner in found.first_tokens.items()}
+    assert prompts == dict.fromkeys(("V2", "V1"), ["12 tokens"])
+    for cells_of, policies in ((found.live, of_live), (found.rival, of_live[:2])):
         assert [list(of_policies) for of_policies in cells_of.values()] == [policies] * 2
         assert {len(rounds) for of_policies in cells_of.values() for rounds in of_policies.values()} == {1}
     assert len(found.large) == 1
@@ -261,8 +254,8 @@ def test_peers_continue_a_text_as_the_16_bit_weights_do(peer, continuation, real
         assert server.wait_until_ready(300)["process_gib"] > 0.2
         ids = AutoTokenizer.from_pretrained(real_model)(PROMPT).input_ids
         asked = {"prompt": ids, "max_tokens": TOKENS, "temperature": 0, "stream": True}
-        body = json.dumps(asked).encode()
-        with urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/completions", body)) as reply:
+        url, body = f"{server.url}/v1/completions", json.dumps(asked).encode()
+        with urllib.request.urlopen(urllib.request.Request(url, body)) as reply:
             lines = reply.read().decode().replace("data: ", "").split("\n\n")
     finally:
         server.stop()
@@ -276,9 +269,8 @@ def test_peers_answer_the_same_requests_in_full(tmp_path: Path) -> None:
     command = ["run", "--model", "tiny", "--parts", "serving", "--subjects", ",".join(subjects)]
     command += ["--serving", "3x40+8", "--rounds", "1", "--max-rounds", "1", "--kv-cache-gib", "1"]
     assert main([*command, "--output", str(tmp_path / "results"), "--work", str(tmp_path / "work")]) == 0
-    cells = {
-        c["parameters"]["subject"]: c for c in read_cells(tmp_path / "results") if c["part"] == "serving"
-    }
+    served = [cell for cell in read_cells(tmp_path / "results") if cell["part"] == "serving"]
+    cells = {cell["parameters"]["subject"]: cell for cell in served}
     assert list(cells) == subjects
     for cell in cells.values():
         assert cell["result"]["total_input_tokens"] == 120

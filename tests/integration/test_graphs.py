@@ -57,12 +57,9 @@ def possible_passes(runner: str, budget: int = BUDGET, speculated: int = 0) -> I
         yield PossiblePass("decode", n * one, n, True)
         if runner == "V2":
             yield PossiblePass("decode", n * one, n, False)
-        for tokens in range(n, n * one):
-            yield PossiblePass("decode", tokens, n, False)
-    for n in range(one + 1, budget + 1):
-        yield PossiblePass("prefill", n, 1, False)
-    for n in range(one + 2, budget + 1):
-        yield PossiblePass("mixed", n, 2, False)
+        yield from (PossiblePass("decode", tokens, n, False) for tokens in range(n, n * one))
+    yield from (PossiblePass("prefill", n, 1, False) for n in range(one + 1, budget + 1))
+    yield from (PossiblePass("mixed", n, 2, False) for n in range(one + 2, budget + 1))
 
 
 def dispatcher(runner: str, config):
@@ -104,19 +101,13 @@ def one_rank(tmp_path_factory):
 @pytest.fixture(scope="module")
 def configured(one_rank, tiny_merged, tmp_path_factory):
     """Return a function: (policy, mode) -> the configuration that a GPU would have, and the route table."""
-    folder = tmp_path_factory.mktemp("graphs")
-    policy_file = folder / "p.yaml"
+    policy_file = tmp_path_factory.mktemp("graphs") / "p.yaml"
 
     def configure(policy: str, mode: str, sizes: list[int] = SIZES, budget: int = BUDGET, **options):
         policy_file.write_text(policy)
-        config = EngineArgs(
-            str(tiny_merged() / "merged"),
-            max_model_len=1024,
-            max_num_seqs=SEQUENCES,
-            max_num_batched_tokens=budget,
-            additional_config={"flexquant": {"policy": str(policy_file)}},
-            **options,
-        ).create_engine_config()
+        options |= {"additional_config": {"flexquant": {"policy": str(policy_file)}}, "max_model_len": 1024}
+        limits = {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": budget}
+        config = EngineArgs(str(tiny_merged() / "merged"), **limits, **options).create_engine_config()
         compilation = config.compilation_config
         compilation.mode = CompilationMode.VLLM_COMPILE
         compilation.splitting_ops = list(compilation._attention_ops)
@@ -147,7 +138,6 @@ def test_no_graph_is_missing_and_the_plan_is_the_policys(runner, mode, configure
             graphs.add((kind, size, routes.lookup(phase, size)))
         else:
             graphs |= {(kind, size, plan) for plan in routes.reachable(size)}
-
     replayed = set()
     for p in possible_passes(runner):
         kind, size = replay(p)
@@ -155,19 +145,16 @@ def test_no_graph_is_missing_and_the_plan_is_the_policys(runner, mode, configure
             replayed.add((kind, size, routes.lookup(p.phase, size)))
         else:
             assert size == p.tokens
-
     assert replayed <= graphs
     # V1 never replays a decode plan in pieces where it has a FULL graph of the size. All others are used.
-    unused = {graph for graph in graphs - replayed if (CUDAGraphMode.FULL, *graph[1:]) not in graphs}
-    assert not unused
+    assert not {graph for graph in graphs - replayed if (CUDAGraphMode.FULL, *graph[1:]) not in graphs}
     if runner == "V2":
         assert replayed == graphs
 
 
 def test_mode_full_is_refused_for_a_policy_that_tells_phases_apart(configured):
-    with pytest.raises(
-        FlexQuantError, match="cudagraph_mode FULL, .* tells phases apart .*FULL_AND_PIECEWISE"
-    ):
+    said = "cudagraph_mode FULL, .* tells phases apart .*FULL_AND_PIECEWISE"
+    with pytest.raises(FlexQuantError, match=said):
         configured(POLICY, "FULL")
 
 
@@ -189,7 +176,7 @@ def test_breakable_graphs_are_refused_for_a_policy_that_tells_phases_apart(confi
         ("V1", [32, 61, 128], [33, 63], 2),
     ],
 )
-def test_graph_sizes_are_tokens_also_where_a_sequence_decodes_several(
+def test_sizes_are_tokens_also_where_a_sequence_decodes_several(
     runner, sizes, adjusted, speculated, configured
 ):
     """Sizes that vLLM rounds up for speculation are in the table."""
@@ -241,13 +228,9 @@ def captured(configured, monkeypatch):
 
 
 def replay_one(graphs: PlanGraphs, tokens: int) -> CUDAGraphMode:
-    context = forward_context.ForwardContext(
-        no_compile_layers={},
-        attn_metadata={},
-        slot_mapping={},
-        cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE,
-        batch_descriptor=forward_context.BatchDescriptor(num_tokens=tokens),
-    )
+    size = forward_context.BatchDescriptor(num_tokens=tokens)
+    asked = {"cudagraph_runtime_mode": CUDAGraphMode.PIECEWISE, "batch_descriptor": size}
+    context = forward_context.ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={}, **asked)
     with forward_context.override_forward_context(context):
         graphs.capture_missing({"plan": Plan()}, ["plan"], context, {})
         return graphs.replay("plan", Plan(), context, {})

@@ -13,7 +13,7 @@ import torch
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from flexquant.serving.worker.int8_head import Int8HeadMethod
 from flexquant.serving.worker.worker_extension import status_of
-from tests.checkpoints import StateDict, make_checkpoint
+from tests.checkpoints import StateDict, Transform, make_checkpoint
 from tests.foreign import write_foreign
 from tests.integration.conftest import (
     answers,
@@ -34,14 +34,8 @@ pytestmark = pytest.mark.engine
 
 PROMPTS = ["The quick brown fox", "In the beginning was the word, and it took nine more words", "1, 2, 3"]
 OPTIONS = {"dtype": "bfloat16", "max_model_len": 256, "sampling": {"prompt_logprobs": 3, "max_tokens": 8}}
-FORMS = {
-    "w8a16": 0.01,
-    "w4a16": 0.01,
-    "w4a16 by channel": 0.01,
-    "w4a16 with zero points": 0.01,
-    "w8a8": 0.02,
-    "fp8": 0.05,
-}
+WEIGHTS_ALONE = ("w8a16", "w4a16", "w4a16 by channel", "w4a16 with zero points")
+FORMS = dict.fromkeys(WEIGHTS_ALONE, 0.01) | {"w8a8": 0.02, "fp8": 0.05}
 """Scheme of a head -> most that stock vLLM differs, in nats, from the same model with the head in 16 bit."""
 IN_INT4 = rules("- use: w4a16")
 
@@ -58,9 +52,8 @@ def test_each_variant_answers_as_stock_vllm(form: str, tmp_path: Path) -> None:
 def test_each_variant_multiplies_by_its_own_head(tmp_path: Path) -> None:
     sources = write_pair(tmp_path, "w8a16", None)
     merge_checkpoints(sources, tmp_path / "merged")
-    *_, phases, w4a8 = check_variants(
-        tmp_path / "merged", sources, PROMPTS, more=["phase", "w4a8"], **OPTIONS
-    )
+    more = {"more": ["phase", "w4a8"], **OPTIONS}
+    *_, phases, w4a8 = check_variants(tmp_path / "merged", sources, PROMPTS, **more)
     assert {(p["phase"], p["plan"]) for p in phases.passes} == {("prefill", "w8a8"), ("decode", "w4a16")}
     assert {p["plan"] for p in w4a8.passes} == {"w4a8"}
 
@@ -72,8 +65,8 @@ def test_one_copy_of_a_published_checkpoint_has_its_head(head: str, tmp_path: Pa
     if head not in FORMS:
         folder = write_foreign(folder, tmp_path / "foreign", head, lm_head=True)
     (stock,) = generate(folder, None, PROMPTS, **OPTIONS)
-    policies = [IN_INT4, "one-copy"]
-    alone, one_copy = generate(folder, policies, PROMPTS, config_format="flexquant", **OPTIONS)
+    published = {"config_format": "flexquant", **OPTIONS}
+    alone, one_copy = generate(folder, [IN_INT4, "one-copy"], PROMPTS, **published)
     assert alone.answers == stock.answers
     assert {p["plan"] for p in one_copy.passes} == {"w8a8-from-int4", "w4a16"}
     assert distance(one_copy.answers[0], stock.answers[0]) < 0.2
@@ -94,10 +87,7 @@ def test_nested_variants_have_their_heads(tmp_path: Path) -> None:
     assert distance(in_int4.answers[0], int4.answers[0]) < 0.01
 
 
-IN_INT8 = """schema: flexquant.policy/v1
-head: int8
-rules: [{use: w8a8}]
-"""
+IN_INT8 = rules("- use: w8a8") + "head: int8\n"
 EXACT = {"dtype": "float32", "max_model_len": 256}
 
 
@@ -121,20 +111,17 @@ def test_logits_are_those_of_the_rounded_head(kind: str, tmp_path: Path) -> None
     def with_a_rounded_head(state: StateDict) -> StateDict:
         return state | {matrix: rounded(with_an_unused_row(state)[matrix])}
 
-    shape = {"vocab_size": 331, **tied}
-    sources = {
-        scheme: make_checkpoint(
-            tmp_path / scheme, architecture, scheme, transform=with_an_unused_row, **shape
+    def make(name: str, scheme: str, transform: Transform) -> Path:
+        return make_checkpoint(
+            tmp_path / name, architecture, scheme, transform=transform, vocab_size=331, **tied
         )
-        for scheme in ("w8a8", "w4a16")
-    }
+
+    sources = {scheme: make(scheme, scheme, with_an_unused_row) for scheme in ("w8a8", "w4a16")}
     merge_checkpoints(sources, tmp_path / "merged")
-    reference = make_checkpoint(
-        tmp_path / "rounded", architecture, "w8a8", transform=with_a_rounded_head, **shape
-    )
-    (found,) = generate(tmp_path / "merged", [IN_INT8], PROMPTS, sampling={"prompt_logprobs": 3}, **EXACT)
-    (expected,) = generate(reference, None, PROMPTS, sampling={"prompt_logprobs": 3}, **EXACT)
-    (stored,) = generate(sources["w8a8"], None, PROMPTS, sampling={"prompt_logprobs": 3}, **EXACT)
+    reference = make("rounded", "w8a8", with_a_rounded_head)
+    asked = {"sampling": {"prompt_logprobs": 3}, **EXACT}
+    (found,) = generate(tmp_path / "merged", [IN_INT8], PROMPTS, **asked)
+    (expected,), (stored,) = (generate(one, None, PROMPTS, **asked) for one in (reference, sources["w8a8"]))
     assert distance(found.answers[0], expected.answers[0]) < 1e-4
     assert distance(stored.answers[0], expected.answers[0]) > 1e-3
 

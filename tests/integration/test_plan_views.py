@@ -13,13 +13,14 @@ import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from flexquant.merge import merge_checkpoints
-from tests.checkpoints import fold_final_norm, make_checkpoint
+from tests.checkpoints import fold_final_norm, make_checkpoint, make_pair
 from tests.integration.conftest import answers, engine, records_of
 from tests.policies import SWITCHING
 
 pytestmark = pytest.mark.engine
 
 LAYERS = 3
+MODULES = [*(f"model.layers.{i}" for i in range(LAYERS)), "model.norm"]
 SMALL = {"max_model_len": 128, "max_num_seqs": 4}
 
 
@@ -41,21 +42,15 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("views")
-    sources = {
-        "w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", num_layers=LAYERS),
-        "w4a16": make_checkpoint(
-            folder / "w4a16", scheme="w4a16", num_layers=LAYERS, transform=fold_final_norm
-        ),
-    }
-    merge_checkpoints(sources, folder / "merged")
+    merge_checkpoints(make_pair(folder, change=fold_final_norm, num_layers=LAYERS), folder / "merged")
     trace = folder / "trace.jsonl"
     ran: list[tuple[str, str]] = []
     with engine(folder / "merged", SWITCHING, flexquant={"trace": str(trace)}, **SMALL) as llm:
         (model,) = llm.apply_model(lambda model: model)
         for variant in model.variants:
-            for module in (*(f"model.layers.{i}" for i in range(LAYERS)), "model.norm"):
+            for module in MODULES:
                 model.variants[variant].get_submodule(module).register_forward_hook(
-                    lambda *_, variant=variant, module=module: ran.append((variant, module))
+                    lambda *_, place=(variant, module): ran.append(place)
                 )
         told_before: list[int] = []
         for variant in model.variants.values():  # whose hooks the plans share
@@ -82,16 +77,11 @@ def test_a_pass_is_told_once_its_plan_is_launched(served: Served) -> None:
 
 
 def test_every_layer_is_run_by_the_plans_variant_and_followed_by_the_last_ones_norm(served: Served) -> None:
-    layers = {
-        "w8a8": ["w8a8", "w8a8", "w8a8"],
-        "w4a16": ["w4a16", "w4a16", "w4a16"],
-        "w4a16+w8a8[0]": ["w8a8", "w4a16", "w4a16"],
-    }
-    modules = [*(f"model.layers.{i}" for i in range(LAYERS)), "model.norm"]
+    layers = {"w8a8": ["w8a8"] * 3, "w4a16": ["w4a16"] * 3, "w4a16+w8a8[0]": ["w8a8", "w4a16", "w4a16"]}
     expected: list[tuple[str, str]] = []
     for p in served.passes:
         variants = layers[p["plan"]]
-        expected += zip([*variants, variants[-1]], modules, strict=True)
+        expected += zip([*variants, variants[-1]], MODULES, strict=True)
     assert served.ran == expected
 
 
