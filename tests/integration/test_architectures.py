@@ -72,7 +72,7 @@ def check_plans(folder: Path, layered_policy: str, layered_plan: str) -> None:
 
 
 @pytest.mark.usefixtures("vaultgemma_as_it_was")
-@pytest.mark.parametrize("architecture", map(marked, ARCHITECTURES | LATENT))
+@pytest.mark.parametrize("architecture", [*map(marked, ARCHITECTURES | LATENT)])
 def test_pure_plans_equal_stock_vllm_and_layered_plans_run(architecture, tiny_merged):
     is_oldest = vllm.__version__.startswith("0.26.")
     if architecture == "gemma3" and is_oldest and torch.cpu._is_amx_tile_supported():
