@@ -67,27 +67,19 @@ def test_equal_experts_exist_once(tiny_merged):
     merged, layers = read_merged_config(tiny_merged("qwen3_moe", *IN_16_BIT) / "merged")
     assert {f"model.layers.{i}.mlp.experts" for i in range(layers)} <= set(merged.shared_modules)
     with engine(tiny_merged("qwen3_moe", *IN_16_BIT) / "merged", "phase") as llm:
-        ((same, sizes),) = llm.apply_model(
-            lambda model: (
-                len({id(v.model.layers[0].mlp.experts.routed_experts) for v in model.variants.values()}),
-                model.weight_bytes,
-            )
-        )
-    assert same == 1
+        (variants,) = llm.apply_model(lambda model: [*model.variants.values()])
+        assert len({id(v.model.layers[0].mlp.experts.routed_experts) for v in variants}) == 1
+        (sizes,) = llm.apply_model(lambda model: model.weight_bytes)
     experts_in_16_bit = layers * 8 * 3 * 128 * 64 * 2
     assert sizes["shared"] > experts_in_16_bit > sizes["w8a8"]
 
 
 def test_a_derived_variant_takes_its_sources_expert_layers_with_shared_experts_in_int4(tiny_merged):
     with engine(tiny_merged("qwen2_moe", *IN_16_BIT) / "merged", SINGLE_COPY, **OPTIONS) as llm:
-        (own,) = llm.apply_model(
-            lambda model: {
-                name
-                for name, module in model.variants["w4a8"].model.layers[0].named_modules()
-                if module._parameters
-                and module is not model.variants["w4a16"].model.layers[0].get_submodule(name)
-            }
-        )
+        (variants,) = llm.apply_model(lambda model: model.variants)
+        derived, source = (variants[name].model.layers[0] for name in ("w4a8", "w4a16"))
+        modules = ((name, module) for name, module in derived.named_modules() if module._parameters)
+        own = {name for name, module in modules if module is not source.get_submodule(name)}
         assert own == {"self_attn.qkv_proj", "self_attn.o_proj"}
         assert len(answers(llm, PROMPTS, **SAMPLING)) == len(PROMPTS)
 
@@ -158,12 +150,11 @@ def caches(llm: Any) -> tuple[list[list[str]], int, int]:
 @pytest.mark.parametrize(
     ("options", "rounds"),
     [
-        pytest.param({}, 2, id="eager"),
-        pytest.param({"enforce_eager": False}, 1, id="compiled", marks=pytest.mark.full),
-        pytest.param(
-            {"enable_prefix_caching": False}, 1, id="without-prefix-caching", marks=pytest.mark.full
-        ),
+        ({}, 2),
+        pytest.param({"enforce_eager": False}, 1, marks=pytest.mark.full),
+        pytest.param({"enable_prefix_caching": False}, 1, marks=pytest.mark.full),
     ],
+    ids=["eager", "compiled", "without-prefix-caching"],
 )
 def test_a_variant_goes_on_from_the_state_that_another_wrote(kind, options, rounds, made):
     """Prompts come in chunks; in a second round most of them is in the prefix cache, states included."""
@@ -173,8 +164,7 @@ def test_a_variant_goes_on_from_the_state_that_another_wrote(kind, options, roun
             given = [answers(llm, prompts, **MANY) for prompts in asked]
             found.append((given, caches(llm), metric(llm, "prefix_cache_hits")))
     stock, twins = found
-    assert twins == stock
-    assert (stock[2] > 0) == (rounds > 1)
+    assert twins == stock and (stock[2] > 0) == (rounds > 1)
 
 
 def metric(llm: Any, name: str) -> int:
@@ -211,21 +201,18 @@ def test_a_derived_variant_computes_with_its_own_linears_on_the_same_state(kind,
 
         def watch(model: Any) -> None:
             for variant in ("w4a16", "derived"):
-                for layer in layers_with_state(model.variants[variant]):
-                    for linear in linears(layer):
-                        called = {id(linear): (variant, type(linear.quant_method).__name__)}
-                        linear.register_forward_hook(
-                            lambda m, *_, called=called: calls.update([called.get(id(m))])
-                        )
+                for linear in (
+                    one for layer in layers_with_state(model.variants[variant]) for one in linears(layer)
+                ):
+                    called = {id(linear): (variant, type(linear.quant_method).__name__)}
+                    linear.register_forward_hook(
+                        lambda m, *_, called=called: calls.update([called.get(id(m))])
+                    )
 
         llm.apply_model(watch)
         answers(llm, ["one"], **SAMPLING)
-        (states,) = llm.apply_model(
-            lambda model: [
-                [id(layer.kv_cache) for layer in layers_with_state(variant)]
-                for variant in model.variants.values()
-            ]
-        )
+        (variants,) = llm.apply_model(lambda model: model.variants.values())
+        states = [[id(layer.kv_cache) for layer in layers_with_state(variant)] for variant in variants]
     del calls[None]
     by_variant = {variant: count for (variant, _), count in calls.items()}
     assert by_variant["w4a16"] == (SAMPLING["max_tokens"] - 1) * by_variant["derived"]
@@ -309,5 +296,4 @@ def test_a_policy_change_on_the_way_and_preemption_leave_no_trace(made):
             return tokens, metric(llm, "num_preemptions")
 
     undisturbed = serve("w8a8", None)
-    assert undisturbed[1] > 0
-    assert serve("twins", 60) == undisturbed
+    assert undisturbed[1] > 0 and serve("twins", 60) == undisturbed

@@ -70,8 +70,7 @@ def test_pure_plans_equal_the_static_checkpoints(variant, number, folder, severa
 
 
 def test_both_ranks_take_another_policy_between_the_same_two_passes(several):
-    assert several.told == [several.told[0]] * 2
-    assert several.told[0]["routes"]
+    assert several.told == [several.told[0]] * 2 and several.told[0]["routes"]
     plans = [record.get("plan", "another policy") for record in several.after]
     assert plans == ["w4a16", *["w8a8+w4a16[1]"] * 3, "another policy", *["w8a8"] * 4]
 
@@ -154,9 +153,7 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.full
-def test_rays_actors_take_the_policys_routes_and_answer_as_processes_do(
-    folder, several, two_devices, tmp_path
-):
+def test_rays_actors_take_the_policys_routes_and_answer_alike(folder, several, two_devices, tmp_path):
     actors = run_several(folder / "merged", RANKS, tmp_path, "ray")
     actors.check_routes()
     assert actors.answers == several.answers

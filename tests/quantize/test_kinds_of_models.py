@@ -10,6 +10,7 @@ models are quantised with llm-compressor itself, as the page shows.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -94,27 +95,25 @@ def test_experts_are_neither_rotated_nor_given_zero_points() -> None:
     with pytest.raises(FlexQuantError, match=r"cannot leave out experts where re:\.\*.* names them"):
         resolved(recipe(w8a8=of_some))
     rotation = {"targets": ["re:.*down_proj$"], "transform_block_size": 32}
-    with pytest.raises(
-        FlexQuantError, match=r"rotate the inputs of .*\.experts\.0\.down_proj, which vLLM does"
-    ):
+    said = r"rotate the inputs of .*\.experts\.0\.down_proj, which vLLM does"
+    with pytest.raises(FlexQuantError, match=said):
         resolved(recipe(w8a8={"QuIPModifier": rotation, "GPTQModifier": arguments}))
 
 
 @pytest.mark.parametrize(("of_down", "problem"), [(64, None), (96, "down_proj has 256 input features")])
 def test_groups_of_several_sizes_divide_their_own_linears(of_down: int, problem: str | None) -> None:
-    config = base_config("llama")
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    config, weights = (
+        base_config("llama"),
+        {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"},
+    )
     groups = {
         name: {"targets": [target], "weights": {**weights, "group_size": size}}
         for name, target, size in (("a", r"re:.*\.q_proj$", 32), ("b", r"re:.*\.down_proj$", of_down))
     }
     by = recipe(v={"QuantizationModifier": {"config_groups": groups, "ignore": ["lm_head"]}})
     model = empty_model(config)
-    if problem is None:
+    with nullcontext() if problem is None else pytest.raises(FlexQuantError, match=problem):
         assert resolve_variant(by.variants["v"], model, config.model_type).group_size is None
-        return
-    with pytest.raises(FlexQuantError, match=problem):
-        resolve_variant(by.variants["v"], model, config.model_type)
 
 
 ATTENTION = "model.layers.0.self_attn"
@@ -139,10 +138,8 @@ STATE = "model.layers.0.linear_attn"
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("states")
-    config = small_config(
-        "qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
-    )
-    model = random_model(config)
+    kinds = ["linear_attention", "full_attention"]
+    model = random_model(small_config("qwen3_next", num_hidden_layers=2, layer_types=kinds))
     model.config.architectures = ["Qwen3NextForCausalLM"]
     write_checkpoint(folder / "model", model.config, split(model)[0], None, set(), [])
     assert cli.main(["build", str(folder / "model"), "--output", str(folder / "merged"), *OPTIONS]) == 0
@@ -188,8 +185,10 @@ def test_what_the_page_shows_gives_variants_that_merge(name, tmp_path, monkeypat
     assert found.layered_plans
     keys = read_tensors(tmp_path / "my-vision-variants" / "merged")
     parts = [key for key in keys if "layers.3.self_attn.q_proj.weight_" in key]
-    ends = {(key.split(".")[0], key.rpartition("_")[2]) for key in parts}
-    assert ends >= {("w8a8", "scale"), ("w4a16", "packed")}
+    assert {(k.split(".")[0], k.rpartition("_")[2]) for k in parts} >= {
+        ("w8a8", "scale"),
+        ("w4a16", "packed"),
+    }
 
 
 def test_recipes_refuse_a_vision_model_and_say_what_to_do(tmp_path: Path) -> None:
@@ -200,19 +199,13 @@ def test_recipes_refuse_a_vision_model_and_say_what_to_do(tmp_path: Path) -> Non
 
 
 FOUND = json.loads(RESULTS.read_text())["architectures"]
-SOME = (
-    *("AfmoeForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM", "GptOssForCausalLM"),
-    *("MiMoForCausalLM", "OPTForCausalLM"),
-)
+SOME = [f"{name}ForCausalLM" for name in ("Afmoe", "Falcon", "GPTNeoX", "GptOss", "MiMo", "OPT")]
 """A router in 16 bit, another class of linears, a renamed head, fused experts, and two that are refused."""
+WITHOUT_CLASS = "IQuestCoder InternLM3 MiMo MiMoV2 MiniCPM PanguEmbedded Solar TeleChat3 TeleFLM"
 UNKNOWN = "names the architecture {}, and transformers computes the model_type '{}' as"
 REFUSED = {"OPTForCausalLM": "transformers cannot build the OPTForCausalLM"} | {
     name: UNKNOWN.format(name, FOUND[name]["model_type"])
-    for name in (
-        *("IQuestCoderForCausalLM", "InternLM3ForCausalLM", "MiMoForCausalLM", "MiMoV2ForCausalLM"),
-        *("MiniCPMForCausalLM", "PanguEmbeddedForCausalLM", "SolarForCausalLM", "TeleChat3ForCausalLM"),
-        "TeleFLMForCausalLM",
-    )
+    for name in map("{}ForCausalLM".format, WITHOUT_CLASS.split())
 }
 """Architecture -> how it is refused; transformers has no class for the others."""
 BUILT = sorted(name for name in FOUND if FOUND[name]["outcome"] == SERVED or name in REFUSED)
