@@ -26,6 +26,7 @@ QUARK_CHANNELS = {"by": "per_channel", "static": False}
 NOT_GATES = {"modules_to_not_convert": ["gate"]}
 WITH_TEMPLATE = edits.file("chat_template.jinja", TEMPLATE)
 WITH_ANOTHER = edits.file("chat_template.jinja", TEMPLATE.replace(": ", "> "))
+TEMPLATES = {"first": (WITH_TEMPLATE,), "second": (WITH_ANOTHER,)}
 OTHER_SAMPLING = edits.generation(temperature=0.6, eos_token_id=257)
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
@@ -78,15 +79,15 @@ def _smooth_v_to_o(state: StateDict) -> StateDict:
     return state | folded
 
 
-def _first(name: str, *edits: Edit, **more: Any) -> Shape:
-    return Shape(name, first=edits, **more)
+def _first(name: str, *changes: Edit, **more: Any) -> Shape:
+    return Shape(name, first=changes, **more)
 
 
 def _second(
-    name: str, *edits: Edit, method: str = "", form: Mapping[str, Any] | None = None, **more: Any
+    name: str, *changes: Edit, method: str = "", form: Mapping[str, Any] | None = None, **more: Any
 ) -> Shape:
     """Return a pair whose second is in another format, with settings ``form``, unless ``method`` is empty."""
-    return Shape(name, {"method": method, **(form or {})} if method else {}, second=edits, **more)
+    return Shape(name, {"method": method, **(form or {})} if method else {}, second=changes, **more)
 
 
 AWQ, GPTQ = (partial(_second, method=method) for method in ("awq", "gptq"))
@@ -157,7 +158,7 @@ SHAPES = (
     BESIDE_16_BIT("block FP8 (DeepSeek, Qwen) and INT4", edits.block_fp8, stock=None),
     BESIDE_16_BIT(
         "block FP8 scaled by powers of two (DeepSeek V3.1) and INT4",
-        *(partial(edits.block_fp8, scale_fmt="ue8m0"),),
+        partial(edits.block_fp8, scale_fmt="ue8m0"),
         stock=None,
     ),
     BESIDE_16_BIT("16 bit and INT4"),
@@ -199,12 +200,8 @@ SHAPES = (
         second=(edits.file("chat_template.jinja", TEMPLATE + "\n"),),
     ),
     _second("a chat template on one side", WITH_TEMPLATE),
-    Shape("another chat template", first=(WITH_TEMPLATE,), second=(WITH_ANOTHER,)),
-    Shape(
-        "another chat template, with `--tokenizer-from`",
-        *({}, (WITH_TEMPLATE,), (WITH_ANOTHER,)),
-        options={"tokenizer_from": "w8a8"},
-    ),
+    Shape("another chat template", **TEMPLATES),
+    Shape("another chat template, with `--tokenizer-from`", **TEMPLATES, options={"tokenizer_from": "w8a8"}),
     _second("the tokenizer of another base model", edits.tokenizer(edits.swapped_tokens)),
     _second("other sampling defaults", OTHER_SAMPLING),
     _second(

@@ -13,12 +13,8 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from safetensors.torch import load_file
 
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.modifiers import (
-    SearchedSmoothQuant,
-    TokenNormalizedGPTQ,
-    build_modifiers,
-    smoothing_scales,
-)
+from flexquant.quantization import modifiers
+from flexquant.quantization.modifiers import TokenNormalizedGPTQ, smoothing_scales
 from flexquant.quantization.oneshot import load_model, run_modifiers
 from flexquant.quantization.recipe import load_recipe
 from flexquant.quantization.resolve import resolve_variant
@@ -97,8 +93,7 @@ def smoothed_at(strengths: dict[str, float | None], model: Path, output: Path) -
 
 
 def test_a_mapping_fixed_at_null_is_not_smoothed(small: Path, tmp_path: Path) -> None:
-    strengths = {FIRST_NORM: None, NORM: 0.8}
-    source = load_file(small / "model.safetensors")
+    strengths, source = {FIRST_NORM: None, NORM: 0.8}, load_file(small / "model.safetensors")
     made = smoothed_at(strengths, small, tmp_path / "variants")
     for name, alpha in strengths.items():
         assert torch.equal(source[f"{name}.weight"], made[f"{name}.weight"]) == (alpha is None)
@@ -135,7 +130,7 @@ def test_a_smoothed_model_computes_the_same(kind: str, tmp_path: Path) -> None:
     settings = recipe(w8a8={"SmoothQuantModifier": {"smoothing_strength": 0.5}, **W8A8}).variants["w8a8"]
     variant = resolve_variant(settings, empty_model(model.config), kind)
     ids = torch.arange(3, 67)
-    smoothing, _ = build_modifiers(variant, len(ids))
+    smoothing, _ = modifiers.build_modifiers(variant, len(ids))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     expected = model(ids[None]).logits.detach()
     run_modifiers(model, byte_tokenizer(model.config), [smoothing], [ids], seed=0)
@@ -146,7 +141,7 @@ def test_a_smoothed_model_computes_the_same(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_largest_inputs_are_those_of_all_rows() -> None:
-    smoothing = SearchedSmoothQuant(fixed={"norm": 0.5}, scales_={})
+    smoothing = modifiers.SearchedSmoothQuant(fixed={"norm": 0.5}, scales_={})
     for row in ([1.0, -5.0], [3.0, 2.0]):
         smoothing._observer("norm")(torch.nn.Identity(), (torch.tensor([row]),), None)
     assert smoothing.scales_["norm"].max_channel_vals.tolist() == [3.0, 5.0]

@@ -57,11 +57,9 @@ def kept(model: Path, output: Path, by: Recipe = TWO, **options: Any) -> list[bo
 
 def test_what_is_finished_stays_and_what_is_gone_is_made_again(small: Path, finished: Path) -> None:
     written = finished / "w8a8/model.safetensors"
-    expected, time = digests(finished), written.stat().st_mtime_ns
-    said: list[str] = []
+    expected, time, said = digests(finished), written.stat().st_mtime_ns, list[str]()
     assert kept(small, finished, stage=recorder(said)) == [True, True]
     assert f"w8a8: {finished / 'w8a8'} is finished, and kept" in said
-
     shutil.rmtree(finished / "w4a16")
     assert kept(small, finished) == [True, False]
     assert written.stat().st_mtime_ns == time and digests(finished) == expected
@@ -170,9 +168,8 @@ SECONDS = 600
 def test_a_variant_that_does_not_fit(model, tmp_path, most, capsys):
     output = tmp_path / "variants"
     command = ["quantize", str(model), "--output", str(output), "--resume", *OPTIONS]
-    assert programs.disk_full(command, most, capsys).startswith(
-        f"flexquant quantize: error: the disk ran full while writing {output / 'w8a8'}"
-    )
+    said = f"flexquant quantize: error: the disk ran full while writing {output / 'w8a8'}"
+    assert programs.disk_full(command, most, capsys).startswith(said)
     assert digests(tmp_path).keys() == {"variants/calibration.jsonl"}, "which is whole"
     assert cli.main(command) == 0
     assert {"w8a8/config.json", "w4a16/config.json"} <= digests(output).keys()
@@ -197,9 +194,8 @@ def test_a_merge_that_does_not_fit_keeps_the_variants(model, variants, tmp_path,
     shutil.copytree(variants, kept)
     before = digests(tmp_path)
     command = ["build", str(model), "--output", str(output), *OPTIONS]
-    assert programs.disk_full(command, 65536, capsys).startswith(
-        f"flexquant build: error: the disk ran full while writing {output}"
-    )
+    said = f"flexquant build: error: the disk ran full while writing {output}"
+    assert programs.disk_full(command, 65536, capsys).startswith(said)
     assert digests(tmp_path) == before
     assert cli.main(command) == 0
     assert digests(kept) == digests(variants)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from flexquant import cli
 from flexquant.checkpoint.merged_config import read_merged_config
@@ -91,15 +92,15 @@ def test_norms_hand_their_scales_to_all_their_readers_so_that_v_stays(model: Pat
         assert relative_error(o_proj, source[f"{layer}.self_attn.o_proj.weight"].float()) < 0.03
 
 
+IDS = torch.tensor([list(b"def quantize(model, output): ...")])
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(IDS).logits
+
+
 def test_the_quantised_model_computes_what_the_source_computes(model: Path, variants: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    ids = torch.tensor([list(b"def quantize(model, output): ...")])
-
-    def logits(folder: Path) -> torch.Tensor:
-        with torch.no_grad():
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
-
     # Logits of unrelated models differ by about 1.4. Random weights have no outliers and few samples leave
     # GPTQ little to go by, so this tells a broken checkpoint from a sound one and says nothing on quality.
     expected = logits(model)
@@ -108,8 +109,6 @@ def test_the_quantised_model_computes_what_the_source_computes(model: Path, vari
 
 
 def test_rotated_inputs_and_zero_points_of_activations_keep_what_is_computed(model, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     quantize(model, tmp_path / "out", "rotated", "w8a8")
     section = quantizing.section(tmp_path / "out/w8a8")
     (scheme,) = section["transform_config"]["config_groups"].values()
@@ -118,11 +117,9 @@ def test_rotated_inputs_and_zero_points_of_activations_keep_what_is_computed(mod
     made = tensors(tmp_path / "out/w8a8")
     (matrix,) = {name: t for name, t in made.items() if name.endswith("_input.weight")}.values()
     assert torch.equal(matrix.float() @ matrix.float().t(), 128 * torch.eye(128))
-    ids = torch.tensor([list(b"def quantize(model, output): ...")])
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits
-        found = load_quantized(tmp_path / "out/w8a8")(ids).logits
-    assert relative_error(found, expected) < 0.1
+        found = load_quantized(tmp_path / "out/w8a8")(IDS).logits
+    assert relative_error(found, logits(model)) < 0.1
 
 
 # Mistral's layers are Llama's: the full run finds a release of transformers that changes that.
@@ -205,10 +202,10 @@ def test_generation_settings_are_kept_as_they_are(own: Path, tmp_path: Path, nam
 
 def test_calibration_on_text_and_on_messages(own: Path, tmp_path: Path) -> None:
     (own / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    text = tmp_path / "prose.txt"
-    text.write_text("A paragraph of prose.\n\nAnd another one.\n" * 20)
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello there! " * 100}]}))
+    (text := tmp_path / "prose.txt").write_text("A paragraph of prose.\n\nAnd another one.\n" * 20)
+    (chats := tmp_path / "chats.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "Hello there! " * 100}]})
+    )
     by = recipe(w4a16=W4A16)
     quantize(own, tmp_path / "text", by, calibration=text)
     settings = Calibration(data=str(chats), samples=4, length=64, seed=3)
@@ -225,16 +222,12 @@ def test_calibration_on_text_and_on_messages(own: Path, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_rounding_is_learnt(model: Path, tmp_path: Path) -> None:
     arguments = {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": 64}
-    by = recipe(
-        nearest={"QuantizationModifier": arguments},
-        learnt={"AutoRoundModifier": {**arguments, "iters": 8, "batch_size": 2}},
-    )
-    quantize(model, tmp_path, by)
+    learning = {"AutoRoundModifier": {**arguments, "iters": 8, "batch_size": 2}}
+    quantize(model, tmp_path, recipe(nearest={"QuantizationModifier": arguments}, learnt=learning))
     assert "auto-round" in report(tmp_path / "learnt")["made_from"]["versions"]
     nearest, learnt = (tensors(tmp_path / way) for way in ("nearest", "learnt"))
-    assert {name: (w.shape, w.dtype) for name, w in nearest.items()} == {
-        name: (w.shape, w.dtype) for name, w in learnt.items()
-    }
+    ours, others = ({name: (w.shape, w.dtype) for name, w in way.items()} for way in (nearest, learnt))
+    assert ours == others
     different = [name for name in nearest if not nearest[name].equal(learnt[name])]
     assert any(name.endswith("weight_packed") for name in different)
     assert all(name.endswith(("weight_packed", "weight_scale")) for name in different)
