@@ -51,8 +51,7 @@ class Hub:
 def serving(hub: Hub) -> Iterator[Hub]:
     """Serve until the block is left; ``hub.url`` is the address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    (thread := Thread(target=server.serve_forever, daemon=True)).start()
     hub.url = f"http://127.0.0.1:{server.server_port}"
     try:
         yield hub
@@ -98,8 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         return entry
 
     def _file(self, model: str, name: str) -> None:
-        path = self.hub.models[model] / name
-        wanted = self.headers.get("Range", "")
+        path, wanted = self.hub.models[model] / name, self.headers.get("Range", "")
         self.hub.requests.append((self.command, f"{model}/{name}", wanted))
         if not path.is_file():
             return self._fail(404, "EntryNotFound")

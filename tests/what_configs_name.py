@@ -9,7 +9,6 @@ takes. The process has a package ``kernels``, which writes down whether it is as
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
@@ -18,6 +17,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -135,10 +135,7 @@ def _main(folder: Path, touched: Path, commands: Sequence[str]) -> None:
         made = [Path(shutil.copytree(folder / command / name, tried / name)) for name in ("a", "b")]
         for change, one in itertools.product(changes, made):
             change(one)
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as printed,
-            contextlib.redirect_stderr(io.StringIO()) as errors,
-        ):
+        with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()) as errors:
             status = main([part.format(*made, tried / "out") for part in COMMANDS[command]])
         said = errors.getvalue().splitlines()[-1] if status else printed.getvalue()
         result[command][key] = [status, said, touched.read_text()]

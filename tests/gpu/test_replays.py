@@ -36,27 +36,23 @@ def own_weights(model: Any) -> dict[int, str]:
     """Return the variant of every weight that only one variant has, keyed by the weight's address."""
     owners: dict[int, set[str]] = {}
     for name, variant in model.variants.items():
-        for weight in variant.parameters():
-            if weight.numel():
-                owners.setdefault(weight.data_ptr(), set()).add(name)
+        for weight in filter(torch.numel, variant.parameters()):
+            owners.setdefault(weight.data_ptr(), set()).add(name)
     return {address: next(iter(names)) for address, names in owners.items() if len(names) == 1}
 
 
 def variants_in(graph: Any, owners: dict[int, str]) -> set[str]:
     """Return the variants whose weights the operators of a graph read."""
-    tensors = (
-        t for operator in graph.operators for t in tree_leaves(operator[1:3]) if isinstance(t, torch.Tensor)
-    )
+    leaves = (leaf for operator in graph.operators for leaf in tree_leaves(operator[1:3]))
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     return {owners[t.data_ptr()] for t in tensors if t.data_ptr() in owners}
 
 
-@pytest.mark.parametrize(
-    ("mode", "policy"),
-    [
-        *(pytest.param(mode, BY_BATCH, id=f"{mode}-by-batch") for mode in MODES),
-        pytest.param("FULL", BY_SIZE, id="FULL-by-size"),
-    ],
-)
+BY_MODE = [*(pytest.param(mode, BY_BATCH, id=f"{mode}-by-batch") for mode in MODES)]
+BY_MODE += [pytest.param("FULL", BY_SIZE, id="FULL-by-size")]
+
+
+@pytest.mark.parametrize(("mode", "policy"), BY_MODE)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_every_replay_is_of_the_plan_that_the_trace_names(runner, mode, policy, checkpoints, tmp_path):
     trace = tmp_path / "trace.jsonl"
@@ -221,11 +217,9 @@ def test_every_replay_is_of_the_plan_that_the_policy_gives(runner, mode, serve, 
         asked = change(llm, "opposite", OPPOSITE_OF_BY_BATCH, dry_run=True)
         assert compilation_counter.num_cudagraph_captured == captured
         told = change(llm, "opposite", OPPOSITE_OF_BY_BATCH)
-        assert told == asked
-        assert told["captures_graphs"]
+        assert told == asked and told["captures_graphs"]
         assert ("w4a16", "w8a8") in {(row["before"], row["after"]) for row in told["routes"]}
-        recaptured = compilation_counter.num_cudagraph_captured
-        assert recaptured > captured
+        assert compilation_counter.num_cudagraph_captured > captured
         finished = step(llm, 4)
         add(llm, 6, 5)
         finished += step(llm)
@@ -276,8 +270,7 @@ def test_a_capture_that_fails_leaves_the_policy_before(runner, policy, monkeypat
 
         monkeypatch.setattr(worker.model_runner, "capture_model", fail_once)
         told = change(llm, "opposite", OPPOSITE_OF_BY_BATCH)
-        assert told.keys() == {"refused"}
-        assert "out of memory" in told["refused"]
+        assert told.keys() == {"refused"} and "out of memory" in told["refused"]
         (status,) = llm.collective_rpc("flexquant_status")
         assert status["policy"]["name"] == policy
         step(llm)
@@ -297,8 +290,7 @@ def test_a_capture_that_fails_leaves_the_policy_before(runner, policy, monkeypat
         captured, before = compilation_counter.num_cudagraph_captured, len(steps)
         add(llm, 5, 4)
         step(llm)
-        told = change(llm, "opposite", OPPOSITE_OF_BY_BATCH)
-        assert told["captures_graphs"] is False
+        assert change(llm, "opposite", OPPOSITE_OF_BY_BATCH)["captures_graphs"] is False
         add(llm, 1, 3)
         step(llm)
         assert compilation_counter.num_cudagraph_captured == captured
@@ -330,8 +322,7 @@ def test_pieces_that_are_there_and_pieces_of_a_capture_that_failed(runner, monke
 
         monkeypatch.setattr(torch.cuda, "graph", fail_at_the_second)
         assert "out of memory" in change(llm, "opposite", OPPOSITE_OF_BY_BATCH)["refused"]
-        told = change(llm, "opposite", OPPOSITE_OF_BY_BATCH)
-        assert told["captures_graphs"]
+        assert change(llm, "opposite", OPPOSITE_OF_BY_BATCH)["captures_graphs"]
         captured = compilation_counter.num_cudagraph_captured
         add(llm, 7, 4)
         step(llm)

@@ -113,13 +113,11 @@ def answers(llm: LLM, prompts: list[Any], adapters: list[Any] | None = None, **s
 
     parameters = SamplingParams(**{"temperature": 0, "max_tokens": 16, "logprobs": 5, **sampling})
     outputs = llm.generate(prompts, parameters, use_tqdm=False, lora_request=adapters)
-    return [
-        (
-            list(output.outputs[0].token_ids),
-            [{token: entry.logprob for token, entry in step.items()} for step in output.outputs[0].logprobs],
-        )
-        for output in outputs
-    ]
+
+    def logprobs(found: Any) -> list[dict[int, float]]:
+        return [{token: entry.logprob for token, entry in step.items()} for step in found.logprobs]
+
+    return [(list(o.outputs[0].token_ids), logprobs(o.outputs[0])) for o in outputs]
 
 
 EVERY = slice(None)
@@ -220,11 +218,7 @@ _kept: dict[str, list[Served]] = {}
 
 
 def generate(
-    folder: Path | str,
-    policies: list[str] | None,
-    *batches: list[Any],
-    sampling: dict[str, Any] | None = None,
-    **options: Any,
+    folder: Path | str, policies: list[str] | None, *batches: Any, sampling: Any = None, **options: Any
 ) -> list[Served]:
     """Return what one engine answers to ``batches`` under each policy; kept for the session.
 
@@ -239,13 +233,7 @@ def generate(
     return _kept[key]
 
 
-def _generate(
-    folder: Path | str,
-    policies: list[str] | None,
-    batches: tuple[list[Any], ...],
-    sampling: dict[str, Any],
-    options: dict[str, Any],
-) -> list[Served]:
+def _generate(folder: Path | str, policies: Any, batches: Any, sampling: Any, options: Any) -> list[Served]:
     if policies is None:
         with engine(folder, **options) as llm:
             return [Served([answers(llm, batch, **sampling) for batch in batches], [], {})]
@@ -300,10 +288,9 @@ def bytes_of_int4_group() -> int:
 
 
 def made(path: Path) -> Path:
+    where = path.relative_to(WORK.parent)
     if not (path / "config.json").is_file():
-        pytest.fail(
-            f"{path.relative_to(WORK.parent)} is missing: run the tests with 'make test', which makes it"
-        )
+        pytest.fail(f"{where} is missing: run the tests with 'make test', which makes it")
     return path
 
 
@@ -332,18 +319,13 @@ def tiny_merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     It takes the architecture, the number of layers, and regular expressions of what stays in 16 bit.
     """
     from flexquant.merge import merge_checkpoints
-    from tests.checkpoints import make_checkpoint
+    from tests.checkpoints import make_pair
 
     @functools.cache
     def make(architecture: str = "llama", num_layers: int = 4, ignore: tuple[str, ...] = ()) -> Path:
         folder = tmp_path_factory.mktemp(architecture)
-        sources = {
-            scheme: make_checkpoint(
-                folder / scheme, architecture, scheme, num_layers=num_layers, ignore=ignore
-            )
-            for scheme in ("w8a8", "w4a16")
-        }
-        merge_checkpoints(sources, folder / "merged")
+        pair = make_pair(folder, architecture, num_layers=num_layers, ignore=ignore)
+        merge_checkpoints(pair, folder / "merged")
         return folder
 
     return make

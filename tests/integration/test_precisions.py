@@ -238,8 +238,7 @@ def in_a_process(program: str, *arguments: object, work: Path, zentorch: bool, *
     if zentorch:
         paths = filter(None, [str(ZENTORCH), environment.get("PYTHONPATH")])
         environment["PYTHONPATH"] = os.pathsep.join(paths)
-    command = [sys.executable, "-c", program, *arguments, reply]
-    programs.run(command, timeout=400, environment=environment)
+    programs.run([sys.executable, "-c", program, *arguments, reply], timeout=400, environment=environment)
     return json.loads(reply.read_text())
 
 

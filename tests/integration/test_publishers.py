@@ -20,13 +20,8 @@ from tests.publishers.shapes import AWQ, SHAPES, Shape
 
 pytestmark = pytest.mark.engine
 PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time"]
-SERVED = [
-    shape
-    for shape in SHAPES
-    if f"| {shape.name} | {MERGED} |" in PAGE.read_text(encoding="utf-8")
-    and (shape.form or shape.options or shape.schemes[0] is None)
-    and shape.stock is not None
-]
+of_interest = (s for s in SHAPES if s.stock is not None and (s.form or s.options or s.schemes[0] is None))
+SERVED = [s for s in of_interest if f"| {s.name} | {MERGED} |" in PAGE.read_text(encoding="utf-8")]
 
 
 def shift_zero_points(tensors: dict[str, torch.Tensor]) -> None:
