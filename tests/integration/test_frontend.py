@@ -117,10 +117,6 @@ def test_a_configuration_without_a_policy_is_refused_by_the_worker(configured, p
 NORM, SHARD = "shared.model.norm.weight", "model-00001-of-00003.safetensors"
 
 
-def test_what_the_merge_wrote_is_accepted(merged):
-    assert configure(merged, **flexquant(verify=True)).additional_config["flexquant"] == {"verify": True}
-
-
 def test_a_flipped_byte_is_refused_with_its_shard_and_another_tokenizer(merged, tmp_path):
     flipped, edited = (shutil.copytree(merged, tmp_path / name) for name in ("flipped", "edited"))
     assert flip_a_byte(flipped, NORM) == SHARD
@@ -133,8 +129,9 @@ def test_a_flipped_byte_is_refused_with_its_shard_and_another_tokenizer(merged, 
     assert "tokenizer_config.json was changed after merging" in refusal(edited, **flexquant(verify=True))
 
 
-def test_a_model_that_is_no_folder_is_refused(merged):
+def test_what_the_merge_wrote_is_accepted_and_a_model_that_is_no_folder_refused(merged):
     config = configure(merged, **flexquant(verify=True))
+    assert config.additional_config["flexquant"] == {"verify": True}
     config.model_config.model = "somebody/something"
     with pytest.raises(
         FlexQuantError, match="needs a folder on this machine, and somebody/something is none"

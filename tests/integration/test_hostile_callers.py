@@ -56,8 +56,7 @@ class Caller:
 
     def post_endlessly(self, *headers: bytes) -> tuple[Answer, int]:
         """Post in chunks until the server answers or closes; return the answer and the bytes sent."""
-        sent = 0
-        headers = (*headers, b"Transfer-Encoding: chunked")
+        sent, headers = 0, (*headers, b"Transfer-Encoding: chunked")
         with self._sent(b"POST", b"/flexquant/policy", headers) as connection:
             chunk = b"10000\r\n" + b"#" * 0x10000 + b"\r\n"
             with suppress(ConnectionError):
@@ -87,8 +86,9 @@ class Caller:
             while part := connection.recv(1 << 16):
                 received += part
         head, _, body = received.partition(b"\r\n\r\n")
-        is_json = b"application/json" in head
-        return Answer(int(head.split()[1]), json.loads(body) if is_json and body else None)
+        return Answer(
+            int(head.split()[1]), json.loads(body) if b"application/json" in head and body else None
+        )
 
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"

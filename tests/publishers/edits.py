@@ -42,24 +42,18 @@ def edit_json(file: str, edit: Callable[[JsonObject], object]) -> Edit:
     return apply
 
 
-def config(**values: object) -> Edit:
-    return edit_json("config.json", lambda content: content.update(values))
+def update(json_file: str, /, **values: object) -> Edit:
+    return edit_json(json_file, lambda content: content.update(values))
 
 
 def section(**values: object) -> Edit:
     return edit_json("config.json", lambda content: content["quantization_config"].update(values))
 
 
-def generation(**values: object) -> Edit:
-    return edit_json("generation_config.json", lambda content: content.update(values))
-
-
-def tokenizer(edit: Callable[[JsonObject], object]) -> Edit:
-    return edit_json("tokenizer.json", edit)
-
-
-def tokenizer_config(**values: object) -> Edit:
-    return edit_json("tokenizer_config.json", lambda content: content.update(values))
+tokenizer = partial(edit_json, "tokenizer.json")
+config, generation, tokenizer_config = (
+    partial(update, name) for name in ("config.json", "generation_config.json", "tokenizer_config.json")
+)
 
 
 def file(name: str, text: str) -> Edit:

@@ -147,15 +147,12 @@ def test_the_largest_inputs_are_those_of_all_rows() -> None:
     assert smoothing.scales_["norm"].max_channel_vals.tolist() == [3.0, 5.0]
 
 
-def test_scales_are_smoothquants() -> None:
+def test_scales_are_smoothquants_and_dead_channels_are_left_as_they_are() -> None:
     x, w = torch.tensor([4.0, 9.0]), torch.tensor([0.25, 1.0])
     assert torch.allclose(smoothing_scales(0.5, x, w), torch.tensor([4.0, 3.0]))
     assert torch.allclose(smoothing_scales(1.0, x, w), x)
     assert torch.allclose(smoothing_scales(0.0, x, w), 1 / w)
     assert torch.equal(smoothing_scales(None, x, w), torch.ones(2))
-
-
-def test_dead_channels_are_left_as_they_are() -> None:
     scales = smoothing_scales(0.5, torch.tensor([0.0, 4.0, 4.0]), torch.tensor([1.0, 0.0, 1.0]))
     assert torch.equal(scales, torch.tensor([1.0, 1.0, 2.0]))
 
