@@ -31,11 +31,10 @@ def make_rotated(folder: Path, scheme: str, matrix: torch.Tensor | None = None, 
     turn = rotation() / BLOCK**0.5
 
     def turned(state: StateDict) -> StateDict:
-        down = {name: w for name, w in state.items() if name.endswith("down_proj.weight")}
-        return state | {
-            name: (w.float().view(len(w), -1, BLOCK) @ turn).flatten(1).to(w.dtype)
-            for name, w in down.items()
-        }
+        for name in (name for name in state if name.endswith("down_proj.weight")):
+            blocks = state[name].float().view(len(state[name]), -1, BLOCK)
+            state[name] = (blocks @ turn).flatten(1).to(state[name].dtype)
+        return state
 
     make_checkpoint(folder, scheme=scheme, transform=turned, **options)
     targets = {"targets": ["re:.*\\.down_proj$"]}
@@ -44,9 +43,8 @@ def make_rotated(folder: Path, scheme: str, matrix: torch.Tensor | None = None, 
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["transform_config"] = {"config_groups": {GROUP: group}}
     (folder / "config.json").write_text(json.dumps(config))
-    stored = {
-        f"model.layers.0.mlp.down_proj.{PART}.weight": (rotation() if matrix is None else matrix).bfloat16()
-    }
-    tensors = load_file(folder / "model.safetensors") | stored
+    tensors = load_file(folder / "model.safetensors")
+    stored = rotation() if matrix is None else matrix
+    tensors[f"model.layers.0.mlp.down_proj.{PART}.weight"] = stored.bfloat16()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

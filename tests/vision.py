@@ -133,7 +133,7 @@ def processor(name: str, of_images: dict[str, Any], **own: Any) -> dict[str, Any
 
 LONGEST, SEQUENCE = {"longest_edge": PIXELS}, {"image_seq_length": IMAGE_TOKENS}
 QWEN3 = qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
-GATES = "re:.*in_proj_[ab]$"
+GATES, SQUARE = "re:.*in_proj_[ab]$", {"height": PATCH, "width": PATCH}
 KINDS = {
     "idefics3": Kind(
         idefics3,
@@ -167,8 +167,7 @@ KINDS = {
         ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         "[IMG]",
         processor(
-            *("Pixtral", {"size": LONGEST, "patch_size": {"height": PATCH, "width": PATCH}}),
-            **{"patch_size": PATCH, "spatial_merge_size": MERGED},
+            "Pixtral", {"size": LONGEST, "patch_size": SQUARE}, patch_size=PATCH, spatial_merge_size=MERGED
         ),
         ("re:.*vision_tower.*", "re:.*multi_modal_projector.*"),
     ),
@@ -220,11 +219,9 @@ def make_vision_checkpoint(
 
 
 TOWERS = {f"{tower}.": f"model.{tower}." for tower in ("vision_tower", "multi_modal_projector")}
-HEAD = {"language_model.lm_head.": "lm_head."}
+LANGUAGE, HEAD = {"language_model.model.": "model.language_model."}, {"language_model.lm_head.": "lm_head."}
 RENAMED = {
-    **dict.fromkeys(
-        ("mistral3", "gemma3"), {"language_model.model.": "model.language_model."} | HEAD | TOWERS
-    ),
+    **dict.fromkeys(("mistral3", "gemma3"), LANGUAGE | HEAD | TOWERS),
     "qwen2_5_vl": {"visual.": "model.visual.", "model.": "model.language_model."},
 }
 """Kind -> beginnings of names as one release of transformers writes them -> as another does."""

@@ -95,9 +95,8 @@ def test_every_cell_says_where_it_comes_from(run):
 
 def test_kernels_are_timed(run):
     (cell,) = run.cells("kernels")
-    assert {"layer": "o_proj", "outputs": 128, "inputs": 128, "tokens": 4}.items() <= cell[
-        "parameters"
-    ].items()
+    expected = {"layer": "o_proj", "outputs": 128, "inputs": 128, "tokens": 4}
+    assert expected.items() <= cell["parameters"].items()
     assert list(cell["result"]) == ["bf16", "w8a8"]
     for found in cell["result"].values():
         low, high = found["microseconds_quartiles"]

@@ -84,12 +84,8 @@ def test_a_merged_checkpoint_is_served_by_its_id(tiny_merged, tmp_path):
     hub = Hub({"org/merged": merged})
     environment = {**default_environment(), "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
     environment |= {"HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
-    options = [
-        *flexquant_options(policy="phase", trace=str(trace)),
-        "--max-model-len",
-        "64",
-        "--enforce-eager",
-    ]
+    options = flexquant_options(policy="phase", trace=str(trace))
+    options += ["--max-model-len", "64", "--enforce-eager"]
     with serving(hub):
         environment["HF_ENDPOINT"] = hub.url
         server = VLLMServer("org/merged", options, tmp_path / "log", environment)

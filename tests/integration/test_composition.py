@@ -106,11 +106,8 @@ def test_long_context(tmp_path: Path) -> None:
 
 def test_every_route_gives_the_same_answer(live: Live) -> None:
     """The routes are completions, chat, OpenAI's responses and Anthropic's messages."""
-    client, question, asked = (
-        live.client(),
-        "What is the capital of Peru?",
-        {"model": "tiny", "temperature": 0},
-    )
+    client, question = live.client(), "What is the capital of Peru?"
+    asked: Any = {"model": "tiny", "temperature": 0}
     expected = client.completions.create(prompt=question, max_tokens=12, **asked).choices[0].text
     messages: Any = [{"role": "user", "content": question}]
     chat = client.chat.completions.create(messages=messages, max_tokens=12, **asked)
@@ -142,11 +139,8 @@ def asked(folder, tmp_path_factory):
     The cache held ``nothing``; the prefix as ``phase`` writes it (``own``); or as ``w4a16`` does (``other``,
     and ``apart``, where the request has a salt of its own).
     """
-    union, trace = (
-        conftest.every_plan_of(["phase", "w4a16"]),
-        tmp_path_factory.mktemp("caching") / "trace.jsonl",
-    )
-    found, lengths = {}, [1]
+    union, found, lengths = conftest.every_plan_of(["phase", "w4a16"]), {}, [1]
+    trace = tmp_path_factory.mktemp("caching") / "trace.jsonl"
     with engine(folder / "merged", union, flexquant={"trace": str(trace)}, **CACHED) as llm:
         writers = {"nothing": None, "own": "phase", "other": "w4a16", "apart": "w4a16"}
         for held, writer in writers.items():

@@ -71,9 +71,8 @@ def _held(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
         if isinstance(value, PLAIN):
             yield key, repr(value)
         elif key in ("impl", "router"):
-            yield from (
-                (f"{key}.{inner}", repr(v)) for inner, v in vars(value).items() if isinstance(v, PLAIN)
-            )
+            inside = vars(value).items()
+            yield from ((f"{key}.{inner}", repr(v)) for inner, v in inside if isinstance(v, PLAIN))
         elif isinstance(value, PretrainedConfig):
             for inner in IN_A_PASS & vars(type(module)).keys():
                 code = vars(type(module))[inner].__code__

@@ -34,15 +34,8 @@ FOLDER = programs.ROOT / "examples" / "disaggregated"
 @pytest.mark.full
 def test_two_servers_give_the_tokens_of_one(decode_policy, variants, tiny_merged, tmp_path):
     merged, output = tiny_merged() / "merged", tmp_path / "found.json"
-    command = [
-        sys.executable,
-        FOLDER / "run.py",
-        merged,
-        "--decode-policy",
-        decode_policy,
-        "--output",
-        output,
-    ]
+    options = ["--decode-policy", decode_policy, "--output", output]
+    command = [sys.executable, FOLDER / "run.py", merged, *options]
     printed = programs.run(command, timeout=600, environment=programs.newcomers_environment()).stdout
     found = json.loads(output.read_text())
     assert f"{len(PROMPTS)} of {len(PROMPTS)} answers have the same tokens" in printed

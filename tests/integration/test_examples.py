@@ -124,10 +124,8 @@ QUESTION = "Name three rivers in Europe."
 
 
 def start(example: str, *args: object, status: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
-    command, environment = (
-        [sys.executable, EXAMPLES / example, *args],
-        programs.newcomers_environment() | more,
-    )
+    environment = programs.newcomers_environment() | more
+    command = [sys.executable, EXAMPLES / example, *args]
     return programs.run(command, timeout=900, status=status, environment=environment)
 
 

@@ -201,9 +201,7 @@ def test_a_derived_variant_computes_with_its_own_linears_on_the_same_state(kind,
 
         def watch(model: Any) -> None:
             for variant in ("w4a16", "derived"):
-                for linear in (
-                    one for layer in layers_with_state(model.variants[variant]) for one in linears(layer)
-                ):
+                for linear in sum(map(linears, layers_with_state(model.variants[variant])), []):
                     called = {id(linear): (variant, type(linear.quant_method).__name__)}
                     linear.register_forward_hook(
                         lambda m, *_, called=called: calls.update([called.get(id(m))])

@@ -50,9 +50,7 @@ def with_policy(policy: Path) -> dict[str, Any]:
 
 
 @pytest.mark.engine
-def test_a_file_that_changes_once_it_has_been_read_changes_nothing(
-    policy, tiny_merged, tmp_path, monkeypatch
-):
+def test_a_file_that_changes_once_it_is_read_changes_nothing(policy, tiny_merged, tmp_path, monkeypatch):
     """Another file takes its place before a worker gets vLLM's configuration."""
     build, trace = EngineArgs.create_engine_config, tmp_path / "trace.jsonl"
 

@@ -90,9 +90,8 @@ def dispatcher(runner: str, config):
 def one_rank(tmp_path_factory):
     """Set up vLLM's process groups, of this process alone; its V2 manager asks them for its rank."""
     with set_current_vllm_config(VllmConfig()):
-        distributed.init_distributed_environment(
-            1, 0, f"file://{tmp_path_factory.mktemp('ranks')}/store", 0, "gloo"
-        )
+        meeting = f"file://{tmp_path_factory.mktemp('ranks')}/store"
+        distributed.init_distributed_environment(1, 0, meeting, 0, "gloo")
         distributed.initialize_model_parallel()
     yield
     distributed.cleanup_dist_env_and_memory()
@@ -176,9 +175,7 @@ def test_breakable_graphs_are_refused_for_a_policy_that_tells_phases_apart(confi
         ("V1", [32, 61, 128], [33, 63], 2),
     ],
 )
-def test_sizes_are_tokens_also_where_a_sequence_decodes_several(
-    runner, sizes, adjusted, speculated, configured
-):
+def test_sizes_are_tokens_also_where_several_are_decoded(runner, sizes, adjusted, speculated, configured):
     """Sizes that vLLM rounds up for speculation are in the table."""
     drafts = {"method": "ngram", "num_speculative_tokens": speculated, "prompt_lookup_max": 3}
     mode, budget = "FULL_AND_PIECEWISE" if adjusted else "PIECEWISE", sizes[-1]

@@ -112,9 +112,8 @@ def test_logits_are_those_of_the_rounded_head(kind: str, tmp_path: Path) -> None
         return state | {matrix: rounded(with_an_unused_row(state)[matrix])}
 
     def make(name: str, scheme: str, transform: Transform) -> Path:
-        return make_checkpoint(
-            tmp_path / name, architecture, scheme, transform=transform, vocab_size=331, **tied
-        )
+        shape = {"vocab_size": 331, **tied}
+        return make_checkpoint(tmp_path / name, architecture, scheme, transform=transform, **shape)
 
     sources = {scheme: make(scheme, scheme, with_an_unused_row) for scheme in ("w8a8", "w4a16")}
     merge_checkpoints(sources, tmp_path / "merged")

@@ -86,9 +86,8 @@ class Caller:
             while part := connection.recv(1 << 16):
                 received += part
         head, _, body = received.partition(b"\r\n\r\n")
-        return Answer(
-            int(head.split()[1]), json.loads(body) if b"application/json" in head and body else None
-        )
+        is_json = b"application/json" in head
+        return Answer(int(head.split()[1]), json.loads(body) if is_json and body else None)
 
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"

@@ -134,9 +134,8 @@ def test_answers_are_those_of_an_engine_with_all_layers(one_layer, whole):
     expected = whole[ONE_LAYER].answers
     assert [one_layer.answers] == expected
     assert expected not in (whole["w8a8"].answers, whole["w4a16"].answers)
-    assert one_layer.attention == [f"model.layers.{i}.self_attn.attn" for i in range(4)], (
-        "the KV cache's order"
-    )
+    in_order = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+    assert one_layer.attention == in_order, "in the KV cache's order"
 
 
 def test_a_matrix_that_absent_layers_share_has_memory(tmp_path):

@@ -287,9 +287,7 @@ def test_short_prompts_and_answers_are_those_of_the_model(model: Path) -> None:
     assert taken == {("prefill", "bf16"), ("prefill", "int8-from-16-bit"), ("decode", "bf16")}
 
 
-def test_in_int8_a_16_bit_model_answers_as_the_checkpoint_of_the_rounded_weights(
-    model: Path, tmp_path: Path
-) -> None:
+def test_in_int8_16_bit_weights_answer_as_their_rounded_checkpoint(model: Path, tmp_path: Path) -> None:
     (stock,) = generate(write_rounded(model, tmp_path / "w8a8"), None, PROMPTS, LONG, sampling=SAMPLING)
     for policy in (FROM_16_BIT, INT8_TWICE):
         (ours,) = generate(model, [policy], PROMPTS, LONG, sampling=SAMPLING)

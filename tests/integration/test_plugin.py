@@ -75,9 +75,8 @@ for folder in {folders!r}:
         results.append(repr(answers(llm, ['hello world', 'abc'])))
 print(json.dumps(['flexquant.serving.registration' in sys.modules, results]))
 """
-    (with_plugin, found), (without, stock) = (
-        json.loads(python(code, **e)) for e in ({}, ALL_PLUGINS_BUT_OURS)
-    )
+    with_plugin, found = json.loads(python(code))
+    without, stock = json.loads(python(code, **ALL_PLUGINS_BUT_OURS))
     assert (with_plugin, without) == (True, False)
     assert found == stock and len(set(found)) == len(folders)
 

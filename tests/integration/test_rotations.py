@@ -39,9 +39,8 @@ def test_every_way_to_its_weights_rotates_its_inputs(tmp_path: Path, compiled: b
     merge_checkpoints(sources, tmp_path / "rotated")
     merge_checkpoints(make_pair(tmp_path / "pair"), tmp_path / "plain")
     options = {"sampling": SAMPLING, "enforce_eager": not compiled}
-    rotated, plain = (
-        generate(tmp_path / name, POLICIES, PROMPTS, **options) for name in ("rotated", "plain")
-    )
+    rotated = generate(tmp_path / "rotated", POLICIES, PROMPTS, **options)
+    plain = generate(tmp_path / "plain", POLICIES, PROMPTS, **options)
     in_int8, in_int4, from_int4 = (one.answers[0] for one in rotated)
     plain_in_int8, plain_in_int4, _ = (one.answers[0] for one in plain)
     rounding = distance(plain_in_int4, plain_in_int8)

@@ -213,9 +213,7 @@ def test_answers_that_do_not_depend_on_the_batch_take_one_plan(merged, tmp_path,
         (["w4a16", "third"], r"\(third, w4a16; .* does not know whether .* fit each other"),
     ],
 )
-def test_adapters_for_variants_that_were_compared_with_one_that_is_not_served(
-    merged, tmp_path, rescaled, named
-):
+def test_adapters_for_variants_compared_with_one_that_is_not_served(merged, tmp_path, rescaled, named):
     variants = json.loads((merged / "config.json").read_text())["quantization_config"]["variants"]
     variants["third"] = variants["w4a16"] | {"prefix": "third."}
     folder = edited(merged, tmp_path, variants=variants, mixable=[list(variants)], rescaled=rescaled)

@@ -157,11 +157,8 @@ def test_chat_with_an_image_over_http(made: Made, served: dict[str, Served]) -> 
             image = {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}
             before, after = ({"type": "text", "text": text} for text in ("what is in ", "?"))
             content: Any = [before, {"type": "image_url", "image_url": image}, after]
-            asked: Any = {
-                "model": "tiny",
-                "messages": [{"role": "user", "content": content}],
-                "temperature": 0,
-            }
+            messages: Any = [{"role": "user", "content": content}]
+            asked: Any = {"model": "tiny", "messages": messages, "temperature": 0}
             more = {"ignore_eos": True, "return_token_ids": True, "max_tokens": SAMPLING["max_tokens"]}
             return client.chat.completions.create(**asked, extra_body=more).choices[0].token_ids
 

@@ -54,9 +54,8 @@ def quark_int8(
 def _quark_settings(by: str, static: bool, symmetric: bool) -> JsonObject:
     weight = {"dtype": "int8", "is_dynamic": False, "qscheme": by, "ch_axis": 0, "symmetric": True}
     inputs = {"dtype": "int8", "is_dynamic": not static, "symmetric": symmetric}
-    inputs |= (
-        {"qscheme": "per_tensor", "ch_axis": None} if static else {"qscheme": "per_channel", "ch_axis": 1}
-    )
+    by_token = {"qscheme": "per_channel", "ch_axis": 1}
+    inputs |= {"qscheme": "per_tensor", "ch_axis": None} if static else by_token
     return {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None}
 
 

@@ -102,10 +102,8 @@ def test_experts_are_neither_rotated_nor_given_zero_points() -> None:
 
 @pytest.mark.parametrize(("of_down", "problem"), [(64, None), (96, "down_proj has 256 input features")])
 def test_groups_of_several_sizes_divide_their_own_linears(of_down: int, problem: str | None) -> None:
-    config, weights = (
-        base_config("llama"),
-        {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"},
-    )
+    config = base_config("llama")
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
     groups = {
         name: {"targets": [target], "weights": {**weights, "group_size": size}}
         for name, target, size in (("a", r"re:.*\.q_proj$", 32), ("b", r"re:.*\.down_proj$", of_down))
@@ -185,10 +183,8 @@ def test_what_the_page_shows_gives_variants_that_merge(name, tmp_path, monkeypat
     assert found.layered_plans
     keys = read_tensors(tmp_path / "my-vision-variants" / "merged")
     parts = [key for key in keys if "layers.3.self_attn.q_proj.weight_" in key]
-    assert {(k.split(".")[0], k.rpartition("_")[2]) for k in parts} >= {
-        ("w8a8", "scale"),
-        ("w4a16", "packed"),
-    }
+    ends = {(key.split(".")[0], key.rpartition("_")[2]) for key in parts}
+    assert ends >= {("w8a8", "scale"), ("w4a16", "packed")}
 
 
 def test_recipes_refuse_a_vision_model_and_say_what_to_do(tmp_path: Path) -> None:

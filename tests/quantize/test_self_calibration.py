@@ -100,10 +100,8 @@ def test_half_of_the_text_is_real_and_of_many_kinds(small: Path, tmp_path: Path)
 
 def test_what_repeats_itself_gives_way_to_real_text(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, transform=says_one_thing)
-    found, tokenizer = (
-        write(model, tmp_path / "variants", samples=8, length=128),
-        AutoTokenizer.from_pretrained(model),
-    )
+    found = write(model, tmp_path / "variants", samples=8, length=128)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     assert not written(found)
     assert sum(len(tokenizer(record["text"])["input_ids"]) for record in found) >= 8 * 128
 
@@ -129,9 +127,7 @@ def test_a_model_without_an_end_token_writes_text(own: Path, tmp_path: Path) -> 
     assert written(write(own, tmp_path / "variants"))
 
 
-def test_equal_seeds_give_equal_text_whatever_the_folders_name_and_other_seeds_other(
-    small, finished, tmp_path
-):
+def test_equal_seeds_give_equal_text_in_any_folder_and_other_seeds_other_text(small, finished, tmp_path):
     assert write(small, tmp_path / "again") == records(finished)
     assert digests(tmp_path / "again").items() <= digests(finished).items()
     assert write(small, tmp_path / "other", seed=1)[1:] != records(finished)[1:]
@@ -216,13 +212,10 @@ def ends_with(weight: float) -> Callable[[StateDict], StateDict]:
     return transform
 
 
-NEXT_TO_NOTHING = [
-    (100, "nothing but its end token in .* documents"),
-    (0.7, r"only \d+ tokens in \d+ documents"),
-]
+NOTHING, LITTLE = "nothing but its end token in .* documents", r"only \d+ tokens in \d+ documents"
 
 
-@pytest.mark.parametrize(("weight", "found"), NEXT_TO_NOTHING)
+@pytest.mark.parametrize(("weight", "found"), [(100, NOTHING), (0.7, LITTLE)])
 def test_a_model_that_writes_next_to_nothing_is_refused(tmp_path: Path, weight: float, found: str) -> None:
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, transform=ends_with(weight))
     with pytest.raises(FlexQuantError, match=rf"model wrote {found}, .* need 128 beside .*--cal"):

@@ -203,9 +203,8 @@ def test_generation_settings_are_kept_as_they_are(own: Path, tmp_path: Path, nam
 def test_calibration_on_text_and_on_messages(own: Path, tmp_path: Path) -> None:
     (own / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     (text := tmp_path / "prose.txt").write_text("A paragraph of prose.\n\nAnd another one.\n" * 20)
-    (chats := tmp_path / "chats.jsonl").write_text(
-        json.dumps({"messages": [{"role": "user", "content": "Hello there! " * 100}]})
-    )
+    chat = {"messages": [{"role": "user", "content": "Hello there! " * 100}]}
+    (chats := tmp_path / "chats.jsonl").write_text(json.dumps(chat))
     by = recipe(w4a16=W4A16)
     quantize(own, tmp_path / "text", by, calibration=text)
     settings = Calibration(data=str(chats), samples=4, length=64, seed=3)
