@@ -63,6 +63,12 @@ PHASES = {"prefill": "p", "mixed": "m", "decode": "d"}
 WIDTH = 96
 BAR = 56
 """Characters of a chart's longest bar."""
+NEXT_STEPS = """
+Next, take a model of yours:
+  an INT4 checkpoint, served as it is   vllm serve MODEL-INT4 --config-format flexquant
+  a 16-bit model, served as it is       vllm serve MODEL --config-format flexquant
+  two precisions from a 16-bit model    flexquant build MODEL --output MERGED --variants-folder VARIANTS
+  how much less time they take          flexquant advise MODEL --device h200"""
 
 
 @contextmanager
@@ -203,6 +209,7 @@ def main() -> None:
     print(f"\n{FLEXQUANT} answered under the policy {header['policy']}.")
     print_routes(passes)
     print_charts(figures)
+    print(NEXT_STEPS)
 
 
 if __name__ == "__main__":

@@ -139,10 +139,15 @@ def one_copy_live() -> str:
     return markdown(["model", "requests", *header], rows)
 
 
+def process_gib(cells: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the memory of each server's processes, in GiB."""
+    return {c["parameters"]["subject"]: c["result"]["process_gib"] for c in cells if c["part"] == START}
+
+
 def beside(folder: str, reference: str) -> str:
     """Return servers over the one of ``reference`` beside them, and what each took in memory."""
     cells = read_cells(RESULTS / folder)
-    gib = {c["parameters"]["subject"]: c["result"]["process_gib"] for c in cells if c["part"] == START}
+    gib = process_gib(cells)
     rows = [
         [
             f"`{workload.name}`",
@@ -165,11 +170,14 @@ def int8_head(*folders: str) -> str:
     rows = []
     for folder in folders:
         cells = read_cells(RESULTS / folder)
+        gib = process_gib(cells)
+        memory = f"{gib[f'flexquant:{INT8_HEAD}'] - gib['flexquant:phase-batch']:+.2f}"
         for workload, subjects in by_workload(cells, "serving").items():
             without, with_it = subjects["flexquant:phase-batch"], subjects[f"flexquant:{INT8_HEAD}"]
             of_rounds = (paired_ratios(with_it, without, METRICS[metric][0]) for metric in LATENCIES)
-            rows.append([cells[0]["parameters"]["model"], f"`{workload.name}`", *map(interval, of_rounds)])
-    return markdown(["model", "requests", "TTFT", "TPOT"], rows)
+            ratios = map(interval, of_rounds)
+            rows.append([cells[0]["parameters"]["model"], f"`{workload.name}`", *ratios, memory])
+    return markdown(["model", "requests", "TTFT", "TPOT", "process, GiB"], rows)
 
 
 def peers(folder: str) -> str:

@@ -90,6 +90,13 @@ def rotates_in_passes(section: JsonObject) -> bool:
     return bool(transforms_at(section, ("input", "output")))
 
 
+def rotates_in_blocks(section: JsonObject) -> bool:
+    """Whether all rotations in passes are of inputs, block by block, as ranks with a part of them can do."""
+    groups = transforms_at(section, ("input", "output"))
+    blocks = all(group.get("head_dim") for group in groups.values())
+    return blocks and not transforms_at(section, ("output",))
+
+
 def _rotates_inputs(name: str, tensors: Tensors) -> bool:
     """Whether a tensor is what the inputs of a linear are multiplied by before its weight."""
     linear = ROTATION.sub("", name)

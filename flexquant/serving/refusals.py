@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, MergedConfig
 from flexquant.checkpoint.model_config import reads_more_than_text
 from flexquant.checkpoint.module_names import HEAD, OF_TOKENS
-from flexquant.checkpoint.schemes import rotates_in_passes
+from flexquant.checkpoint.schemes import rotates_in_blocks, rotates_in_passes
 from flexquant.policy.routes import RouteTable
 from flexquant.serving.draft_heads import (
     LOAD_FORMAT,
@@ -148,10 +148,12 @@ def _of_ranks(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable)
         yield "prefill context parallelism, whose ranks see unlike passes (use --tensor-parallel-size)"
     sources = sorted({routes.source(variant) for variant in routes.layers})
     rotated = [name for name in sources if rotates_in_passes(merged.variants[name].quantization_config)]
-    if rotated and parallel.tensor_parallel_size > 1:
+    whole = [n for n in rotated if not rotates_in_blocks(merged.variants[n].quantization_config)]
+    if whole and parallel.tensor_parallel_size > 1:
         yield (
-            f"'{rotated[0]}', whose linears' inputs are rotated in each pass, under tensor parallelism, for "
-            "which vLLM has no rotations (drop --tensor-parallel-size, or choose a policy without it)"
+            f"'{whole[0]}', which rotates outputs, or all inputs of a linear at once, under tensor "
+            "parallelism, where a rank has a part of them (rotate inputs in blocks, as the recipe 'rotated' "
+            "does, drop --tensor-parallel-size, or choose a policy without it)"
         )
     if rotated and vllm_config.offload_config.uva.cpu_offload_gb > 0:
         yield (

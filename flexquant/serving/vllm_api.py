@@ -139,6 +139,9 @@ if TYPE_CHECKING:
     from vllm.model_executor.kernels.linear.mixed_precision.zentorch import ZentorchWNA16LinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.zentorch import ZentorchInt8ScaledMMLinearKernel
 
+    # Goes when vLLM rotates inputs under tensor parallelism.
+    from vllm.model_executor.layers.quantization.compressed_tensors.transform import module
+
     # Goes when vLLM times its kernels for a model's layers.
     from vllm.config import get_current_vllm_config_or_none
     from vllm.distributed import model_parallel_is_initialized

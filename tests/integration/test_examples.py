@@ -220,6 +220,7 @@ def test_demo_serves_each_precision_and_charts_what_it_measured(tiny_merged, tmp
         longest, largest = max(found.values())
         assert all(abs(bar - number / largest * longest) <= 2 for bar, number in found.values())
     passes, lines = records_of(trace)[1:], output.splitlines()
+    assert lines[-1].endswith("flexquant advise MODEL --device h200")
     drawn = {
         kind: "".join(line.split(maxsplit=1)[1] for line in lines if re.match(rf"{kind} +\S+$", line))
         for kind in ("phase", "plan")

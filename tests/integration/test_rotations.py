@@ -24,7 +24,7 @@ from tests.checkpoints import make_checkpoint, make_pair
 from tests.integration.conftest import answers, distance, edited_json, engine, generate
 from tests.integration.test_serving_errors import configure, flexquant, refusal
 from tests.policies import rules
-from tests.rotations import make_rotated
+from tests.rotations import GROUP, make_rotated
 
 pytestmark = pytest.mark.engine
 
@@ -49,19 +49,23 @@ def test_every_way_to_its_weights_rotates_its_inputs(tmp_path: Path, compiled: b
     assert distance(in_int4, in_int8) < 1.5 * rounding
 
 
-def merge_one_rotated(folder: Path, output: Path) -> None:
+def merge_one_rotated(folder: Path, output: Path) -> Path:
     """Merge W8A8 with rotated inputs, and W4A16 without."""
     w8a8 = make_rotated(folder / "w8a8", "w8a8")
     merge_checkpoints({"w8a8": w8a8, "w4a16": make_checkpoint(folder / "w4a16", scheme="w4a16")}, output)
+    return output
 
 
-def test_tensor_parallelism_is_refused_where_inputs_are_rotated(tmp_path: Path) -> None:
-    merge_one_rotated(tmp_path, tmp_path / "merged")
-    problem = refusal(tmp_path / "merged", tensor_parallel_size=2, **flexquant(policy="phase"))
-    assert "'w8a8', whose linears' inputs are rotated in each pass, under tensor parallelism" in problem
-    problem = refusal(tmp_path / "merged", cpu_offload_gb=1, **flexquant(policy="phase"))
-    assert "drop --cpu-offload-gb" in problem
-    configure(tmp_path / "merged", tensor_parallel_size=2, **flexquant(policy="w4a16"))
+def test_what_ranks_and_the_host_cannot_rotate_is_refused(tmp_path: Path) -> None:
+    merged = merge_one_rotated(tmp_path, tmp_path / "merged")
+    assert "drop --cpu-offload-gb" in refusal(merged, cpu_offload_gb=1, **flexquant(policy="phase"))
+    configure(merged, tensor_parallel_size=2, **flexquant(policy="phase"))
+    with edited_json(merged / "config.json") as config:
+        stored = config["quantization_config"]["variants"]["w8a8"]["quantization_config"]
+        del stored["transform_config"]["config_groups"][GROUP]["head_dim"]
+    problem = refusal(merged, tensor_parallel_size=2, **flexquant(policy="phase"))
+    assert "'w8a8', which rotates outputs, or all inputs of a linear at once, under tensor" in problem
+    configure(merged, tensor_parallel_size=2, **flexquant(policy="w4a16"))
 
 
 def test_the_matrix_is_loaded_where_its_layer_is_in_no_plan(tmp_path: Path) -> None:

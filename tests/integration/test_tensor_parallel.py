@@ -19,7 +19,8 @@ from vllm.platforms import current_platform
 from flexquant.evaluation.engine import change_policy, take_policy
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from flexquant.policy.rules import load_policy
-from tests.checkpoints import EXPERTS, MIXTURES, make_checkpoint
+from tests import rotations
+from tests.checkpoints import EXPERTS, MIXTURES, make_checkpoint, make_pair
 from tests.conftest import rest_full
 from tests.integration.conftest import distance, engine
 from tests.integration.test_compile import SIZES, answers_by_number
@@ -112,6 +113,30 @@ def test_each_rank_corrects_its_part_of_nested_weights(tiny_merged, tmp_path):
     in_int8, stock, in_int4 = (run(folder, RANKS, policy) for folder, policy in asked)
     for number, answers in in_int8.items():
         assert distance(answers, stock[number]) < 0.03 < distance(in_int4[number], stock[number])
+
+
+def test_each_rank_rotates_its_blocks_of_inputs(tmp_path):
+    """Both variants are rotated, of the same weights as a pair that is not."""
+    sources = {scheme: rotations.make_rotated(tmp_path / scheme, scheme) for scheme in ("w8a8", "w4a16")}
+    merge_checkpoints(sources, tmp_path / "rotated")
+    merge_checkpoints(make_pair(tmp_path / "pair"), tmp_path / "plain")
+    for policy in ("w8a8", "w4a16"):
+        on_two = run(tmp_path / "rotated", RANKS, policy)
+        with engine(tmp_path / "rotated", policy, **SIZES) as llm:
+            on_one = answers_by_number(llm)
+        plain = run(tmp_path / "plain", RANKS, policy)
+        for number, answers in on_two.items():
+            assert distance(answers, on_one[number]) < 0.02
+            assert distance(answers, plain[number]) < 0.06
+
+
+def test_a_rank_without_whole_blocks_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(rotations, "BLOCK", 256)
+    sources = {scheme: rotations.make_rotated(tmp_path / scheme, scheme) for scheme in ("w8a8", "w4a16")}
+    merge_checkpoints(sources, tmp_path / "merged")
+    problem = "rotates inputs of 'model.layers.0.mlp.down_proj' in blocks of 256, and a rank has 128"
+    with pytest.raises(Exception, match=problem):
+        run(tmp_path / "merged", RANKS, "w8a8")
 
 
 def test_each_rank_rounds_its_rows_of_the_head(folder, tmp_path):

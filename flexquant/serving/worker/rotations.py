@@ -17,16 +17,28 @@ from torch import nn
 from flexquant.checkpoint.schemes import ROTATION
 from flexquant.errors import FlexQuantError
 from flexquant.serving.vllm_api import HadamardTransform
+from flexquant.serving.vllm_api import module as rotation_module
+
+
+def rotate_on_every_rank() -> None:
+    """Have vLLM build rotations under tensor parallelism, where each rank rotates its blocks of inputs.
+
+    vLLM (0.26 to 0.33) refuses all of them. Delete this once it builds those in blocks.
+    """
+    rotation_module.get_tensor_model_parallel_world_size = lambda: 1
 
 
 class RotationLoader:
     """Fills the matrices of variants that are built, by whatever layer's name they are stored."""
 
     def __init__(self, variants: Mapping[str, nn.Module]) -> None:
+        """Raises FlexQuantError for a rank whose inputs are no whole number of blocks."""
         self._rotations: dict[str, list[tuple[str, HadamardTransform]]] = {}
         for name, variant in variants.items():
             modules = variant.named_modules()
             self._rotations[name] = [(path, m) for path, m in modules if isinstance(m, HadamardTransform)]
+            for path, rotation in self._rotations[name]:
+                _check_blocks(name, variant.get_submodule(path.rpartition(".")[0]), rotation)
         self._filled: set[int] = set()
         # vLLM (not 0.26) divides each matrix once, and knows it by its address, which another model in this
         # process may have had before.
@@ -63,6 +75,16 @@ class RotationLoader:
     def _fill(self, own: torch.Tensor, matrix: torch.Tensor) -> None:
         own.data.copy_(matrix)
         self._filled.add(own.data_ptr())
+
+
+def _check_blocks(variant: str, linear: nn.Module, rotation: HadamardTransform) -> None:
+    inputs = getattr(linear, "input_size_per_partition", linear.input_size)
+    for part, own in rotation.weight.partitions.items():
+        if rotation.transforms[part].args.location == "input" and inputs % len(own):
+            raise FlexQuantError(
+                f"variant '{variant}' rotates inputs of '{linear.prefix}' in blocks of {len(own)}, and a "
+                f"rank has {inputs}; choose another --tensor-parallel-size, or a policy without '{variant}'"
+            )
 
 
 def _has_part(path: str, key: str) -> bool:

@@ -51,6 +51,7 @@ from flexquant.serving.worker import layers_by_name
 from flexquant.serving.worker.int8_head import hold_heads_in_int8
 from flexquant.serving.worker.one_copy import nesting_in, one_copy_of, read_sources
 from flexquant.serving.worker.plan_views import check_structure, stack_of_layers
+from flexquant.serving.worker.rotations import rotate_on_every_rank
 from flexquant.serving.worker.w4a8 import modules_as_in_source, use_8bit_activations
 
 
@@ -107,6 +108,7 @@ def build_variants(
 
     Those without weights come last. Raises :class:`FlexQuantError` without a stack of layers.
     """
+    rotate_on_every_rank()
     names = [name for name in (*merged.variants, *routes.derived) if name in routes.layers]
     names.sort(key=lambda name: name in routes.nested)  # after their sources
     real_context = vllm_config.compilation_config.static_forward_context
