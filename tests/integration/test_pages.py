@@ -104,10 +104,10 @@ MARKUP = "<img src=x onerror=alert(1)>.yaml"
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from selenium import webdriver
-
     if not (DRIVER and BROWSER):
         pytest.skip("`make test-full` fetches Chromium")
+    from selenium import webdriver
+
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
     profile = tmp_path_factory.mktemp("profile")
