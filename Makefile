@@ -57,7 +57,7 @@ JOBS ?= $(if $(HAS_CUDA),0,2)
 TESTS := -m "not full"
 TWO_RANKS := $(addprefix tests/integration/test_,tensor_parallel.py pipeline_parallel.py data_parallel.py)
 # The models whose images transformers reads with torchvision.
-VISION := $(addprefix tests/,unit/test_planned_caches.py integration/test_vision.py integration/test_config_pairs.py integration/test_mtp.py gpu/test_vision.py) -k "gemma3 or mistral3 or qwen"
+VISION := $(addprefix tests/,unit/test_planned_caches.py integration/test_vision.py integration/test_config_pairs.py integration/test_mtp.py gpu/test_kinds_of_models.py) -k "gemma3 or mistral3 or qwen"
 FULL_PROGRAMS := $(CURDIR)/.venv/lm-eval/bin:$(CURDIR)/.venv/prometheus/usr/bin
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/hadolint/bin:$(CURDIR)/.venv/schemathesis/bin
 FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/chromium/usr/bin:$(CURDIR)/.venv/chromium/usr/lib/chromium

@@ -65,9 +65,7 @@ def fetch(version: str) -> Path:
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         options = ["--python-version", "3.12", *platforms, "--dest", temporary, f"vllm=={version}"]
         if subprocess.run([*download, *options], stderr=subprocess.DEVNULL).returncode:
-            raise SystemExit(
-                f"pip could not download vLLM {version}; `pip index versions vllm` lists the published ones"
-            )
+            raise SystemExit(f"pip could not download vLLM {version}; see `pip index versions vllm`")
         unpacked = Path(temporary) / "source"
         for wheel in Path(temporary).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
@@ -103,12 +101,8 @@ def type_errors(site: Path) -> list[str]:
 
 def unexpected(errors: Iterable[str], version: str) -> list[str]:
     """Return the errors without those of ``EXPECTED``, and the expected ones that are not there."""
-    plain = {error: re.sub(r":\d+: error:", ":", error) for error in errors}
-    here = [
-        start
-        for start, (first, last, _) in EXPECTED.items()
-        if _number(first) <= _number(version) <= _number(last)
-    ]
+    plain, number = {error: re.sub(r":\d+: error:", ":", error) for error in errors}, _number(version)
+    here = [start for start, (a, b, _) in EXPECTED.items() if _number(a) <= number <= _number(b)]
     gone = [start for start in here if not any(error.startswith(start) for error in plain.values())]
     return [
         *(error for error, text in plain.items() if not text.startswith(tuple(here))),
@@ -124,14 +118,9 @@ def missing_mentions(site: Path, tables: Iterable[Names], version: str) -> list[
         file = next((f for f in (path / "__init__.py", path.with_suffix(".py")) if f.is_file()), None)
         there = mentioned(file.read_text(encoding="utf-8")) if file is not None else set()
         wanted = (names.since or (0, 0)) <= _number(version) <= (names.until or (99, 0))
-        for name in names.mentions:
-            if (name in there) != wanted:
-                what = (
-                    "is not mentioned in the module"
-                    if wanted
-                    else "is there, although the table says it is not"
-                )
-                problems.append(f"{names.module}.{name} {what}")
+        what = "is not mentioned in the module" if wanted else "is there, although the table says it is not"
+        wrong = [name for name in names.mentions if (name in there) != wanted]
+        problems += [f"{names.module}.{name} {what}" for name in wrong]
     return problems
 
 

@@ -18,18 +18,16 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from benchmarks.speed.synthetic import quantisation_section
 from flexquant.checkpoint.folder import read_tensors
 
 StateDict = dict[str, torch.Tensor]
+Transform = Callable[[StateDict], StateDict]
+Folders = dict[str, Path]
+"""Name of a variant -> its folder."""
 
 GEMMA = {"sliding_window": 64, "query_pre_attn_scalar": 32}
 ARCHITECTURES = {
@@ -64,20 +62,11 @@ def base_config(architecture: str = "llama", num_layers: int = 2, **overrides) -
     extra = (ARCHITECTURES | MIXTURES | LATENT | LAYER_NORMS)[architecture]
     model_type = "gemma3_text" if architecture == "gemma3" else architecture
     values = {
-        "vocab_size": 320,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 2048,
+        **{"vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": num_layers},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+        **{"max_position_embeddings": 2048, "initializer_range": 0.08, "dtype": "bfloat16"},
+        **{"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257},
         "tie_word_embeddings": architecture in ("gemma2", "gemma3"),
-        "initializer_range": 0.08,
-        "bos_token_id": 256,
-        "eos_token_id": 257,
-        "pad_token_id": 257,
-        "dtype": "bfloat16",
     }
     return AutoConfig.for_model(model_type, **{**values, **extra, **overrides})
 
@@ -87,8 +76,7 @@ def random_state_dict(config: PretrainedConfig, seed: int = 0) -> tuple[StateDic
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     state = {}
-    tensors = saved_tensors(model) if is_mixture(config) else model.state_dict()
-    for name, tensor in tensors.items():
+    for name, tensor in (saved_tensors(model) if is_mixture(config) else model.state_dict()).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if "norm" in name or name.endswith(".bias"):
@@ -142,27 +130,24 @@ def quantise_int4(name: str, weight: torch.Tensor, group_size: int) -> StateDict
     }
 
 
-def byte_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
+def byte_tokenizer(config: PretrainedConfig) -> FastTokenizer:
     """Return a tokenizer with one token a byte, so that any text can be fed to a random model."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: i for i, symbol in enumerate(alphabet)} | {"<s>": 256, "</s>": 257}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
-    )
+    return FastTokenizer(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
 def save_shards(state: StateDict, folder: Path, num_shards: int) -> None:
     if num_shards == 1:
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         return
-    names = sorted(state)
     weight_map = {}
     for i in range(num_shards):
         file = f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors"
-        part = {name: state[name] for name in names[i::num_shards]}
+        part = {name: state[name] for name in sorted(state)[i::num_shards]}
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     total = sum(t.numel() * t.element_size() for t in state.values())
@@ -186,7 +171,7 @@ def make_checkpoint(
     num_layers: int = 2,
     group_size: int = 64,
     num_shards: int = 1,
-    transform: Callable[[StateDict], StateDict] | None = None,
+    transform: Transform | None = None,
     ignore: Sequence[str] = (),
     **config_overrides,
 ) -> Path:
@@ -201,20 +186,14 @@ def make_checkpoint(
     if transform is not None:
         state = transform(state)
     config.architectures = [class_name]
-    left_out = [*([ROUTERS] if is_mixture(config) else []), *([LATENT_UP] if architecture in LATENT else [])]
-    left_out += ignore
+    left_out = [ROUTERS] * is_mixture(config) + [LATENT_UP] * (architecture in LATENT) + [*ignore]
     quantised = {name for name in state if is_quantised(name, left_out)}
     return write_checkpoint(
         Path(folder), config, state, scheme, quantised, left_out, group_size=group_size, num_shards=num_shards
     )
 
 
-def make_pair(
-    folder: Path,
-    architecture: str = "llama",
-    change: Callable[[StateDict], StateDict] | None = None,
-    **both,
-) -> dict[str, Path]:
+def make_pair(folder: Path, architecture: str = "llama", change: Transform | None = None, **both) -> Folders:
     """Write w8a8 and w4a16 of one model and return their folders.
 
     ``change`` edits the 16-bit state dict of w4a16; ``both`` are options of :func:`make_checkpoint`.
@@ -251,7 +230,6 @@ def write_checkpoint(
     for name, tensor in state.items():
         tensors |= quantise(name, tensor) if name in quantised else {name: tensor}
     save_shards({k: v.contiguous().clone() for k, v in tensors.items()}, folder, num_shards)
-
     document = config.to_dict()
     if scheme is not None:
         document["quantization_config"] = section = quantisation_section(scheme, group_size)

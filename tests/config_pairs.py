@@ -21,18 +21,9 @@ TEXT = (
 VISION = ("mistral3", "qwen2_5_vl", "idefics3", "gemma3")
 TIED = "tie_word_embeddings"
 DUMPED: Config = {
-    "add_cross_attention": False,
-    "bad_words_ids": None,
-    "cross_attention_hidden_size": None,
-    "is_decoder": False,
-    "num_beams": 1,
-    "prefix": None,
-    "pruned_heads": {},
-    "temperature": 1.0,
-    "tf_legacy_loss": False,
-    "tie_encoder_decoder": False,
-    "torchscript": False,
-    "use_bfloat16": False,
+    **{"add_cross_attention": False, "is_decoder": False, "tf_legacy_loss": False, "torchscript": False},
+    **{"tie_encoder_decoder": False, "use_bfloat16": False, "bad_words_ids": None, "prefix": None},
+    **{"cross_attention_hidden_size": None, "num_beams": 1, "temperature": 1.0, "pruned_heads": {}},
 }
 """What transformers 4 wrote of every part of a model, as the defaults of its base class."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,6 +20,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 STARTS = pytest.StashKey[Counter[str]]()
 """How many were started, keyed by kind: engines in this process, and programs."""
+
+
+def rest_full(values: Iterable[Any], *every_day: Any) -> list[Any]:
+    """Return values as parameters of a test; those that are not of every day are for test-full alone."""
+    return [value if value in every_day else pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 def pytest_configure(config: pytest.Config) -> None:

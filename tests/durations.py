@@ -36,15 +36,9 @@ def main() -> int:
     if not sessions:
         print(f"{JUNIT} has no *.xml; run 'make test' first", file=sys.stderr)
         return 1
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    )
-    record = {
-        "commit": commit.stdout.strip(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "sessions": sessions,
-    }
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+    record = {"commit": commit, "machine": describe_machine(), "versions": describe_versions()}
+    record["sessions"] = sessions
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -69,22 +69,19 @@ def write_foreign(source: Path, output: Path, method: str, **settings: Any) -> P
     state: StateDict = {}
     for file in sorted(source.glob("*.safetensors")):
         state |= load_file(file)
-    written = dict(state)
-    group_size = 0
+    written, group_size = dict(state), 0
     for key in [key for key in state if key.endswith(".weight_packed")]:
         module = key.removesuffix(".weight_packed")
         values, zeros, scales = unpacked(state, module)
         group_size = values.shape[1] // scales.shape[1]
         offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
-        if method == "awq":
-            tensors = awq_tensors(values, zeros, scales)
-        else:
-            tensors = gptq_tensors(values, zeros, scales, offset)
+        parts = values, zeros, scales
+        tensors = awq_tensors(*parts) if method == "awq" else gptq_tensors(*parts, offset)
         written |= {f"{module}.{part}": tensor for part, tensor in tensors.items()}
         for part in ("packed", "scale", "shape", "zero_point"):
             written.pop(f"{module}.weight_{part}", None)
     save_file(written, output / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
+    config = config_of(source)
     symmetric = config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"]
     own: dict[str, Any] = {"quant_method": method, "bits": 4, "group_size": group_size}
     if method == "gptq":
@@ -101,8 +98,7 @@ def tensors_of(folder: Path) -> StateDict:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return found
+    return json.loads((folder / "config.json").read_text())
 
 
 def assert_equal(found: StateDict, expected: StateDict) -> None:

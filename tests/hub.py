@@ -51,8 +51,7 @@ class Hub:
 def serving(hub: Hub) -> Iterator[Hub]:
     """Serve until the block is left; ``hub.url`` is the address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    (thread := Thread(target=server.serve_forever, daemon=True)).start()
     hub.url = f"http://127.0.0.1:{server.server_port}"
     try:
         yield hub
@@ -98,19 +97,14 @@ class _Handler(BaseHTTPRequestHandler):
         return entry
 
     def _file(self, model: str, name: str) -> None:
-        path = self.hub.models[model] / name
-        wanted = self.headers.get("Range", "")
+        path, wanted = self.hub.models[model] / name, self.headers.get("Range", "")
         self.hub.requests.append((self.command, f"{model}/{name}", wanted))
         if not path.is_file():
-            self._fail(404, "EntryNotFound")
-            return
+            return self._fail(404, "EntryNotFound")
         content = path.read_bytes()
         start = int(wanted.removeprefix("bytes=").split("-")[0]) if wanted else 0
-        headers = {
-            "X-Repo-Commit": self.hub.commit(model),
-            "ETag": f'"{_etag(path)}"',
-            "Accept-Ranges": "bytes",
-        }
+        headers = {"X-Repo-Commit": self.hub.commit(model), "ETag": f'"{_etag(path)}"'}
+        headers["Accept-Ranges"] = "bytes"
         if wanted:
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         self._begin(206 if wanted else 200, headers | {"Content-Length": str(len(content) - start)})

@@ -35,8 +35,7 @@ class Command:
 
     def __init__(self, arguments: Sequence[str], output: Path) -> None:
         self.log = output.with_name("log")
-        temporary = output.with_name("temporary")
-        temporary.mkdir(exist_ok=True)
+        (temporary := output.with_name("temporary")).mkdir(exist_ok=True)
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "flexquant", *arguments],

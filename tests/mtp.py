@@ -19,8 +19,9 @@ LAST = f"model.layers.{LAYERS}."
 """Where a model with one layer more has what becomes the head's layer."""
 NUMBERED = tuple(LAST + name for name in ("enorm", "hnorm", "shared_head.norm", "eh_proj"))
 OF_QWEN = ("mtp.fc", "mtp.norm", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding")
+NORMS = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+OF_MIMO = tuple(f"model.mtp_layers.0.{name}" for name in (*NORMS, "input_proj"))
 OF_MIMO_V2 = tuple(f"model.mtp.layers.0.{name}" for name in ("enorm", "hnorm", "final_layernorm", "eh_proj"))
-
 WITH_STATES = {**FAMILIES["qwen3_next"], "layer_types": ["linear_attention", *["full_attention"] * LAYERS]}
 
 
@@ -40,12 +41,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "MiMo": Kind(
-        *("qwen2", "MiMoForCausalLM", "model.mtp_layers.0."),
-        tuple(
-            f"model.mtp_layers.0.{name}"
-            for name in ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")
-        ),
-        {"tie_word_embeddings": False},
+        *("qwen2", "MiMoForCausalLM", "model.mtp_layers.0.", OF_MIMO), {"tie_word_embeddings": False}
     ),
     "Ernie": Kind(
         *("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "model.mtp_block.0."),
@@ -63,17 +59,12 @@ KINDS = {
         *("mimo_v2_flash", "MiMoV2FlashForCausalLM", "model.mtp.layers.0.", OF_MIMO_V2),
         {
             "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2],
-            "hybrid_layer_pattern": [1, 0, 1, 1],
-            "add_swa_attention_sink_bias": True,
-            "moe_layer_freq": [0, 1, 1, 0],
-            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            **{"hybrid_layer_pattern": [1, 0, 1, 1], "add_swa_attention_sink_bias": True},
+            **{"moe_layer_freq": [0, 1, 1, 0], "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]},
         },
         "self_attn.o_proj.weight",
     ),
-    "Qwen3-Next": Kind(
-        *("qwen3_next", "Qwen3NextForCausalLM", "mtp.layers.0.", OF_QWEN),
-        WITH_STATES,
-    ),
+    "Qwen3-Next": Kind("qwen3_next", "Qwen3NextForCausalLM", "mtp.layers.0.", OF_QWEN, WITH_STATES),
     "Qwen3.5": Kind(
         *("qwen3_5_text", "Qwen3_5ForCausalLM", "mtp.layers.0.", OF_QWEN),
         {**WITH_STATES, "mtp_num_hidden_layers": 1},
@@ -122,18 +113,12 @@ def make_mtp_pair(
     weights = {weight.replace(LAST, kind.layer) for weight in weights}
     ignore = [module.replace(LAST, kind.layer) for module in left_out]
     ignore += [module for module in kind.beside if "norm" not in module]
-    of_head = sorted(filter(is_of_head, weights))
-    whole = with_head(kind, state)
-    made = {}
+    whole, made = with_head(kind, state), {}
     for scheme in ("w8a8", "w4a16"):
         tensors = {key: whole[key] for key in whole if scheme in heads or not is_of_head(key)}
+        of_head = sorted(filter(is_of_head, weights))
         in_16_bit = [name for name in of_head if scheme not in quantised or name.endswith(kind.plain)]
-        made[scheme] = write_checkpoint(
-            folder / scheme,
-            config,
-            tensors,
-            scheme,
-            (weights - {*in_16_bit}) & tensors.keys(),
-            [*ignore, *(weight.removesuffix(".weight") for weight in in_16_bit)],
-        )
+        own = (weights - {*in_16_bit}) & tensors.keys()
+        without = [*ignore, *(weight.removesuffix(".weight") for weight in in_16_bit)]
+        made[scheme] = write_checkpoint(folder / scheme, config, tensors, scheme, own, without)
     return made

@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+from argparse import RawDescriptionHelpFormatter as AsWritten
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -40,14 +41,9 @@ ROOMS = {
 
 def copy_tree(folder: Path, paths: list[str], tests: list[str]) -> None:
     """Copy what git lists into ``folder``, links followed, with mutmut's settings for ``paths``."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    ).stdout.split("\n")
-    for name in filter(None, listed):
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.check_output(command, cwd=ROOT, text=True)
+    for name in listed.splitlines():
         source, target = ROOT / name, folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
@@ -70,9 +66,7 @@ def copy_tree(folder: Path, paths: list[str], tests: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=AsWritten)
     parser.add_argument("paths", nargs="+", help=f"rooms or files of one of them: {', '.join(ROOMS)}")
     parser.add_argument("--tests", help="tests in tests/unit in place of those of the room")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())

@@ -14,11 +14,11 @@ CROSSED = {"w8a8": ({1: 0.010}, {1: 0.001}), "w4a16": ({1: 0.004}, {1: 0.003})}
 
 def make_times(curves: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]]) -> PassTimes:
     """Return pass times without spread; ``curves``: variant -> seconds of decode and of prefill by size."""
-    decode, prefill = (
-        {
-            name: {size: Time(seconds, seconds, seconds) for size, seconds in pair[side].items()}
-            for name, pair in curves.items()
+
+    def times(side: int) -> dict[str, dict[int, Time]]:
+        return {
+            name: {size: Time(s, s, s) for size, s in pair[side].items()} for name, pair in curves.items()
         }
-        for side in (0, 1)
-    )
+
+    decode, prefill = times(0), times(1)
     return PassTimes.model_construct(decode=decode, prefill=prefill, context=1, origin={"machine": "made up"})

@@ -27,6 +27,9 @@ rules:
 """
 
 
+DERIVE_INT8 = "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}}\n"
+
+
 def rules(*lines: str) -> str:
     """Return a policy whose rules start in line 3."""
     return "\n".join(["schema: flexquant.policy/v1", "rules:", *(f"  {line}" for line in lines), ""])

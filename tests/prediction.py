@@ -50,16 +50,9 @@ def language_model(
     kind: str, hidden: int, layers: int, heads: tuple[int, int], intermediate: int, vocab: int, **more: Any
 ) -> JsonObject:
     """Return a ``config.json``; ``heads`` are those of queries and of keys."""
-    return {
-        "model_type": kind,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "intermediate_size": intermediate,
-        "vocab_size": vocab,
-        **more,
-    }
+    found = {"model_type": kind, "hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": vocab}
+    found |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    return found | {"intermediate_size": intermediate, **more}
 
 
 UNLIKE_FILE = """schema: flexquant.device/v1

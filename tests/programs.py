@@ -70,9 +70,7 @@ def run(
     if not problem and status not in (None, process.returncode):
         problem = f"ended with {process.returncode} instead of {status}"
     if problem:
-        shown = "\n".join(
-            f"{name}:\n{text[-SHOWN:]}" for name, text in zip(("stdout", "stderr"), printed, strict=True)
-        )
+        shown = "stdout:\n{}\nstderr:\n{}".format(*(text[-SHOWN:] for text in printed))
         pytest.fail(f"{shlex.join(arguments)} {problem}\n{shown}")
     return subprocess.CompletedProcess(arguments, process.returncode, *printed)
 

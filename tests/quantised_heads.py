@@ -77,8 +77,7 @@ def write_pair(folder: Path, *heads: str | None, **options: Any) -> dict[str, Pa
     """Write w8a8 and w4a16 with these schemes of their heads; None: 16 bit."""
     found = {}
     for name, head in zip(("w8a8", "w4a16"), heads, strict=True):
-        made = make_checkpoint(
-            folder / f"plain {name}", scheme=name, **{"transform": with_an_unused_row} | options
-        )
+        given = {"scheme": name, "transform": with_an_unused_row, **options}
+        made = make_checkpoint(folder / f"plain {name}", **given)
         found[name] = made if head is None else quantise_head(made, folder / name, head)
     return found

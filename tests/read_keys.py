@@ -46,10 +46,8 @@ def keys_read(path: Path, name: re.Pattern[str] = A_CONFIG) -> Keys:
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
             owner, key, *default = node.args
             if _is_config(owner, name) and isinstance(key, ast.Constant):
-                defaults = found.setdefault(str(key.value), [])
-                defaults += [
-                    d.value for d in default if isinstance(d, ast.Constant) and d.value not in defaults
-                ]
+                known = found.setdefault(str(key.value), [])
+                known += [d.value for d in default if isinstance(d, ast.Constant) and d.value not in known]
         elif isinstance(node, ast.FunctionDef) and _reads_by_variable(node, name):
             texts = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
             for text in texts:
@@ -107,11 +105,8 @@ def _imported(path: Path, node: ast.ImportFrom) -> list[Path]:
     """Return the files of models, and of layers that read configs, that a statement in a file imports."""
     start = path.parents[node.level - 1] if node.level else VLLM.parent
     module = start.joinpath(*(node.module or "").split("."))
-    files = [
-        module.with_suffix(".py"),
-        module / "__init__.py",
-        *(module / f"{a.name}.py" for a in node.names),
-    ]
+    inside = ("__init__", *(alias.name for alias in node.names))
+    files = [module.with_suffix(".py"), *(module / f"{name}.py" for name in inside)]
     return [file for file in files if file.is_file() and {MODELS, STATES} & set(file.parents)]
 
 
@@ -123,13 +118,10 @@ def served() -> list[str]:
 
 def table() -> dict[str, dict[str, object]]:
     """Return what the installed vLLM reads of every model and in each file, and the architectures' files."""
+    parsing = [VLLM / f"transformers_utils/{name}.py" for name in ("config", "model_arch_config_convertor")]
     elsewhere = [path for path in VLLM.rglob("*.py") if MODELS not in path.parents]
-    parsing = [
-        VLLM / "transformers_utils" / f"{name}.py" for name in ("config", "model_arch_config_convertor")
-    ]
-    of_all = [
-        keys_read(path, HF_CONFIG) for path in [*elsewhere, *(MODELS / f"{name}.py" for name in OF_ALL)]
-    ]
+    elsewhere += [MODELS / f"{name}.py" for name in OF_ALL]
+    of_all = [keys_read(path, HF_CONFIG) for path in elsewhere]
     files = {architecture: files_of(architecture) for architecture in served()}
     read = {path: keys for path in {*sum(files.values(), [])} if (keys := keys_read(path))}
     names = {path: "/".join(path.with_suffix("").parts[-2:]) for path in sorted(read)}

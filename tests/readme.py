@@ -8,18 +8,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [
-    ROOT / page
-    for page in (
-        "README.md",
-        "merge/README.md",
-        "policies/README.md",
-        "flexquant/quantization/README.md",
-        "flexquant/evaluation/README.md",
-        "flexquant/tuning/README.md",
-        "benchmarks/README.md",
-    )
-]
+OF_FLEXQUANT = (f"flexquant/{room}" for room in ("quantization", "evaluation", "tuning"))
+PAGES = [ROOT / room / "README.md" for room in ("", "merge", "policies", *OF_FLEXQUANT, "benchmarks")]
 """Pages in an order in which their commands find what earlier ones wrote."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -12,9 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import StateDict, make_checkpoint
 
-BLOCK = 32
-GROUP = "v"
-PART = f"{GROUP}_input"
+BLOCK, GROUP, PART = 32, "v", "v_input"
 
 
 def rotation(seed: int = 0) -> torch.Tensor:
@@ -33,18 +31,14 @@ def make_rotated(folder: Path, scheme: str, matrix: torch.Tensor | None = None, 
     turn = rotation() / BLOCK**0.5
 
     def turned(state: StateDict) -> StateDict:
-        return {
-            name: (w.float().view(len(w), -1, BLOCK) @ turn).flatten(1).to(w.dtype)
-            if name.endswith("down_proj.weight")
-            else w
-            for name, w in state.items()
-        }
+        for name in (name for name in state if name.endswith("down_proj.weight")):
+            blocks = state[name].float().view(len(state[name]), -1, BLOCK)
+            state[name] = (blocks @ turn).flatten(1).to(state[name].dtype)
+        return state
 
     make_checkpoint(folder, scheme=scheme, transform=turned, **options)
-    apply = [
-        {"targets": ["re:.*\\.down_proj$"], "location": "input"},
-        {"targets": ["re:.*\\.down_proj$"], "location": "weight_input", "inverse": True},
-    ]
+    targets = {"targets": ["re:.*\\.down_proj$"]}
+    apply = [{**targets, "location": "input"}, {**targets, "location": "weight_input", "inverse": True}]
     group = {"type": "random-hadamard", "head_dim": BLOCK, "apply": apply}
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["transform_config"] = {"config_groups": {GROUP: group}}

@@ -82,14 +82,9 @@ class Section:
             group = {"targets": list(targets), "weights": weights, "input_activations": inputs}
             groups[f"group_{number}"] = group | {"format": form}
         forms = {group["format"] for group in groups.values()}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": forms.pop() if len(forms) == 1 else "mixed-precision",
-            "quantization_status": "compressed",
-            "config_groups": groups,
-            "ignore": list(self.ignore),
-            **self.keys,
-        }
+        found = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
+        found["format"] = forms.pop() if len(forms) == 1 else "mixed-precision"
+        return found | {"config_groups": groups, "ignore": list(self.ignore), **self.keys}
 
     def scheme_of(self, module: str) -> str | None:
         """Return the scheme in which a module is stored: as compressed-tensors reads the settings."""
@@ -174,9 +169,8 @@ def random_section(seed: int) -> Section:
     architecture = dice.choice(["qwen2", "qwen2", "llama", "qwen2_moe", "mixtral"])
     pool = (*TARGETS, *(OF_EXPERTS if architecture in MIXTURES else ()))
     schemes = list(SCHEMES)[: dice.choice([3, 12, 12, 18])]
-    groups = [
-        (dice.sample(pool, dice.randint(1, 3)), dice.choice(schemes)) for _ in range(dice.randint(0, 2))
-    ]
+    number = dice.randint(0, 2)
+    groups = [(dice.sample(pool, dice.randint(1, 3)), dice.choice(schemes)) for _ in range(number)]
     groups.insert(dice.randint(0, len(groups)), (["Linear"], dice.choice(schemes)))
     if dice.random() < 0.2 and len(groups) > 1:
         groups = [group for group in groups if group[0] != ["Linear"]]

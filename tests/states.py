@@ -17,23 +17,14 @@ from tests.policies import rules
 FAMILIES: Mapping[str, dict[str, Any]] = {
     # A block of the KV cache holds a state, 128 tokens of attention: prompts of tests fill several.
     "qwen3_next": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "num_key_value_heads": 4,
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "num_key_value_heads": 4},
+        **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
     },
-    "falcon_h1": {},
-    "granitemoehybrid": {},
-    "lfm2": {},
-    "lfm2_moe": {},
+    **{"falcon_h1": {}, "granitemoehybrid": {}, "lfm2": {}, "lfm2_moe": {}},
 }
 """Model type -> fields of its configuration: gated delta nets, Mamba-2 and short convolutions."""
-TWINS = rules(
-    "- {when: {phase: decode}, use: second}",
-    "- {when: {tokens: {max: 40}}, use: second}",
-    "- use: first",
-)
+SECOND = ("{phase: decode}", "{tokens: {max: 40}}")
+TWINS = rules(*(f"- {{when: {when}, use: second}}" for when in SECOND), "- use: first")
 """Decodes, and ends prompts, with another variant than the one that begins prompts."""
 
 
@@ -61,9 +52,7 @@ def merge_twins(folder: Path) -> Path:
     Whatever plans a pass takes, the answers are those of stock vLLM on w8a8: unless one variant does not
     read what the other has written.
     """
-    policy = folder / "twins.yaml"
-    policy.write_text(TWINS)
-    merge_checkpoints(
-        {"first": folder / "w8a8", "second": folder / "w8a8"}, folder / "twins", policy=str(policy)
-    )
+    (policy := folder / "twins.yaml").write_text(TWINS)
+    sources = dict.fromkeys(("first", "second"), folder / "w8a8")
+    merge_checkpoints(sources, folder / "twins", policy=str(policy))
     return folder / "twins"

@@ -37,10 +37,9 @@ def make_tied(folder: Path, scheme: str, head: str | None, architecture: str = "
 
 def without_key(folder: Path, key: str) -> Path:
     """Take a key out of a checkpoint's config."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
+    config = json.loads((folder / "config.json").read_text())
     del config[key]
-    path.write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

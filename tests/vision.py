@@ -16,32 +16,24 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PretrainedConfig
 
+from tests import checkpoints
 from tests.architectures.models import small_config
-from tests.checkpoints import (
-    EXPERTS,
-    ROUTERS,
-    StateDict,
-    base_config,
-    is_quantised,
-    saved_tensors,
-    write_checkpoint,
-)
+from tests.checkpoints import EXPERTS, ROUTERS, StateDict, base_config, is_quantised, saved_tensors
 from tests.states import FAMILIES
 
+Config, Json = type[PretrainedConfig], dict[str, Any]
 PIXELS, PATCH, MERGED = 56, 14, 2
 """Width of an image, of the squares it is cut into, and how many of these, in a row, make one token."""
 IMAGE_TOKENS = (PIXELS // PATCH // MERGED) ** 2
+TOKENS_OF_QWEN = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
 FIRST_SPECIAL = 258
 """The id of the first special token, behind those of bytes, of the beginning and of the end."""
 TOWER = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": PIXELS,
-    "patch_size": PATCH,
-    "initializer_range": 0.08,
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"image_size": PIXELS, "patch_size": PATCH, "initializer_range": 0.08},
 }
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+OF_QWEN = {"depth": 2, "num_heads": 4, "out_hidden_size": 128}
 
 
 class Kind(NamedTuple):
@@ -70,90 +62,53 @@ class Kind(NamedTuple):
         return type(self.config()).__name__.removesuffix("Config") + "ForConditionalGeneration"
 
 
-def text(architecture: str, **overrides: Any) -> dict[str, Any]:
-    return base_config(architecture, num_layers=4, **overrides).to_dict()
+def text(architecture: str) -> dict[str, Any]:
+    return base_config(architecture, num_layers=4).to_dict()
 
 
 def ids(*special: str) -> dict[str, int]:
     return {name: FIRST_SPECIAL + i for i, name in enumerate(special)}
 
 
+def whole(config: Config, language: Json, tower: Json, own: Json) -> PretrainedConfig:
+    return config(text_config=language, vision_config={**TOWER, **tower}, dtype="bfloat16", **own)
+
+
 def idefics3() -> PretrainedConfig:
-    return transformers.Idefics3Config(
-        text_config=text("llama"),
-        vision_config=TOWER,
-        scale_factor=MERGED,
-        pad_token_id=257,
-        dtype="bfloat16",
-        **ids("fake_token_id", "image_token_id"),
-    )
+    own = {"scale_factor": MERGED, "pad_token_id": 257, **ids("fake_token_id", "image_token_id")}
+    return whole(transformers.Idefics3Config, text("llama"), {}, own)
 
 
 def qwen2_5_vl() -> PretrainedConfig:
-    tower = {"depth": 2, "num_heads": 4, "out_hidden_size": 128}
-    tower |= {"window_size": 28, "fullatt_block_indexes": [1]}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-    return transformers.Qwen2_5_VLConfig(
-        text_config=text("qwen2") | {"model_type": "qwen2_5_vl_text", "rope_parameters": rope},
-        vision_config={**TOWER, **tower},
-        dtype="bfloat16",
-        **ids("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"),
-    )
+    rope = {**ROPE, "mrope_section": [4, 6, 6]}
+    language = text("qwen2") | {"model_type": "qwen2_5_vl_text", "rope_parameters": rope}
+    tower = {**OF_QWEN, "window_size": 28, "fullatt_block_indexes": [1]}
+    return whole(transformers.Qwen2_5_VLConfig, language, tower, ids(*TOKENS_OF_QWEN))
 
 
-def qwen3_5(config: type[PretrainedConfig] = transformers.Qwen3_5Config) -> PretrainedConfig:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-    dimensions = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    tower = {"depth": 2, "num_heads": 4, "out_hidden_size": 128, "num_position_embeddings": 16}
-    language = small_config(
-        f"{config.model_type}_text", rope_parameters=rope | dimensions, **FAMILIES["qwen3_next"]
-    )
-    return config(
-        text_config=language.to_dict(),
-        vision_config={**TOWER, **tower},
-        dtype="bfloat16",
-        **ids("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"),
-    )
+def qwen3_5(config: Config = transformers.Qwen3_5Config) -> PretrainedConfig:
+    rope = {**ROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    language = small_config(f"{config.model_type}_text", rope_parameters=rope, **FAMILIES["qwen3_next"])
+    tower = {**OF_QWEN, "num_position_embeddings": 16}
+    return whole(config, language.to_dict(), tower, ids(*TOKENS_OF_QWEN))
 
 
-def qwen3_vl(
-    architecture: str = "qwen3", config: type[PretrainedConfig] = transformers.Qwen3VLConfig
-) -> PretrainedConfig:
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [4, 6, 6],
-        "mrope_interleaved": True,
-    }
-    tower = {"depth": 2, "num_heads": 4, "out_hidden_size": 128, "num_position_embeddings": 16}
+def qwen3_vl(architecture: str = "qwen3", config: Config = transformers.Qwen3VLConfig) -> PretrainedConfig:
+    rope = {**ROPE, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
     language = text(architecture) | {"model_type": f"{config.model_type}_text", "rope_parameters": rope}
-    return config(
-        text_config=language,
-        vision_config={**TOWER, **tower, "deepstack_visual_indexes": [0, 1]},
-        dtype="bfloat16",
-        **ids("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"),
-    )
+    tower = {**OF_QWEN, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    return whole(config, language, tower, ids(*TOKENS_OF_QWEN))
 
 
 def gemma3() -> PretrainedConfig:
-    return transformers.Gemma3Config(
-        text_config=text("gemma3"),
-        vision_config={**TOWER, "vision_use_head": False},
-        mm_tokens_per_image=IMAGE_TOKENS,
-        dtype="bfloat16",
-        **ids("boi_token_index", "image_token_index", "eoi_token_index"),
-    )
+    own = {"mm_tokens_per_image": IMAGE_TOKENS}
+    own |= ids("boi_token_index", "image_token_index", "eoi_token_index")
+    return whole(transformers.Gemma3Config, text("gemma3"), {"vision_use_head": False}, own)
 
 
 def mistral3() -> PretrainedConfig:
-    return transformers.Mistral3Config(
-        text_config=text("mistral"),
-        vision_config={**TOWER, "head_dim": 16, "model_type": "pixtral"},
-        spatial_merge_size=MERGED,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-        image_token_index=FIRST_SPECIAL,
-    )
+    own = {"spatial_merge_size": MERGED, "tie_word_embeddings": False, "image_token_index": FIRST_SPECIAL}
+    return whole(transformers.Mistral3Config, text("mistral"), {"head_dim": 16, "model_type": "pixtral"}, own)
 
 
 def qwen(processor: str, video_processor: str) -> dict[str, Any]:
@@ -171,53 +126,37 @@ def qwen(processor: str, video_processor: str) -> dict[str, Any]:
     }
 
 
+def processor(name: str, of_images: dict[str, Any], **own: Any) -> dict[str, Any]:
+    image = {"image_processor_type": f"{name}ImageProcessor", **of_images}
+    return {"processor_class": f"{name}Processor", "image_processor": image, **own}
+
+
+LONGEST, SEQUENCE = {"longest_edge": PIXELS}, {"image_seq_length": IMAGE_TOKENS}
+QWEN3 = qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
+GATES, SQUARE = "re:.*in_proj_[ab]$", {"height": PATCH, "width": PATCH}
 KINDS = {
     "idefics3": Kind(
         idefics3,
         ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"),
         "<image>",
-        {
-            "processor_class": "Idefics3Processor",
-            "image_seq_len": IMAGE_TOKENS,
-            "image_processor": {
-                "image_processor_type": "Idefics3ImageProcessor",
-                "size": {"longest_edge": PIXELS},
-                "max_image_size": {"longest_edge": PIXELS},
-            },
-        },
+        processor("Idefics3", {"size": LONGEST, "max_image_size": LONGEST}, image_seq_len=IMAGE_TOKENS),
         ("re:.*vision_model.*", "re:.*connector.*"),
     ),
     "qwen2_5_vl": Kind(qwen2_5_vl, **qwen("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor")),
-    "qwen3_5": Kind(
-        qwen3_5,
-        **qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
-        in_16_bit=("re:.*in_proj_[ab]$",),
-    ),
+    "qwen3_5": Kind(qwen3_5, **QWEN3, in_16_bit=(GATES,)),
     "qwen3_5_moe": Kind(
-        partial(qwen3_5, transformers.Qwen3_5MoeConfig),
-        **qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
-        in_16_bit=("re:.*in_proj_[ab]$", EXPERTS, ROUTERS),
+        partial(qwen3_5, transformers.Qwen3_5MoeConfig), **QWEN3, in_16_bit=(GATES, EXPERTS, ROUTERS)
     ),
-    "qwen3_vl": Kind(qwen3_vl, **qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor")),
+    "qwen3_vl": Kind(qwen3_vl, **QWEN3),
     "qwen3_vl_moe": Kind(
         partial(qwen3_vl, "qwen3_moe", transformers.Qwen3VLMoeConfig),
-        **qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
-        in_16_bit=(EXPERTS, ROUTERS),
-        transposes_experts=True,
+        **{**QWEN3, "in_16_bit": (EXPERTS, ROUTERS), "transposes_experts": True},
     ),
     "gemma3": Kind(
         gemma3,
         ("<start_of_image>", "<image_soft_token>", "<end_of_image>", "\n", "\n\n", "\n\n\n", "\n\n\n\n"),
         "<start_of_image>",
-        {
-            "processor_class": "Gemma3Processor",
-            "image_seq_length": IMAGE_TOKENS,
-            "image_processor": {
-                "image_processor_type": "Gemma3ImageProcessor",
-                "size": {"height": PIXELS, "width": PIXELS},
-                "image_seq_length": IMAGE_TOKENS,
-            },
-        },
+        processor("Gemma3", {"size": {"height": PIXELS, "width": PIXELS}, **SEQUENCE}, **SEQUENCE),
         ("re:.*vision_tower.*", "re:.*multi_modal_projector.*"),
         names={"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
         | {"image_token": "<image_soft_token>"},
@@ -227,16 +166,9 @@ KINDS = {
         mistral3,
         ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         "[IMG]",
-        {
-            "processor_class": "PixtralProcessor",
-            "patch_size": PATCH,
-            "spatial_merge_size": MERGED,
-            "image_processor": {
-                "image_processor_type": "PixtralImageProcessor",
-                "size": {"longest_edge": PIXELS},
-                "patch_size": {"height": PATCH, "width": PATCH},
-            },
-        },
+        processor(
+            "Pixtral", {"size": LONGEST, "patch_size": SQUARE}, patch_size=PATCH, spatial_merge_size=MERGED
+        ),
         ("re:.*vision_tower.*", "re:.*multi_modal_projector.*"),
     ),
 }
@@ -275,11 +207,9 @@ def make_vision_checkpoint(
     """
     config, left_out = kind.config(), [*kind.towers, *kind.in_16_bit] if ignore is None else ignore
     config.architectures = [kind.architecture]
-    state = random_tensors(kind)
-    if transform is not None:
-        state = transform(state)
+    state = transform(random_tensors(kind)) if transform else random_tensors(kind)
     quantised = {name for name in state if is_quantised(name, left_out)}
-    write_checkpoint(folder, config, state, scheme, quantised, left_out)
+    checkpoints.write_checkpoint(folder, config, state, scheme, quantised, left_out)
     tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens=kind.names)
     tokenizer.add_special_tokens({"additional_special_tokens": list(kind.special)})
     tokenizer.chat_template = CHAT % kind.image
@@ -289,10 +219,9 @@ def make_vision_checkpoint(
 
 
 TOWERS = {f"{tower}.": f"model.{tower}." for tower in ("vision_tower", "multi_modal_projector")}
-HEAD = {"language_model.lm_head.": "lm_head."}
+LANGUAGE, HEAD = {"language_model.model.": "model.language_model."}, {"language_model.lm_head.": "lm_head."}
 RENAMED = {
-    "mistral3": {"language_model.model.": "model.language_model."} | HEAD | TOWERS,
-    "gemma3": {"language_model.model.": "model.language_model."} | HEAD | TOWERS,
+    **dict.fromkeys(("mistral3", "gemma3"), LANGUAGE | HEAD | TOWERS),
     "qwen2_5_vl": {"visual.": "model.visual.", "model.": "model.language_model."},
 }
 """Kind -> beginnings of names as one release of transformers writes them -> as another does."""
@@ -326,9 +255,6 @@ def same_text(kind: Kind) -> list[dict[str, Any]]:
 
 
 def prompts(kind: Kind) -> list[Any]:
-    return [
-        *same_text(kind),
-        "a prompt without an image",
-        prompt(kind, "compare <image> with <image>, please", 2, 3),
-        prompt(kind, "a prompt of more than one chunk, whose image comes in the second of them: <image>", 4),
-    ]
+    several = prompt(kind, "compare <image> with <image>, please", 2, 3)
+    late = "a prompt of more than one chunk, whose image comes in the second of them: <image>"
+    return [*same_text(kind), "a prompt without an image", several, prompt(kind, late, 4)]

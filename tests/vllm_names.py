@@ -27,17 +27,13 @@ NEEDED = {
 }
 """Version of vLLM -> what FlexQuant does for it, beyond what older versions needed."""
 
-
 EXPECTED = {
     "flexquant/serving/worker/model.py: Cannot assign to a method": (
-        "0.26.0",
-        "0.27.1",
+        *("0.26.0", "0.27.1"),
         "make_empty_intermediate_tensors is a method of SupportsPP, which vLLM's models exchange too",
     ),
     'flexquant/serving/worker/model.py: Signature of "forward" incompatible with supertype': (
-        "0.26.0",
-        "0.27.1",
-        "SupportsPP.forward has a narrower type than vLLM's models return",
+        *("0.26.0", "0.27.1", "SupportsPP.forward has a narrower type than vLLM's models return"),
     ),
 }
 """Error of mypy -> the first and last version that has it, and why it is harmless there."""

@@ -20,7 +20,7 @@ from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
     MPLinearKernel,
     MPLinearLayerConfig,
 )
-from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel as Int8Kernel
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -109,11 +109,7 @@ def _quantisation(config: QuantizationConfig, method: QuantizeMethodBase, layer:
 
 
 def _kernels(
-    int4: MPLinearKernel,
-    c: MPLinearLayerConfig,
-    int8: CPUInt8ScaledMMLinearKernel,
-    layer: nn.Module,
-    x: torch.Tensor,
+    int4: MPLinearKernel, c: MPLinearLayerConfig, int8: Int8Kernel, layer: nn.Module, x: torch.Tensor
 ) -> Any:
     """Goes when vLLM's own kernels are right on every CPU; vLLM calls these methods of FlexQuant's."""
     from flexquant.serving.kernels.cpu_kernels import ExactCPUInt8LinearKernel
@@ -132,7 +128,7 @@ def _kernels(
 def _models(
     image: SupportsMultiModal,
     eagle: SupportsEagle3,
-    pipelined: SupportsPP,
+    piped: SupportsPP,
     lora: SupportsLoRA,
     mapper: WeightsMapper,
 ) -> Any:
@@ -140,14 +136,9 @@ def _models(
     eagle.set_aux_hidden_state_layers((1,))
     image.embed_multimodal()
     image.get_placeholder_str("image", 0)
-    embeddings = image.embed_input_ids
-    names = (
-        lora.embedding_modules,
-        lora.packed_modules_mapping,
-        lora.lora_manager,
-        mapper.apply_list([""]),
-    )
-    return [image.get_language_model(), embeddings, pipelined.make_empty_intermediate_tensors, *names]
+    names = lora.embedding_modules, lora.packed_modules_mapping, lora.lora_manager, mapper.apply_list([""])
+    of_image = image.get_language_model(), image.embed_input_ids
+    return [*of_image, piped.make_empty_intermediate_tensors, *names]
 
 
 def _adapters(manager: LoRAModelManager, layer: BaseLinearLayerWithLoRA, head: ParallelLMHead) -> Any:

@@ -9,7 +9,6 @@ takes. The process has a package ``kernels``, which writes down whether it is as
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
@@ -18,6 +17,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,6 +50,8 @@ def named(**values: object) -> list[edits.Edit]:
 
 CODE = [edits.file(f"{kind}_own.py", OWN_CODE) for kind in ("configuration", "modeling", "tokenization")]
 AUTO_MAP = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}
+OWN_TOKENS = {"AutoTokenizer": ["tokenization_own.Own", None]}
+OWN_IMAGES = '{"image_processor_type": "Own", "feature_extractor_type": "Own"}'
 KEYS: dict[str, list[edits.Edit]] = {
     "nothing": [],
     "_attn_implementation": named(_attn_implementation=KERNEL),
@@ -60,21 +62,12 @@ KEYS: dict[str, list[edits.Edit]] = {
     "attention of a layer": named(per_layer_config={"0": {"_attn_implementation": KERNEL}}),
     "use_kernels": named(use_kernels=True, kernel_config={"kernel_mapping": {"RMSNorm": KERNEL}}),
     "auto_map": [*CODE, *named(auto_map=AUTO_MAP)],
-    "auto_map of the tokenizer": [
-        *CODE,
-        edits.tokenizer_config(
-            tokenizer_class="Own", auto_map={"AutoTokenizer": ["tokenization_own.Own", None]}
-        ),
-    ],
+    "auto_map of the tokenizer": [*CODE, edits.tokenizer_config(tokenizer_class="Own", auto_map=OWN_TOKENS)],
     "auto_map to the Hub": named(auto_map={key: f"org/code--{name}" for key, name in AUTO_MAP.items()}),
     "custom_pipelines": named(custom_pipelines={"own": {"impl": "modeling_own.Own", "pt": ["AutoModel"]}}),
     "tokenizer_class": [edits.tokenizer_config(tokenizer_class="OwnTokenizer")],
     "processor_class": [edits.tokenizer_config(processor_class="OwnProcessor")],
-    "image_processor_type": [
-        edits.file(
-            "preprocessor_config.json", '{"image_processor_type": "Own", "feature_extractor_type": "Own"}'
-        )
-    ],
+    "image_processor_type": [edits.file("preprocessor_config.json", OWN_IMAGES)],
     "chat_template": [edits.file("chat_template.jinja", ESCAPE)],
     "backbone": named(backbone="org/backbone", use_timm_backbone=False, use_pretrained_backbone=True),
     "model_type with a backbone": named(model_type="detr", backbone="org/backbone", use_timm_backbone=False),
@@ -142,10 +135,7 @@ def _main(folder: Path, touched: Path, commands: Sequence[str]) -> None:
         made = [Path(shutil.copytree(folder / command / name, tried / name)) for name in ("a", "b")]
         for change, one in itertools.product(changes, made):
             change(one)
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as printed,
-            contextlib.redirect_stderr(io.StringIO()) as errors,
-        ):
+        with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()) as errors:
             status = main([part.format(*made, tried / "out") for part in COMMANDS[command]])
         said = errors.getvalue().splitlines()[-1] if status else printed.getvalue()
         result[command][key] = [status, said, touched.read_text()]

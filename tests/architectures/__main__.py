@@ -18,6 +18,7 @@ import os
 import shutil
 import sys
 import tempfile
+from argparse import RawDescriptionHelpFormatter as AsWritten
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -36,9 +37,8 @@ def text_architectures() -> list[str]:
     """Return the names of vLLM's text generation models, with those whose code it takes from transformers."""
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS, _TRANSFORMERS_SUPPORTED_MODELS
 
-    by_transformers = {
-        name for name, (_, its_class) in _TRANSFORMERS_SUPPORTED_MODELS.items() if "Multi" not in its_class
-    }
+    models = _TRANSFORMERS_SUPPORTED_MODELS.items()
+    by_transformers = {name for name, (_, its_class) in models if "Multi" not in its_class}
     return sorted({*_TEXT_GENERATION_MODELS, *by_transformers}, key=str.lower)
 
 
@@ -73,9 +73,7 @@ def with_log(path: Path, architecture: str, checkpoints: Path, output: Path) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=AsWritten)
     parser.add_argument("architectures", nargs="*")
     parser.add_argument("--work", type=Path, help="folder that keeps the logs (default: a temporary one)")
     args = parser.parse_args()
@@ -83,12 +81,8 @@ def main() -> None:
     if unknown := set(args.architectures) - set(names):
         parser.error(f"vLLM has no {', '.join(sorted(unknown))}")
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"architectures": {}}
-    results |= {
-        "argv": ["python", "-m", "tests.architectures"],
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "text_models": len(names),
-    }
+    results |= {"argv": ["python", "-m", "tests.architectures"], "text_models": len(names)}
+    results |= {"machine": describe_machine(), "versions": describe_versions()}
     import_module("vllm.entrypoints.llm")
     with tempfile.TemporaryDirectory() as temporary:
         for name in args.architectures or [name for name in names if name not in results["architectures"]]:

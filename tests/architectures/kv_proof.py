@@ -22,6 +22,7 @@ import argparse
 import json
 import re
 import tempfile
+from argparse import RawDescriptionHelpFormatter as AsWritten
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,8 +89,8 @@ def cells(architecture: str, work: Path) -> Iterator[Cell]:
     model = random_model(small_config(kind, **own, **WITH_NORMS.get(architecture, {})))
     state, quantised, left_out = split(model)
     model.config.architectures = [architecture]
-    write_checkpoint(work / "w8a8", model.config, state, "w8a8", quantised, left_out)
-    write_checkpoint(work / "w4a16", model.config, state, "w4a16", quantised, left_out)
+    for scheme in ("w8a8", "w4a16"):
+        write_checkpoint(work / scheme, model.config, state, scheme, quantised, left_out)
     model = model.float().eval()
     before = caches(model)
     for name, parameter in model.named_parameters():
@@ -98,10 +99,8 @@ def cells(architecture: str, work: Path) -> Iterator[Cell]:
             saved = parameter.detach().clone()
             with torch.no_grad():
                 noise = torch.randn_like(parameter)
-                if parameter.ndim > 1:
-                    parameter.copy_(noise * parameter.std())
-                else:
-                    parameter.add_(noise * VECTOR_CHANGE)
+                is_matrix = parameter.ndim > 1
+                parameter.copy_(noise * parameter.std() if is_matrix else parameter + noise * VECTOR_CHANGE)
             change = max(float((a - b).norm() / b.norm()) for a, b in zip(caches(model), before, strict=True))
             verdict, reason = judge(work, model, quantised, left_out)
             yield Cell(name[found.end() :], change, verdict, reason)
@@ -232,24 +231,20 @@ def page(results: dict[str, Any]) -> str:
     folds = {name: [c["verdict"] for c in found if c["parameter"] == FOLD] for name, found in architectures}
     without = [name for name, verdicts in folds.items() if not verdicts]
     wrong = [name for name, verdicts in folds.items() if verdicts not in ([], ["merged"])]
+    end = f", and refused in {', '.join(wrong)}." if wrong else "."
     lines += [
         "",
         "Folded norms (SmoothQuant) leave a model as it is. They are merged in all architectures but those",
-        f"whose norms cannot be folded ({', '.join(without)})"
-        + (f", and refused in {', '.join(wrong)}." if wrong else "."),
-        "",
-        "| smallest change refused | architecture and change |",
-        "| --- | --- |",
+        f"whose norms cannot be folded ({', '.join(without)}){end}",
+        *("", "| smallest change refused | architecture and change |", "| --- | --- |"),
     ]
-    merged: list[str] = []
-    smallest: dict[str, list[str]] = {}
+    merged, smallest = list[str](), dict[str, list[str]]()
     for name, found in architectures:
         changes = [c for c in found if c["parameter"] != FOLD]
         least = min((c for c in changes if c["verdict"] == "refused"), key=lambda c: c["change"])
         merged += [f"{name} {c['parameter']} {c['change']:.2g}" for c in changes if c["verdict"] != "refused"]
-        smallest.setdefault(least["parameter"], []).append(
-            f"{name.removesuffix('ForCausalLM')} {least['change']:.2g}"
-        )
+        shown = f"{name.removesuffix('ForCausalLM')} {least['change']:.2g}"
+        smallest.setdefault(least["parameter"], []).append(shown)
     lines += [f"| `{parameter}` | {', '.join(found)} |" for parameter, found in sorted(smallest.items())]
     lines += ["", f"Merged with a change: {', '.join(merged)}."] if merged else []
     return "\n".join(lines) + "\n"
@@ -262,9 +257,7 @@ def compared() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=AsWritten)
     parser.add_argument("architectures", nargs="*")
     args = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"architectures": {}}

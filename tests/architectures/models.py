@@ -38,17 +38,13 @@ VALUES: dict[float, str] = {
 SMALL: dict[str, Any] = {name: value for value, names in VALUES.items() for name in names.split()}
 """Values of a configuration's fields. Dimensions are multiples of 64, for INT4 in groups of 64."""
 OF_ONE: dict[str, dict[str, Any]] = {
-    "gemma2": {"query_pre_attn_scalar": 32},
-    "gemma3_text": {"query_pre_attn_scalar": 32},
-    "vaultgemma": {"query_pre_attn_scalar": 32},
+    **dict.fromkeys(("gemma2", "gemma3_text", "vaultgemma"), {"query_pre_attn_scalar": 32}),
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-        "num_key_value_heads": 4,
-        "linear_num_heads": 4,
-        "linear_head_dim": 32,
+        **{"num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 32},
     },
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "deepseek_v2": {"num_key_value_heads": 4},
@@ -58,50 +54,35 @@ OF_ONE: dict[str, dict[str, Any]] = {
     "hrm_text": {"num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1, "prefix_lm": False},
     "hy_v3": {"first_k_dense_replace": 1},
     "lfm2": {
-        "block_dim": 128,
-        "conv_dim": 128,
-        "block_auto_adjust_ff_dim": False,
+        **{"block_dim": 128, "conv_dim": 128, "block_auto_adjust_ff_dim": False},
         "layer_types": ["conv", "full_attention"] * 2,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": {"num_experts_per_tok": 1},
     "longcat_flash": {
-        "num_layers": 2,
-        "head_dim": 64,
-        "zero_expert_num": 2,
-        "zero_expert_type": "identity",
-        "mla_scale_q_lora": True,
-        "mla_scale_kv_lora": True,
+        **{"num_layers": 2, "head_dim": 64, "zero_expert_num": 2, "zero_expert_type": "identity"},
+        **{"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
     },
     "mamba2": {"num_heads": 8},
     "minicpm3": {"num_key_value_heads": 4},
     "mimo_v2_flash": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "hybrid_layer_pattern": [1, 0, 1, 0],
-        "sliding_window_size": 64,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 32,
-        "swa_v_head_dim": 32,
-        "v_head_dim": 32,
-        "moe_layer_freq": [0, 1, 1, 1],
-        "layernorm_epsilon": 1e-5,
+        **{"hybrid_layer_pattern": [1, 0, 1, 0], "sliding_window_size": 64, "v_head_dim": 32},
+        **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 32},
+        **{"swa_v_head_dim": 32, "moe_layer_freq": [0, 1, 1, 1], "layernorm_epsilon": 1e-5},
     },
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "linear_attention", "mlp"]},
     "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 32,
-        "indexer_budget": 64,
-        "indexer_compress_ratio": 16,
-        "ngram_vocab_size_base": 1000,
+        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 64},
+        **{"indexer_compress_ratio": 16, "ngram_vocab_size_base": 1000},
     },
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "head_dim": 64},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2},
 }
 """Model type -> further fields that it needs."""
+OF_SOLAR = {"bskcn_1": [1], "bskcn_2": [2], "bskcn_3": [2], "bskcn_4": [3], "bskcn_tv": [0.9, 0.8]}
 LIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "MiMoForCausalLM": ("qwen2", {}),
     "MiMoV2ForCausalLM": ("mimo_v2_flash", {}),
@@ -109,10 +90,7 @@ LIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "PanguEmbeddedForCausalLM": ("llama", {"attention_bias": True}),
     "PhiMoEForCausalLM": ("phimoe", {"attention_bias": True, "lm_head_bias": True}),
     "Rnj1ForCausalLM": ("gemma3_text", {}),
-    "SolarForCausalLM": (
-        "llama",
-        {"bskcn_1": [1], "bskcn_2": [2], "bskcn_3": [2], "bskcn_4": [3], "bskcn_tv": [0.9, 0.8]},
-    ),
+    "SolarForCausalLM": ("llama", OF_SOLAR),
     "TeleFLMForCausalLM": ("llama", {"use_mup": True, "mup_scale_factor": 2.0, "output_mult": 1.0}),
 }
 """Architectures that transformers lacks -> a model type whose tensors vLLM's class loads, and its fields."""

@@ -19,17 +19,8 @@ ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, float("inf"), float("nan")),
     *(3, 8, 1024.0, "1e-6", "re:(", "group", "F16", [16, 16], [0, 16], [16], "\udaff"),
     *("", "x", "w8a8", "decode", "0-3", "-1", "../../etc/passwd", "/etc/passwd", "a\nb", "\0", "\ud7ff" * 40),
-    *(
-        [],
-        {},
-        [[]],
-        [None],
-        {"": None},
-        {"a": {"b": []}},
-        ["w8a8", "w4a16"],
-        {"min": 3, "max": 2},
-        {"max": 0},
-    ),
+    *([], {}, [[]], [None], {"": None}, {"a": {"b": []}}, ["w8a8", "w4a16"]),
+    *({"min": 3, "max": 2}, {"max": 0}),
 )
 STRUCTURED_HEADER = "safetensors_header"
 """A target whose document stands between its length and the data."""

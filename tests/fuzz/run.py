@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from argparse import RawDescriptionHelpFormatter as AsWritten
+from functools import partial
 from pathlib import Path
 
 import atheris
@@ -24,9 +26,7 @@ def main() -> None:
     instrumented = atheris.instrument_imports(include=["flexquant", "yaml", "json"])
     with instrumented:
         from tests.fuzz.targets import TARGETS, sound, try_out
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=AsWritten)
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--runs", type=int, default=100_000, help="executions (%(default)s)")
     args = parser.parse_args()
@@ -43,9 +43,7 @@ def main() -> None:
         return atheris.Mutate(data, longest) if changed is None or len(changed) > longest else changed
 
     options = [f"-runs={args.runs}", "-seed=1", "-timeout=5", "-rss_limit_mb=2560", "-max_len=4096"]
-    atheris.Setup(
-        [sys.argv[0], *options, str(kept)], lambda data: try_out(target, data), custom_mutator=mutate
-    )
+    atheris.Setup([sys.argv[0], *options, str(kept)], partial(try_out, target), custom_mutator=mutate)
     atheris.Fuzz()
 
 

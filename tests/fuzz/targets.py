@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +18,7 @@ from typing import Any
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE, read_tensors
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import CONFIG_FILE, read_merged_config
-from flexquant.checkpoint.safetensors_io import read_header
+from flexquant.checkpoint.safetensors_io import DTYPES, read_header
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
 from flexquant.planning.device import parse_device
@@ -23,7 +26,49 @@ from flexquant.policy.routes import RouteTable, build_route_table
 from flexquant.policy.rules import parse_policy, parse_policy_text
 from flexquant.policy.schema import PHASES
 from flexquant.quantization.recipe import parse_recipe
-from tests.fuzz.checkpoint_files import write_folder
+
+MOST_BYTES = 1 << 16
+"""Most bytes of a tensor; one that claims to have more gets none."""
+
+
+def write_folder(folder: Path, document: Any) -> None:
+    """Write the files that a document describes; whatever is not as it should be is written as it is."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, content in document.items() if isinstance(document, dict) else ():
+        if name == SINGLE_FILE and isinstance(content, dict):
+            (folder / name).write_bytes(_safetensors(content))
+        elif name in ("config.json", "tokenizer.json", "generation_config.json"):
+            (folder / name).write_text(json.dumps(content))
+
+
+def _safetensors(tensors: dict[str, Any]) -> bytes:
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        content = _content(name, tensor)
+        offsets = [len(data), len(data) + len(content)]
+        header[name] = {**tensor, "data_offsets": offsets} if isinstance(tensor, dict) else tensor
+        data += content
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def _content(name: str, tensor: Any) -> bytes:
+    """Return a tensor's ``values``, if it has any, or moderate numbers that follow from its name."""
+    try:
+        width = DTYPES[tensor["dtype"]][0] // 8
+        if "values" in tensor:
+            return b"".join(value.to_bytes(width, "little", signed=True) for value in tensor["values"])
+        count = math.prod(tensor["shape"])
+        if not 0 <= count * width <= MOST_BYTES:
+            return b""
+        content = bytearray(random.Random(name).randbytes(count * width))
+        if tensor["dtype"].startswith(("F", "BF")):
+            content[width - 1 :: width] = b"\x3c" * count  # sets sign and exponent
+        return bytes(content)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError, ZeroDivisionError):
+        return b""
+
 
 LAYERS, MAX_TOKENS = 6, 96
 SHARD = "model-00001-of-00002.safetensors"

@@ -113,11 +113,10 @@ def graph_engine(
     options = {"enable_prefix_caching": False, **limits, **options}
     if folder.name == "apart":
         options["flexquant"] = {"allow_incompatible_kv": True, **options.get("flexquant", {})}
+    options |= {"enforce_eager": mode is None, "dtype": "bfloat16"}
     with (
         options_for(policy, options) as flexquant,
-        in_process.engine(
-            folder, flexquant=flexquant, enforce_eager=mode is None, dtype="bfloat16", **options
-        ) as llm,
+        in_process.engine(folder, flexquant=flexquant, **options) as llm,
     ):
         yield llm
 
@@ -128,7 +127,7 @@ def generate(
     mode: str | None,
     policy: str | None,
     *batches: list[Any],
-    tokens: int = 16,
+    tokens=16,
     **options: Any,
 ) -> list[Answers]:
     """Return what an engine answers to the batches, each answer of so many tokens."""
@@ -148,15 +147,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ``apart`` merges ``w8a8`` with ``flipped``, a W4A16 variant that answers quite differently.
     """
     folder = tmp_path_factory.mktemp("checkpoints")
-    shape = {
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "num_layers": 4,
-        "group_size": 128,
-    }
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_layers": 4, "group_size": 128}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     for scheme in ("w8a8", "w4a16", "fp8"):
         make_checkpoint(folder / scheme, scheme=scheme, **shape)
     make_checkpoint(folder / "flipped", scheme="w4a16", transform=flip_mlp, **shape)

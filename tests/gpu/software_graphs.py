@@ -35,11 +35,7 @@ from tests.gpu.conftest import INTERPRETED
 Operator = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
 aten = torch.ops.aten
 DEVICE_READS = {
-    aten._local_scalar_dense.default,
-    aten.item.default,
-    aten.is_nonzero.default,
-    aten.equal.default,
-    aten.nonzero.default,
+    getattr(aten, name).default for name in ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero")
 }
 """Operators whose result the host waits for: no CUDA graph can hold them."""
 
@@ -103,11 +99,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "mem_get_info", lambda *_: (psutil.virtual_memory().available, 0))
     patch.setattr(cuda_graph, "weak_ref_tensors", lambda tensors: tensors)
     patch.setattr(CpuPlatform, "support_static_graph_mode", classmethod(lambda _: True))
-    patch.setattr(
-        CpuPlatform,
-        "get_static_graph_wrapper_cls",
-        classmethod(lambda _: f"{CUDAGraphWrapper.__module__}.{CUDAGraphWrapper.__qualname__}"),
-    )
+    wrapper = f"{CUDAGraphWrapper.__module__}.{CUDAGraphWrapper.__qualname__}"
+    patch.setattr(CpuPlatform, "get_static_graph_wrapper_cls", classmethod(lambda _: wrapper))
     patch.setattr(CpuPlatform, "graph_pool_handle", staticmethod(lambda: (0, 1)), raising=False)
     patch.setattr(CpuPlatform, "_global_graph_pool", (0, 1), raising=False)
     patch.setattr(CPUAttentionMetadataBuilder, "_cudagraph_support", AttentionCGSupport.ALWAYS)
@@ -123,8 +116,7 @@ def _keep_compilation(patch: pytest.MonkeyPatch) -> None:
     check = CpuPlatform.check_and_update_config.__func__
 
     def checked(cls: type[CpuPlatform], vllm_config: VllmConfig) -> None:
-        compilation = vllm_config.compilation_config
-        names = ("mode", "backend", "cudagraph_capture_sizes")
+        compilation, names = vllm_config.compilation_config, ("mode", "backend", "cudagraph_capture_sizes")
         kept = {name: getattr(compilation, name) for name in names}
         check(cls, vllm_config)
         for name, value in kept.items():
@@ -193,9 +185,7 @@ def _keep_the_context(patch: pytest.MonkeyPatch) -> None:
     last: dict[str, Any] = {}
 
     def keeping(prepare: Callable[..., Any]) -> Callable[..., Any]:
-        def prepare_attn(
-            self: Any, batch: Any, mode: Any, tables: Any, slots: Any, groups: Any, kv: Any, **o: Any
-        ) -> Any:
+        def prepare_attn(self: Any, batch, mode, tables, slots, groups, kv, **o) -> Any:
             last["attn_metadata"] = prepare(self, batch, mode, tables, slots, groups, kv, **o)
             last["slot_mapping"] = build_slot_mappings_by_layer(slots, kv)
             return last["attn_metadata"]

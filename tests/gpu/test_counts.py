@@ -48,8 +48,7 @@ def test_steps_tokens_and_sequences_are_the_schedulers(runner, mode, checkpoints
 
         def noted(*args: Any, **options: Any) -> Any:
             output = schedule(*args, **options)
-            tokens = output.num_scheduled_tokens
-            if tokens:
+            if tokens := output.num_scheduled_tokens:
                 scheduled.append((sum(tokens.values()), len(tokens)))
             happened["cached"] += sum(new.num_computed_tokens > 0 for new in output.scheduled_new_reqs)
             happened["chunked"] += any(0 < n < len(LONG) and n > len(PROMPTS[0]) for n in tokens.values())
@@ -62,22 +61,18 @@ def test_steps_tokens_and_sequences_are_the_schedulers(runner, mode, checkpoints
         scheduler.schedule, scheduler._preempt_request = noted, noted_preempt
         for batch in ([LONG], PROMPTS[:1], PROMPTS):
             answers(llm, batch, max_tokens=STEPS, ignore_eos=True, logprobs=1)
-        told = {
-            name: counted(llm, name) for name in ("forward", "tokens", "forward_seconds", "graph_replays")
-        }
+        names = ("forward", "tokens", "forward_seconds", "graph_replays")
+        told = {name: counted(llm, name) for name in names}
     _, *passes = records_of(trace)
     assert [(p["scheduled_tokens"], p["sequences"]) for p in passes] == scheduled
     assert all(p["tokens"] >= p["scheduled_tokens"] for p in passes)
     assert happened["cached"] and happened["chunked"] and happened["preempted"], happened
-
     cells = Counter((p["plan"], p["phase"]) for p in passes)
     assert told["forward"] == cells
     assert sum(told["tokens"].values()) == sum(tokens for tokens, _ in scheduled)
     assert told["forward_seconds"].keys() == cells.keys()
-    replayed_phases = {phase for _, phase in told["graph_replays"]}
-    assert replayed_phases == {None: set(), "FULL_DECODE_ONLY": {"decode"}}.get(
-        mode, {phase for _, phase in cells}
-    )
+    some = {None: set(), "FULL_DECODE_ONLY": {"decode"}}
+    assert {phase for _, phase in told["graph_replays"]} == some.get(mode, {phase for _, phase in cells})
     assert told["graph_replays"] <= cells
 
 

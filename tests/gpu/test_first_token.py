@@ -9,15 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.proof.first_token import (
-    ALL,
-    MODES,
-    VLLM,
-    Exchange,
-    Requests,
-    difference,
-    exchange_by_request,
-)
+from benchmarks.proof.first_token import ALL, MODES, VLLM, Exchange, Requests, difference, exchange_by_request
 from tests.gpu.conftest import ON_GPU, RUNNERS, graph_engine
 
 pytestmark = [] if ON_GPU else pytest.mark.full

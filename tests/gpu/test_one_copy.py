@@ -12,16 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm.model_executor.layers.quantization.utils.marlin_utils import (
-    get_scale_perms,
-    marlin_permute_scales,
-    marlin_zero_points,
-)
+from vllm.model_executor.layers.quantization.utils import marlin_utils
 from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_weight_perm, marlin_weights
 
 from tests.checkpoints import make_checkpoint
 from tests.gpu.conftest import INTERPRETED, ON_GPU, RUNNERS, generate
-from tests.integration.logprobs import distance
+from tests.integration.conftest import distance
 from tests.policies import rules
 
 pytestmark = pytest.mark.skipif(
@@ -29,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 DEVICE = "cuda" if ON_GPU else "cpu"
+PROMPTS, MODE = ["a prompt", "another one"], "FULL_AND_PIECEWISE"
 LINEARS = {
     "Qwen2.5-0.5B qkv": (896, 1152),
     "SmolLM2-360M o": (960, 960),
@@ -68,7 +65,7 @@ WHOLE = [
 def zeros_packed_by_humming(zeros: torch.Tensor) -> torch.Tensor:
     """Return zero points [groups, outputs] as Humming packs them, int32 [groups, outputs / 8]."""
     groups, outputs = zeros.shape
-    permuted = zeros.view(-1, 64)[:, get_scale_perms()[0]].view(groups, outputs // 8, 8)
+    permuted = zeros.view(-1, 64)[:, marlin_utils.get_scale_perms()[0]].view(groups, outputs // 8, 8)
     return (permuted << (4 * torch.arange(8))).sum(-1).to(torch.int32)
 
 
@@ -82,17 +79,8 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
 ) -> None:
     from flexquant.serving.worker.one_copy import gpu, gpu_kernel
 
-    known = dict(
-        zip(
-            ("Marlin", "Humming", "Humming for Hopper"),
-            (gpu.MARLIN, *gpu.HUMMING),
-            strict=True,
-        )
-    )
-    kept = known[layout]
-
-    greatest = 127 if precision == torch.int8 else 448
-    inputs, _ = LINEARS[name]
+    kept = dict(zip(LAYOUTS, (gpu.MARLIN, *gpu.HUMMING), strict=True))[layout]
+    greatest, inputs = 127 if precision == torch.int8 else 448, LINEARS[name][0]
     generator = torch.Generator().manual_seed(0)
     groups = inputs // group if group > 0 else 1
     values = torch.randint(0, 16, (inputs, outputs), generator=generator)
@@ -102,18 +90,17 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     zeros = torch.randint(0, 16, (groups, outputs), generator=generator)
     if layout == MARLIN:
         packed = marlin_weights(values, inputs, outputs, 4, get_weight_perm(4)).to(DEVICE)
-        packed_zeros = marlin_zero_points(zeros.int(), groups, outputs, 4).to(DEVICE)
+        packed_zeros = marlin_utils.marlin_zero_points(zeros.int(), groups, outputs, 4).to(DEVICE)
     else:
         packed = gpu.packed_alike(values.t(), kept).to(DEVICE)
         packed_zeros = zeros_packed_by_humming(zeros).to(DEVICE)
-    permuted = marlin_permute_scales(scale, inputs, outputs, group).to(DEVICE)
+    permuted = marlin_utils.marlin_permute_scales(scale, inputs, outputs, group).to(DEVICE)
     zero, middle = None, torch.full((groups, outputs), 8)
     if has_zeros:
         middle = zeros
         zero = gpu.zeros_in_order_of_outputs(packed_zeros, groups, outputs, kept.zeros)
         assert torch.equal(zero.cpu().long(), zeros)
     assert torch.equal(gpu.in_order_of_outputs(permuted).cpu(), scale)
-
     channel = gpu.channel_scales(packed, permuted, zero, precision, kept.outputs_first)
     codes = (values.view(groups, -1, outputs) - middle[:, None]).float()
     weights = (codes * scale.float()[:, None]).view(inputs, outputs)
@@ -126,7 +113,6 @@ def test_8_bit_weights_are_those_of_the_packed_int4_weights(
     exact = (codes * (scale.float() * row.cpu())[:, None]).view(inputs, outputs)
     nearest = exact.round().to(torch.int8) if precision == torch.int8 else exact.to(precision)
     assert torch.equal(found.t().float(), nearest.float())
-
     if precision == torch.int8:
         column = torch.rand(inputs, generator=generator) / 2 + 0.4
         difference = torch.randint(0, 16, (outputs, inputs), generator=generator)
@@ -157,11 +143,9 @@ def test_the_layouts_are_those_of_the_kernels(family: str, group: int, zero_poin
 @pytest.mark.parametrize("family", ["marlin", "humming"])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_gpu_serves_in_int8_from_one_copy(runner: str, family: str, checkpoints: Path) -> None:
-    prompts, mode = ["a prompt", "another one"], "FULL_AND_PIECEWISE"
+    kernels = {"flexquant": {"kernels": {"w4a16": family}}}
     in_int4, in_int8 = (
-        generate(
-            checkpoints / "merged", runner, mode, policy, prompts, flexquant={"kernels": {"w4a16": family}}
-        )[0]
+        generate(checkpoints / "merged", runner, MODE, policy, PROMPTS, **kernels)[0]
         for policy in ("w4a16", "w8a8-from-int4")
     )
     assert 0 < distance(in_int8, in_int4) < 0.5
@@ -174,9 +158,8 @@ def test_a_gpu_serves_in_8_bit_from_16_bit(runner: str, precision: str, tmp_path
     if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no FP8")
     folder = make_checkpoint(tmp_path / "model", scheme=None)
-    prompts, mode = ["a prompt", "another one"], "FULL_AND_PIECEWISE"
     stock, in_16_bit, in_8_bit = (
-        generate(folder, runner, mode, policy, prompts)[0]
+        generate(folder, runner, MODE, policy, PROMPTS)[0]
         for policy in (None, rules("- use: bf16"), f"{precision}-from-16-bit")
     )
     assert distance(in_16_bit, stock) < 0.03

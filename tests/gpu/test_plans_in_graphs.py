@@ -30,6 +30,8 @@ ONE_COPY, OPPOSITE_OF_ONE_COPY = (
     policy.replace("use: w4a16", "use: from-int4").replace("rules:", DERIVE)
     for policy in (BY_BATCH, OPPOSITE_OF_BY_BATCH)
 )
+IN_SOFTWARE = [] if ON_GPU else pytest.mark.full
+"""Without a GPU, test_replays reads what graphs in this mode hold."""
 FAR = 0.5
 """Least nats between the two variants' logprobs; a compiled plan is nearer to the same plan run eagerly."""
 
@@ -51,15 +53,12 @@ def parameter_addresses(model) -> list[int]:
 
 def sizes_of_pieces(model) -> dict[str, list[int]]:
     """Return, for every plan, the sizes for which its first piece holds a captured graph."""
-    return {
-        plan: sorted(
-            descriptor.num_tokens
-            for descriptor, entry in wrappers[0].concrete_cudagraph_entries.items()
-            if entry.cudagraph is not None
-        )
-        for plan, wrappers in model.graphs._wrappers.items()
-        if wrappers
-    }
+    found = {}
+    for plan, wrappers in model.graphs._wrappers.items():
+        for piece in wrappers[:1]:
+            entries = piece.concrete_cudagraph_entries.items()
+            found[plan] = sorted(size.num_tokens for size, entry in entries if entry.cudagraph is not None)
+    return found
 
 
 def expected_sizes(model) -> dict[str, list[int]]:
@@ -80,10 +79,7 @@ def unwrap(function):
     ("mode", "policy", "opposite"),
     [
         *(pytest.param(mode, BY_BATCH, OPPOSITE_OF_BY_BATCH, id=f"{mode}-by-batch") for mode in MODES),
-        # Without a GPU, test_replays reads what graphs in this mode hold.
-        pytest.param(
-            "FULL", BY_SIZE, OPPOSITE_OF_BY_SIZE, id="FULL-by-size", marks=[] if ON_GPU else pytest.mark.full
-        ),
+        pytest.param("FULL", BY_SIZE, OPPOSITE_OF_BY_SIZE, id="FULL-by-size", marks=IN_SOFTWARE),
         pytest.param("FULL_AND_PIECEWISE", ONE_COPY, OPPOSITE_OF_ONE_COPY, id="one-copy"),
     ],
 )
@@ -95,10 +91,7 @@ def test_plan_at_every_batch_size_is_the_policys(runner, mode, policy, opposite,
     with graph_engine(folder, runner, mode, policy, **options) as llm:
         captured = compilation_counter.num_cudagraph_captured
         addresses = llm.apply_model(parameter_addresses)
-        pieces, expected = (
-            llm.apply_model(unwrap(sizes_of_pieces))[0],
-            llm.apply_model(unwrap(expected_sizes))[0],
-        )
+        pieces, expected = (llm.apply_model(unwrap(of))[0] for of in (sizes_of_pieces, expected_sizes))
         found = second_steps(llm)
         answers(llm, ["a prompt of more tokens than the largest captured size holds, in bytes " * 3])
         assert compilation_counter.num_cudagraph_captured == captured > 0
@@ -125,10 +118,9 @@ def test_vllms_own_passes_run_every_plan_that_their_size_can_take(runner, checkp
             plan.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
         # As vLLM warms attention up and tunes kernels, for which it describes sequences.
         described = {"force_attention": True, "create_mixed_batch": True} if runner == "V1" else {}
+        described["is_profile"] = True
         for size in (16, 3):
-            llm.collective_rpc(
-                lambda w, size=size: w.model_runner._dummy_run(size, is_profile=True, **described)
-            )
+            llm.collective_rpc(lambda w, size=size: w.model_runner._dummy_run(size, **described))
             ran.append("")
         answers(llm, ["a prompt"], max_tokens=2)
     first, second, served = " ".join(name or "|" for name in ran).split("|")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 in_process.prepare_environment()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # With this, static checkpoints are W4A16 even where vLLM would make W4A8 of them, and merged ones run on the
-# same kernel: only test_cpu_precisions.py chooses kernels by their speed.
+# same kernel: only test_precisions.py chooses kernels by their speed.
 os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
 if "avx512f" in Path("/proc/cpuinfo").read_text():
     os.environ.setdefault("VLLM_DISABLED_KERNELS", "TorchCPUInt4LinearKernel,FlexQuantCPUInt4LinearKernel")
@@ -113,13 +113,44 @@ def answers(llm: LLM, prompts: list[Any], adapters: list[Any] | None = None, **s
 
     parameters = SamplingParams(**{"temperature": 0, "max_tokens": 16, "logprobs": 5, **sampling})
     outputs = llm.generate(prompts, parameters, use_tqdm=False, lora_request=adapters)
-    return [
-        (
-            list(output.outputs[0].token_ids),
-            [{token: entry.logprob for token, entry in step.items()} for step in output.outputs[0].logprobs],
-        )
-        for output in outputs
-    ]
+
+    def logprobs(found: Any) -> list[dict[int, float]]:
+        return [{token: entry.logprob for token, entry in step.items()} for step in found.logprobs]
+
+    return [(list(o.outputs[0].token_ids), logprobs(o.outputs[0])) for o in outputs]
+
+
+EVERY = slice(None)
+TIE = 0.1
+"""Nats between two tokens, either of which a 16-bit engine may choose if it sums in another order."""
+
+
+def distance(one: Answers, other: Answers, steps: slice = EVERY) -> float:
+    """Return the mean difference in nats of the logprobs that both list, at ``steps`` after equal tokens."""
+    differences: list[float] = []
+    for (ids, found), (other_ids, other_found) in zip(one, other, strict=True):
+        for i in range(min(len(ids), len(other_ids)))[steps]:
+            if ids[:i] == other_ids[:i]:
+                common = found[i].keys() & other_found[i].keys()
+                differences += [abs(found[i][token] - other_found[i][token]) for token in common]
+    return sum(differences) / len(differences)
+
+
+def assert_alike(found: Answers, expected: Answers, wholly: float = 0.5) -> None:
+    """Assert that greedy answers agree: a share of them ``wholly``, the others up to a tie of ``expected``.
+
+    It is for engines that give the same passes other shapes: some CPUs' kernels then sum in another order.
+    """
+    whole = 0
+    for (ids, _), (others, logprobs) in zip(found, expected, strict=True):
+        assert len(ids) == len(others)
+        differ = next((i for i, (a, b) in enumerate(zip(ids, others, strict=True)) if a != b), None)
+        if differ is None:
+            whole += 1
+            continue
+        behind = logprobs[differ][others[differ]] - logprobs[differ].get(ids[differ], float("-inf"))
+        assert behind < TIE, f"token {differ} is {ids[differ]}, {behind:.2f} nats behind {others[differ]}"
+    assert whole >= len(expected) * wholly
 
 
 def read_policy(policy: str) -> Policy:
@@ -187,11 +218,7 @@ _kept: dict[str, list[Served]] = {}
 
 
 def generate(
-    folder: Path | str,
-    policies: list[str] | None,
-    *batches: list[Any],
-    sampling: dict[str, Any] | None = None,
-    **options: Any,
+    folder: Path | str, policies: list[str] | None, *batches: Any, sampling: Any = None, **options: Any
 ) -> list[Served]:
     """Return what one engine answers to ``batches`` under each policy; kept for the session.
 
@@ -206,13 +233,7 @@ def generate(
     return _kept[key]
 
 
-def _generate(
-    folder: Path | str,
-    policies: list[str] | None,
-    batches: tuple[list[Any], ...],
-    sampling: dict[str, Any],
-    options: dict[str, Any],
-) -> list[Served]:
+def _generate(folder: Path | str, policies: Any, batches: Any, sampling: Any, options: Any) -> list[Served]:
     if policies is None:
         with engine(folder, **options) as llm:
             return [Served([answers(llm, batch, **sampling) for batch in batches], [], {})]
@@ -267,10 +288,9 @@ def bytes_of_int4_group() -> int:
 
 
 def made(path: Path) -> Path:
+    where = path.relative_to(WORK.parent)
     if not (path / "config.json").is_file():
-        pytest.fail(
-            f"{path.relative_to(WORK.parent)} is missing: run the tests with 'make test', which makes it"
-        )
+        pytest.fail(f"{where} is missing: run the tests with 'make test', which makes it")
     return path
 
 
@@ -299,18 +319,13 @@ def tiny_merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     It takes the architecture, the number of layers, and regular expressions of what stays in 16 bit.
     """
     from flexquant.merge import merge_checkpoints
-    from tests.checkpoints import make_checkpoint
+    from tests.checkpoints import make_pair
 
     @functools.cache
     def make(architecture: str = "llama", num_layers: int = 4, ignore: tuple[str, ...] = ()) -> Path:
         folder = tmp_path_factory.mktemp(architecture)
-        sources = {
-            scheme: make_checkpoint(
-                folder / scheme, architecture, scheme, num_layers=num_layers, ignore=ignore
-            )
-            for scheme in ("w8a8", "w4a16")
-        }
-        merge_checkpoints(sources, folder / "merged")
+        pair = make_pair(folder, architecture, num_layers=num_layers, ignore=ignore)
+        merge_checkpoints(pair, folder / "merged")
         return folder
 
     return make

@@ -28,13 +28,8 @@ from flexquant.serving.frontend.client import ADMIN_KEY, apply_policy
 from tests.policies import LAYERED_DECODE
 
 LIVE = {
-    "test_composition",
-    "test_dashboard",
-    "test_disaggregated",
-    "test_hostile_callers",
-    "test_live_server",
-    "test_server_faults",
-    "test_status_page",
+    *("test_composition", "test_disaggregated", "test_hostile_callers", "test_live_server"),
+    *("test_pages", "test_server_faults"),
 }
 """The test files that ask the live server."""
 KEY = "a key"
@@ -52,11 +47,11 @@ class Live:
 
     def __init__(self, merged: Path, folder: Path, *arguments: str) -> None:
         self.trace, self.log = folder / "trace.jsonl", folder / "log"
-        options = json.dumps({"flexquant": {"policy": "phase", "trace": str(self.trace)}})
         self._merged = merged
-        self._arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "2048"]
-        self._arguments += ["--served-model-name", "tiny", "--api-key", KEY, *arguments]
         (template := folder / "chat.jinja").write_text(CHAT)
+        self._arguments = flexquant_options(policy="phase", trace=str(self.trace))
+        self._arguments += ["--enforce-eager", "--max-model-len", "2048", "--served-model-name", "tiny"]
+        self._arguments += ["--api-key", KEY, *arguments]
         self._arguments += ["--chat-template", str(template), "--chat-template-content-format", "string"]
         self._server: VLLMServer | None = None
 
@@ -97,6 +92,11 @@ def live(tiny_merged: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     shared.stop()
 
 
+def flexquant_options(**options: object) -> list[str]:
+    """Return the arguments that give a server's FlexQuant these options."""
+    return ["--additional-config", json.dumps({"flexquant": options})]
+
+
 def complete(client: OpenAI, prompt: str | list[int], tokens: int, **options: Any) -> Any:
     """Ask a server of the model ``tiny`` for the likeliest answer of so many tokens."""
     asked: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
@@ -116,11 +116,8 @@ def plugin_routes() -> Iterator[None]:
 def scrape(url: str) -> Metrics:
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
         families = text_string_to_metric_families(reply.read().decode())
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in families
-        for sample in family.samples
-    }
+    samples = (sample for family in families for sample in family.samples)
+    return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
 
 
 def metric(url: str, name: str) -> float:
@@ -134,8 +131,7 @@ def get_status(url: str) -> dict[str, Any]:
     """Return the answer of ``GET /flexquant``."""
     request = urllib.request.Request(f"{url}/flexquant", headers={"Authorization": f"Bearer {KEY}"})
     with urllib.request.urlopen(request, timeout=60) as reply:
-        status: dict[str, Any] = json.load(reply)
-    return status
+        return json.load(reply)
 
 
 class Changed(NamedTuple):
@@ -171,15 +167,14 @@ class Served(NamedTuple):
 def ask_all(live: Live, policies: Path, scrapes: int) -> Served:
     """Ask a server for completions and for its records, before and after its policy changes."""
     client, before = live.client(), scrape(live.url)
-
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda n: complete(client, list(range(10, 20 + 9 * n)), 4 + n), range(REQUESTS)))
     metrics = [scrape(live.url) for _ in range(scrapes)]
     status = get_status(live.url)
     header, *records = live.records()
-    passes = [record for record in records if "phase" in record]
     changed = change_policies(live, client, policies, scrapes)
     live.apply("phase")
+    passes = [record for record in records if "phase" in record]
     return Served(before, metrics, status, header, passes, changed)
 
 

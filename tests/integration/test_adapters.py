@@ -15,19 +15,14 @@ from safetensors.torch import save_file
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import StateDict, make_checkpoint
-from tests.integration.conftest import answers, edited_json, engine, every_plan_of, take_policy
-from tests.integration.logprobs import distance
+from tests.integration.conftest import answers, distance, edited_json, engine, every_plan_of, take_policy
 from tests.policies import LAYERED_DECODE, rules
 
 pytestmark = pytest.mark.engine
 
 RANK, LAYERS, HIDDEN, KV, WIDE = 8, 4, 128, 64, 256
-ATTENTION = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN),
-    "self_attn.k_proj": (HIDDEN, KV),
-    "self_attn.v_proj": (HIDDEN, KV),
-    "self_attn.o_proj": (HIDDEN, HIDDEN),
-}
+WIDTHS = {"q": HIDDEN, "k": KV, "v": KV, "o": HIDDEN}
+ATTENTION = {f"self_attn.{name}_proj": (HIDDEN, outputs) for name, outputs in WIDTHS.items()}
 MLP = {"mlp.gate_proj": (HIDDEN, WIDE), "mlp.up_proj": (HIDDEN, WIDE), "mlp.down_proj": (WIDE, HIDDEN)}
 """Inputs and outputs of each linear of a layer."""
 # One slot more than adapters: on a CPU, vLLM gives prompts without an adapter what the last slot holds.
@@ -92,8 +87,7 @@ def stock(folder: Path, adapters: list[Any]) -> Any:
 
 def test_every_variant_with_adapters_is_stock_vllm(folder: Path, adapters: list[Any]) -> None:
     """Each sequence of a batch has an adapter of its own, or none."""
-    layered = LAYERED_DECODE.replace("w8a8", "fp8")
-    policies = [rules("- use: fp8"), "w4a16", layered]
+    policies = [rules("- use: fp8"), "w4a16", LAYERED_DECODE.replace("w8a8", "fp8")]
     *found, without = served(folder / "fp8-w4a16", policies, adapters)
     assert found[:2] == [stock(folder / variant, adapters) for variant in ("fp8", "w4a16")]
     assert [a == b for a, b in zip(found[2], without, strict=True)] == [False, False, True]
@@ -110,25 +104,22 @@ def test_w8a8_and_a_change_of_plans(folder: Path, adapters: list[Any]) -> None:
 @pytest.mark.full
 def test_int8_from_one_copy_with_adapters(folder: Path, adapters: list[Any]) -> None:
     """The adapters of the INT4 linears are those of the INT8 linears that are computed from them."""
-    policies = ["w8a8-from-int4", "w4a16"]
-    int8, int4, without = served(folder / "w8a8-w4a16", policies, adapters)
+    int8, int4, without = served(folder / "w8a8-w4a16", ["w8a8-from-int4", "w4a16"], adapters)
     assert 0 < distance(int8, int4) < distance(without[:2], int4[:2]) / 2
 
 
 @pytest.mark.full
 def test_a_16_bit_model_with_adapters(folder: Path, adapters: list[Any]) -> None:
     """Stock vLLM's adapters on the model itself; those of INT8 have to be near."""
-    in_16_bit, in_int8, without = served(
-        folder / "16-bit", [rules("- use: bf16"), "int8-from-16-bit"], adapters
-    )
+    policies = [rules("- use: bf16"), "int8-from-16-bit"]
+    in_16_bit, in_int8, without = served(folder / "16-bit", policies, adapters)
     assert in_16_bit == stock(folder / "16-bit", adapters)
     assert 0 < distance(in_int8, in_16_bit) < distance(without[:2], in_16_bit[:2]) / 2
 
 
 @pytest.mark.full
 def test_nested_weights_with_adapters(folder: Path, adapters: list[Any], tmp_path: Path) -> None:
-    sources = {name: folder / name for name in ("w8a8", "w4a16")}
-    merge_checkpoints(sources, tmp_path / "merged", nested="near")
+    merge_checkpoints({n: folder / n for n in ("w8a8", "w4a16")}, tmp_path / "merged", nested="near")
     (plain, _), (nested, without) = (
         served(merged, ["w8a8"], adapters) for merged in (folder / "w8a8-w4a16", tmp_path / "merged")
     )

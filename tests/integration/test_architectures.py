@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Every supported architecture: pure plans equal stock vLLM, layered plans run, over one KV cache.
+"""A constant policy is the static checkpoint: the same tokens and logprobs, in every supported architecture.
 
-And what only some have: modules with other names in vLLM, passes unlike Llama's, an lm_head that is tied.
+Layered plans run, over one KV cache. And what only some architectures have: modules with other names in
+vLLM, passes unlike Llama's, an lm_head that is tied.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import vllm
 
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import ARCHITECTURES, LATENT
+from tests.conftest import rest_full
 from tests.integration.conftest import answers, check_variants, engine, generate, take_policy
 from tests.policies import rules
-from tests.tied_heads import make_tied, without_key
+from tests.tied_heads import make_tied_pair
 
 pytestmark = pytest.mark.engine
 
@@ -33,13 +35,13 @@ SAMPLING = {"max_tokens": 8, "ignore_eos": True}
 OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 512}
 # The tests ask vLLM's oldest supported release about these architectures too.
 ON_OLDEST = ("llama", "gemma3")
-# Unlike each other in attention; test_identity serves a Llama.
+# Unlike each other in attention; a Llama is served below.
 EVERY_DAY = ("gemma3", "deepseek_v2")
 
 
-def marks(architecture: str) -> list[pytest.MarkDecorator]:
+def marked(architecture: str) -> object:
     oldest, full = architecture in ON_OLDEST, architecture not in EVERY_DAY
-    return [pytest.mark.oldest] * oldest + [pytest.mark.full] * full
+    return pytest.param(architecture, marks=[pytest.mark.oldest] * oldest + [pytest.mark.full] * full)
 
 
 @pytest.fixture
@@ -70,16 +72,10 @@ def check_plans(folder: Path, layered_policy: str, layered_plan: str) -> None:
 
 
 @pytest.mark.usefixtures("vaultgemma_as_it_was")
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(name, marks=marks(name)) for name in ARCHITECTURES | LATENT],
-)
+@pytest.mark.parametrize("architecture", [*map(marked, ARCHITECTURES | LATENT)])
 def test_pure_plans_equal_stock_vllm_and_layered_plans_run(architecture, tiny_merged):
-    if (
-        architecture == "gemma3"
-        and vllm.__version__.startswith("0.26.")
-        and torch.cpu._is_amx_tile_supported()
-    ):
+    is_oldest = vllm.__version__.startswith("0.26.")
+    if architecture == "gemma3" and is_oldest and torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM 0.26 itself ends on sliding windows where the CPU has AMX")
     check_plans(tiny_merged(architecture), LAYERED, "w8a8+w4a16[1-2]")
 
@@ -88,14 +84,9 @@ def test_variants_without_an_lm_head_share_the_embedding(tiny_merged):
     """Gemma 2's class in vLLM computes logits from the embedding itself, and has no lm_head."""
     with engine(tiny_merged("gemma2") / "merged", "phase", **OPTIONS) as llm:
         (found,) = llm.apply_model(
-            lambda model: [
-                (hasattr(variant, "lm_head"), id(variant.model.embed_tokens))
-                for variant in model.variants.values()
-            ]
+            lambda model: [(hasattr(v, "lm_head"), id(v.model.embed_tokens)) for v in model.variants.values()]
         )
-    assert len(found) == 2
-    assert len(set(found)) == 1
-    assert found[0][0] is False
+    assert len(found) == 2 and len(set(found)) == 1 and found[0][0] is False
 
 
 UNLIKE = {
@@ -107,12 +98,11 @@ UNLIKE = {
     "GPTNeoXForCausalLM": "Q, K and V of each head are together; the head is embed_out",
 }
 """Architecture -> what it has that Llama has not."""
+OWN = ("other", "another")
+"""Heads of their own of both variants of a tied model."""
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(name, marks=[] if name == "GptOssForCausalLM" else pytest.mark.full) for name in UNLIKE],
-)
+@pytest.mark.parametrize("architecture", rest_full(UNLIKE, "GptOssForCausalLM"))
 def test_plans_of_an_architecture_unlike_llama(architecture, tmp_path):
     from tests.architectures.chain import make_variants
     from tests.architectures.models import source
@@ -124,18 +114,9 @@ def test_plans_of_an_architecture_unlike_llama(architecture, tmp_path):
     check_plans(tmp_path, LAYERED, "w8a8+w4a16[1-2]")
 
 
-@pytest.mark.parametrize(
-    "heads",
-    [
-        ("other", "another"),
-        pytest.param(("copy", None), marks=pytest.mark.full),
-        pytest.param(("other", None), marks=pytest.mark.full),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("heads", rest_full((OWN, ("copy", None), ("other", None)), OWN), ids=str)
 def test_every_variant_of_a_tied_model_has_the_head_that_stock_vllm_gives_it(heads, tmp_path):
-    merged = tmp_path / "merged"
-    sources = {v: make_tied(tmp_path / v, v, head) for v, head in zip(VARIANTS, heads, strict=True)}
+    merged, sources = tmp_path / "merged", make_tied_pair(tmp_path, *heads)
     merge_checkpoints(sources, merged)
     w8a8, w4a16, phase = check_variants(merged, sources, PROMPTS, more=["phase"])
     (alone,) = generate(merged, ["w4a16"], PROMPTS)
@@ -145,12 +126,46 @@ def test_every_variant_of_a_tied_model_has_the_head_that_stock_vllm_gives_it(hea
 
 
 def test_a_model_that_is_tied_by_default_starts_without_the_key(tmp_path):
-    sources = {
-        name: without_key(make_tied(tmp_path / name, name, None, "gemma3"), "tie_word_embeddings")
-        for name in VARIANTS
-    }
+    sources = make_tied_pair(tmp_path, None, None, architecture="gemma3", key=False)
     merge_checkpoints(sources, tmp_path / "merged")
     (stock,) = generate(sources["w8a8"], None, PROMPTS)
     with engine(tmp_path / "merged") as llm:
         take_policy(llm, "w8a8")
         assert [answers(llm, PROMPTS)] == stock.answers
+
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "def fibonacci(n):",
+    "The three laws of motion",
+    "Once upon a time, in a village by the sea,",
+]
+LONG = "The harbour was quiet that morning, and the boats lay still. " * 20
+CHUNK = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "enable_chunked_prefill": True}
+BATCH = [f"{question} ({i})" for i in range(4) for question in QUESTIONS]
+BATCH[3] = LONG + BATCH[3]
+BATCHES = ([QUESTIONS[0]], [LONG], BATCH)
+"""One prompt alone, one prompt of four chunks alone, and sixteen prompts side by side."""
+
+
+@pytest.fixture(scope="module")
+def served(real_merged):
+    """Return what the constant policies answer and the passes they take, keyed by variant."""
+    variants = ["w8a8", "w4a16"]
+    return dict(zip(variants, generate(real_merged, variants, *BATCHES, **CHUNK), strict=True))
+
+
+@pytest.mark.parametrize("variant", ["w8a8", "w4a16"])
+def test_constant_policy_equals_stock_vllm_on_the_variants_own_folder(variant, served, real_variants):
+    (stock,) = generate(real_variants[variant], None, *BATCHES, **CHUNK)
+    assert served[variant].answers == stock.answers
+
+
+def test_prompts_came_in_chunks_and_side_by_side_and_the_variants_differ(served):
+    """Otherwise the test above would show less than it says."""
+    assert served["w8a8"].answers != served["w4a16"].answers
+    for variant, found in served.items():
+        passes = found.passes
+        assert {p["plan"] for p in passes} == {variant}
+        assert sum(p["tokens"] == CHUNK["max_num_batched_tokens"] for p in passes) > 3
+        assert max(p["sequences"] for p in passes) > len(BATCH) / 2

@@ -2,20 +2,24 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The benchmarks end to end, as small as they go: measure, report, and measure nothing again.
 
-The speed benchmarks, policies in turns on one live server, and `python -m benchmarks prove` in miniature, so
-that it works the first time that someone has a GPU.
+The speed benchmarks, with llama.cpp and OpenVINO GenAI if `.venv/peers` is there, policies in turns on one
+live server, and `python -m benchmarks prove` in miniature, so that it works the first time that someone has
+a GPU.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import urllib.request
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm.platforms import current_platform
 
 from benchmarks import own_cost
@@ -25,14 +29,17 @@ from benchmarks.proof.outcomes import SKIPPED, read_outcomes
 from benchmarks.proof.proving import STEPS
 from benchmarks.proof.report import PROOF, read_found
 from benchmarks.proof.steps import DONE, read_steps
+from benchmarks.speed.peers import ENVIRONMENT, PeerServer, make_gguf
 from benchmarks.speed.results import read_cells
-from benchmarks.speed.shapes import SHAPES
+from benchmarks.speed.servers import ServerOptions
+from benchmarks.speed.shapes import SHAPES, Shape
+from benchmarks.speed.subjects import PEERS, parse_subject
 from examples.vllm_server import vllm_serve
 from flexquant.evaluation.comparison import Effort
 from flexquant.evaluation.engine import describe_machine, describe_versions
 from tests import programs
 from tests.integration.conftest import records_of
-from tests.integration.live_server import plugin_routes
+from tests.integration.live_server import flexquant_options, plugin_routes
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -77,15 +84,13 @@ def test_every_cell_says_where_it_comes_from(run):
     cells = [cell for part in ("kernels", "start", "serving") for cell in run.cells(part)]
     assert len(cells) == 1 + 2 * len(SUBJECTS)
     given = [Path(option).name if option.startswith("/") else option for option in OPTIONS]
-    versions = describe_versions()
+    command, versions = ["python", "-m", "benchmarks", "run", *given], describe_versions()
     assert {"flexquant", "torch", "transformers"} < versions.keys()
     for cell in cells:
-        found = (cell["machine"], cell["versions"], cell["commit"])
-        assert found == (describe_machine(), versions, COMMIT)
-        assert cell["argv"][:4] == ["python", "-m", "benchmarks", "run"]
-        assert cell["argv"][4:] == [*given, "--output", "results", "--work", "work"]
-        assert cell["seconds"] > 0
         assert "failure" not in cell, cell["failure"]
+        found = (cell["machine"], cell["versions"], cell["commit"])
+        assert found == (describe_machine(), versions, COMMIT) and cell["seconds"] > 0
+        assert cell["argv"] == [*command, "--output", "results", "--work", "work"]
 
 
 def test_kernels_are_timed(run):
@@ -152,12 +157,10 @@ def test_a_round_of_own_cost_has_times_with_and_without_flexquant(tiny_merged):
     assert found["ratio"] == pytest.approx(on / off, rel=1e-3)
 
 
-def test_policies_take_turns_on_one_server(
-    tiny_merged: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_policies_take_turns_on_one_server(tiny_merged, tmp_path, capsys):
     trace, output = tmp_path / "trace.jsonl", tmp_path / "live.json"
-    options = json.dumps({"flexquant": {"policy": "phase", "trace": str(trace)}})
-    arguments = ["--additional-config", options, "--enforce-eager", "--max-model-len", "256"]
+    arguments = flexquant_options(policy="phase", trace=str(trace))
+    arguments += ["--enforce-eager", "--max-model-len", "256"]
     command = ["--policy", "w8a8", "--policy", "w4a16", "--serving", "2x16+4", "--rounds", "3"]
     with plugin_routes(), vllm_serve(tiny_merged() / "merged", *arguments) as url:
         assert main(["policies", url, *command, "--output", str(output)]) == 0
@@ -168,9 +171,8 @@ def test_policies_take_turns_on_one_server(
         assert "names no model" in capsys.readouterr().err
     cells = json.loads(output.read_text())["cells"]["2x16+4"]
     assert {name: len(rounds) for name, rounds in cells.items()} == {"w8a8": 3, "w4a16": 3}
-    assert all(
-        r["completed"] == 2 and r["total_output_tokens"] == 8 for found in cells.values() for r in found
-    )
+    done = {(r["completed"], r["total_output_tokens"]) for found in cells.values() for r in found}
+    assert done == {(2, 8)}
     assert "| 2x16+4 | `w4a16` |" in printed
     plans = [record["plan"] for record in records_of(trace) if record.get("phase") == "decode"]
     assert [plan for plan, _ in groupby(plans)] == ["w8a8", "w4a16", "w8a8", "w4a16"]
@@ -185,9 +187,8 @@ def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> 
     outcomes = read_outcomes(output / "tests.jsonl")
     assert outcomes and {outcome["outcome"] for outcome in outcomes.values()} == {SKIPPED}
     beside_the_server = {test for test in outcomes if "test_one_copy.py" in test}
-    assert beside_the_server and {
-        outcomes[test]["reason"] for test in outcomes.keys() - beside_the_server
-    } == {"needs an NVIDIA GPU"}
+    others = outcomes.keys() - beside_the_server
+    assert beside_the_server and {outcomes[test]["reason"] for test in others} == {"needs an NVIDIA GPU"}
     cells = read_cells(output)
     assert not [cell["failure"] for cell in cells if "failure" in cell]
     subjects = {cell["parameters"]["subject"] for cell in cells if cell["part"] == "serving"}
@@ -210,14 +211,10 @@ def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> 
     assert "\n! kernel     w4a16: " in proof or "\n  kernel     w4a16: " in proof
     claims = [line for line in proof.splitlines() if line.startswith("| ") and "**" in line]
     assert claims and all("**not shown**" in claim for claim in claims)
-    found = read_found(output)
-    assert {runner: list(prompts) for runner, prompts in found.first_tokens.items()} == {
-        runner: ["12 tokens"] for runner in ("V2", "V1")
-    }
-    for cells_of, policies in (
-        (found.live, ["w8a8", "w4a16", "one-copy", "phase-batch"]),
-        (found.rival, ["w8a8", "w4a16"]),
-    ):
+    found, of_live = read_found(output), ["w8a8", "w4a16", "one-copy", "phase-batch"]
+    prompts = {runner: list(of_runner) for runner, of_runner in found.first_tokens.items()}
+    assert prompts == dict.fromkeys(("V2", "V1"), ["12 tokens"])
+    for cells_of, policies in ((found.live, of_live), (found.rival, of_live[:2])):
         assert [list(of_policies) for of_policies in cells_of.values()] == [policies] * 2
         assert {len(rounds) for of_policies in cells_of.values() for rounds in of_policies.values()} == {1}
     assert len(found.large) == 1
@@ -225,3 +222,56 @@ def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> 
     assert sum("too few rounds" in claim for claim in measured) == 13
     again = programs.run(command, timeout=300, environment=programs.newcomers_environment())
     assert "== " not in again.stdout, "everything is done already"
+
+
+needs_peers = pytest.mark.skipif(
+    not (ENVIRONMENT / ".done").is_file(), reason="`make .venv/peers/.done` makes them"
+)
+PROMPT = "The capital of France is"
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def continuation(real_model: Path) -> str:
+    """Return the greedy continuation of the prompt by transformers, in fp32."""
+    tokenizer = AutoTokenizer.from_pretrained(real_model)
+    model = AutoModelForCausalLM.from_pretrained(real_model, dtype=torch.float32)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    answer = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)
+    return tokenizer.decode(answer[0, ids.shape[1] :])
+
+
+@needs_peers
+@pytest.mark.parametrize("peer", PEERS)
+def test_peers_continue_a_text_as_the_16_bit_weights_do(peer, continuation, real_model, tmp_path):
+    subject = parse_subject(f"{peer}:F16")
+    shape = Shape.from_config(json.loads((real_model / "config.json").read_text()))
+    options = ServerOptions(256, 2, eager=True, kv_cache_gib=1, memory_share=1, threads=1)
+    file = make_gguf(real_model, subject, tmp_path)
+    server = PeerServer(subject, real_model, file, shape, options, tmp_path / "log")
+    try:
+        assert server.wait_until_ready(300)["process_gib"] > 0.2
+        ids = AutoTokenizer.from_pretrained(real_model)(PROMPT).input_ids
+        asked = {"prompt": ids, "max_tokens": TOKENS, "temperature": 0, "stream": True}
+        url, body = f"{server.url}/v1/completions", json.dumps(asked).encode()
+        with urllib.request.urlopen(urllib.request.Request(url, body)) as reply:
+            lines = reply.read().decode().replace("data: ", "").split("\n\n")
+    finally:
+        server.stop()
+    choices = [json.loads(line)["choices"] for line in lines if line.startswith("{")]
+    assert "".join(found[0]["text"] for found in choices if found) == continuation
+
+
+@needs_peers
+def test_peers_answer_the_same_requests_in_full(tmp_path: Path) -> None:
+    subjects = [f"{peer}:{name}" for peer in PEERS for name in ("Q4_0", "Q8_0")]
+    command = ["run", "--model", "tiny", "--parts", "serving", "--subjects", ",".join(subjects)]
+    command += ["--serving", "3x40+8", "--rounds", "1", "--max-rounds", "1", "--kv-cache-gib", "1"]
+    assert main([*command, "--output", str(tmp_path / "results"), "--work", str(tmp_path / "work")]) == 0
+    served = [cell for cell in read_cells(tmp_path / "results") if cell["part"] == "serving"]
+    cells = {cell["parameters"]["subject"]: cell for cell in served}
+    assert list(cells) == subjects
+    for cell in cells.values():
+        assert cell["result"]["total_input_tokens"] == 120
+        assert cell["result"]["output_lens"] == [8, 8, 8]
+        assert "-" in cell["parameters"]["peer"]

@@ -7,7 +7,6 @@ And `vllm serve org/merged`, which fetches a merged checkpoint as any model; a l
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -23,14 +22,13 @@ from tests import programs
 from tests.checkpoints import make_checkpoint
 from tests.hub import Hub, serving
 from tests.integration.conftest import generate, records_of
-from tests.integration.live_server import complete
+from tests.integration.live_server import complete, flexquant_options
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 QUANTIZE = programs.ROOT / ".venv/quantize/bin/flexquant"
 SETTINGS = Settings(batch_sizes=(4,), samples=8, prompt_tokens=32, tokens=16)
-
-
+SAMPLING = {"max_tokens": 8, "ignore_eos": True}
 RECIPES = {"qwen2": "unrotated", "qwen3": "default", "qwen2_moe": "experts-in-16-bit"}
 """Architecture -> recipe; not every CPU has kernels for quantised experts."""
 
@@ -48,29 +46,23 @@ def chain(request, tmp_path_factory) -> dict[str, Path]:
     return {"model": model, "merged": folder / "merged"}
 
 
+def plans_in(trace: Path) -> list[tuple[str, str]]:
+    return [(p["phase"], p["plan"]) for p in records_of(trace)[1:]]
+
+
 def test_served(chain, tmp_path):
-    trace = tmp_path / "trace.jsonl"
-    options = ["--additional-config", json.dumps({"flexquant": {"policy": "phase", "trace": str(trace)}})]
+    options = flexquant_options(policy="phase", trace=str(tmp_path / "trace.jsonl"))
     options += ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
-    options += ["--served-model-name", "tiny"]
-    with vllm_serve(chain["merged"], *options) as url:
+    with vllm_serve(chain["merged"], *options, "--served-model-name", "tiny") as url:
         answer = complete(OpenAI(base_url=url, api_key="none"), "def merge(", 8)
     assert answer.usage.completion_tokens == 8
-    passes = records_of(trace)[1:]
-    assert [(p["phase"], p["plan"]) for p in passes] == [("prefill", "w8a8")] + [("decode", "w4a16")] * 7
+    assert plans_in(tmp_path / "trace.jsonl") == [("prefill", "w8a8")] + [("decode", "w4a16")] * 7
 
 
 def test_evaluated(chain, tmp_path):
-    (tmp_path / "text.txt").write_text(topics["execmodel"])
-    document = evaluate(
-        chain["merged"],
-        tmp_path / "text.txt",
-        reference=chain["model"],
-        policies=["w8a8", "phase"],
-        questions=[],
-        settings=SETTINGS,
-    )
-    reference, w8a8, phase = document["results"]
+    (text := tmp_path / "text.txt").write_text(topics["execmodel"])
+    asked = {"reference": chain["model"], "policies": ["w8a8", "phase"], "questions": []}
+    reference, w8a8, phase = evaluate(chain["merged"], text, settings=SETTINGS, **asked)["results"]
     assert w8a8["deviations"] == phase["deviations"] == []
     assert 0 < w8a8["quality"]["mean_kl"] < phase["quality"]["mean_kl"]
     # Random weights have flat distributions: what is far off here is a broken fold of a bias or a scale.
@@ -87,16 +79,13 @@ def test_tuned(chain, tmp_path):
     assert set(load_policy(str(tmp_path / "tuned.yaml")).variants) <= {"w8a8", "w4a16"}
 
 
-SAMPLING = {"max_tokens": 8, "ignore_eos": True}
-
-
 def test_a_merged_checkpoint_is_served_by_its_id(tiny_merged, tmp_path):
     prompt, trace, merged = [5, 6, 7, 8], tmp_path / "trace.jsonl", tiny_merged() / "merged"
     hub = Hub({"org/merged": merged})
     environment = {**default_environment(), "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
     environment |= {"HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
-    config = json.dumps({"flexquant": {"policy": "phase", "trace": str(trace)}})
-    options = ["--additional-config", config, "--max-model-len", "64", "--enforce-eager"]
+    options = flexquant_options(policy="phase", trace=str(trace))
+    options += ["--max-model-len", "64", "--enforce-eager"]
     with serving(hub):
         environment["HF_ENDPOINT"] = hub.url
         server = VLLMServer("org/merged", options, tmp_path / "log", environment)
@@ -106,11 +95,9 @@ def test_a_merged_checkpoint_is_served_by_its_id(tiny_merged, tmp_path):
             answer = complete(client, prompt, 8, model="org/merged", logprobs=0)
         finally:
             server.stop()
-    passes = records_of(trace)[1:]
-    assert [(p["phase"], p["plan"]) for p in passes] == [("prefill", "w8a8")] + [("decode", "w4a16")] * 7
+    assert plans_in(trace) == [("prefill", "w8a8")] + [("decode", "w4a16")] * 7
     fetched = [name for method, name, _ in hub.requests if method == "GET" and name.endswith(".safetensors")]
     assert sorted(fetched) == sorted(f"org/merged/{file.name}" for file in merged.glob("*.safetensors"))
-
     asked = [{"prompt_token_ids": prompt}]
     (alone,) = generate(merged, ["phase"], asked, sampling=SAMPLING, max_model_len=64)
     (((tokens, likely),),) = alone.answers

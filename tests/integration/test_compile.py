@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,7 @@ from vllm.platforms import current_platform
 
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import Answers, answers, engine, records_of
-from tests.integration.logprobs import distance
+from tests.integration.conftest import Answers, answers, distance, engine, records_of
 from tests.policies import rules
 
 pytestmark = [
@@ -30,37 +30,24 @@ pytestmark = [
 
 LAYERED = "{default: w4a16, layers: {0: w8a8}}"
 LAYERED_ALWAYS = rules(f"- use: {LAYERED}")
-SEVERAL = f"""
-schema: flexquant.policy/v1
-rules:
-  - when: {{phase: decode, batch_size: {{max: 1}}}}
-    use: w4a16
-  - when: {{phase: prefill, tokens: {{max: 40}}}}
-    use: w4a16
-  - when: {{phase: decode, batch_size: {{max: 2}}}}
-    use: {LAYERED}
-  - when: {{phase: prefill, tokens: {{max: 80}}}}
-    use: {LAYERED}
-  - when: {{phase: decode, batch_size: {{min: 4}}}}
-    use: w4a16
-  - use: w8a8
-"""
+SEVERAL = rules(
+    "- {when: {phase: decode, batch_size: {max: 1}}, use: w4a16}",
+    "- {when: {phase: prefill, tokens: {max: 40}}, use: w4a16}",
+    f"- {{when: {{phase: decode, batch_size: {{max: 2}}}}, use: {LAYERED}}}",
+    f"- {{when: {{phase: prefill, tokens: {{max: 80}}}}, use: {LAYERED}}}",
+    "- {when: {phase: decode, batch_size: {min: 4}}, use: w4a16}",
+    "- use: w8a8",
+)
 # One token a byte, 30 each: their number alone decides which plans they take.
 PROMPTS = [
-    "What is the capital of France?",
-    "The three laws of motion are: ",
-    "def fibonacci(n: int) -> int: ",
-    "Once upon a time, by the sea, ",
+    *("What is the capital of France?", "The three laws of motion are: "),
+    *("def fibonacci(n: int) -> int: ", "Once upon a time, by the sea, "),
 ]
 PLAN = {
-    (1, "prefill"): "w4a16",
-    (1, "decode"): "w4a16",
-    (2, "prefill"): "w8a8+w4a16[1]",
-    (2, "decode"): "w8a8+w4a16[1]",
-    (3, "prefill"): "w8a8",
-    (3, "decode"): "w8a8",
-    (4, "prefill"): "w8a8",
-    (4, "decode"): "w4a16",
+    **{(1, "prefill"): "w4a16", (1, "decode"): "w4a16"},
+    **{(2, "prefill"): "w8a8+w4a16[1]", (2, "decode"): "w8a8+w4a16[1]"},
+    **{(3, "prefill"): "w8a8", (3, "decode"): "w8a8"},
+    **{(4, "prefill"): "w8a8", (4, "decode"): "w4a16"},
 }
 PLANS = set(PLAN.values())
 TAGS = {"flexquant-w4a16", "flexquant-w8a8", "flexquant-w8a8_w4a16_1_"}
@@ -122,8 +109,7 @@ def counting():
     """Yield two dictionaries: what vLLM compiles until it sizes the KV cache, and what afterwards."""
     from vllm.v1.engine import core
 
-    size_kv_cache = core.get_kv_cache_configs
-    start = counts()
+    size_kv_cache, start = core.get_kv_cache_configs, counts()
     before: dict[str, int] = {}
     after: dict[str, int] = {}
 
@@ -176,9 +162,8 @@ def run(
 
 def folders_with(file: str, cache: Path) -> set[str]:
     """Return the names of the folders, one a model tag, in which vLLM's backend keeps such a file."""
-    return {
-        path.parent.name.rpartition("-")[0] for path in cache.glob(f"torch_compile_cache/*/rank_0_0/*/{file}")
-    }
+    found = cache.glob(f"torch_compile_cache/*/rank_0_0/*/{file}")
+    return {path.parent.name.rpartition("-")[0] for path in found}
 
 
 @pytest.fixture(scope="module")
@@ -203,14 +188,9 @@ class Compiled(NamedTuple):
 @pytest.fixture(scope="module")
 def compiled(folder, tmp_path_factory):
     caches = tmp_path_factory.mktemp("VLLM_COMPILE")
-    trace = caches / "routes.jsonl"
-
-    def start_several() -> Run:
-        options = {"flexquant": {"trace": str(trace)}}
-        return run(folder / "merged", caches / "several", SEVERAL, **options)
-
-    several = start_several()
-    routes = records_of(trace)[1:]
+    traced = {"flexquant": {"trace": str(caches / "routes.jsonl")}}
+    start_several = partial(run, folder / "merged", caches / "several", SEVERAL, **traced)
+    several, routes = start_several(), records_of(caches / "routes.jsonl")[1:]
     w8a8, w4a16 = (run(folder / name, caches / name) for name in ("w8a8", "w4a16"))
     layered = run(folder / "merged", caches / "layered", LAYERED_ALWAYS)
     return Compiled(several, w8a8, w4a16, layered, routes, caches / "several", start_several)
@@ -224,11 +204,8 @@ def test_every_pass_takes_the_policys_plan(compiled):
 @pytest.mark.parametrize(("number", "plan"), [(1, "w4a16"), (2, "layered"), (3, "w8a8")])
 def test_a_plan_among_others_computes_what_it_does_alone(compiled, number, plan):
     """Bit by bit in a process of its own; after engines with LoRA, Inductor compiles other sums on AVX2."""
-    found = compiled.several.answers[number]
-    apart = {
-        alone: distance(found, getattr(compiled, alone).answers[number])
-        for alone in ("w4a16", "layered", "w8a8")
-    }
+    found, runs = compiled.several.answers[number], ("w4a16", "layered", "w8a8")
+    apart = {alone: distance(found, getattr(compiled, alone).answers[number]) for alone in runs}
     own = apart.pop(plan)
     assert own < min(apart.values()) / 2, (own, apart)
 
@@ -258,8 +235,7 @@ def test_every_plan_is_compiled_before_the_kv_cache_is_sized_and_none_later(comp
 
 
 def test_plans_are_kept_apart_on_disk(compiled):
-    aot_artefacts = compiled.cache.glob("torch_compile_cache/torch_aot_compile/*/rank_0_0/model")
-    assert len(list(aot_artefacts)) == len(PLANS)
+    assert len([*compiled.cache.glob("torch_compile_cache/torch_aot_compile/*/rank_0_0/model")]) == len(PLANS)
     assert folders_with("computation_graph.py", compiled.cache) == TAGS
 
 
@@ -290,19 +266,16 @@ def test_without_aot_artefacts_each_plan_finds_its_own_pieces(compiled, folder, 
 def test_a_checkpoint_merged_again_with_another_scheme_runs_none_of_the_old_code(aot, tmp_path):
     """The plans keep their names, the folder its own and the last layer its variant: one scheme changes."""
     policy = rules(f"- {{when: {{phase: decode}}, use: {LAYERED}}}", "- use: w4a16")
-    merged, cache = tmp_path / "merged", tmp_path / "cache"
-    w4a16 = make_checkpoint(tmp_path / "w4a16", scheme="w4a16")
-    others = {
-        "int8": make_checkpoint(tmp_path / "int8", scheme="w8a8"),
-        "int4": make_checkpoint(tmp_path / "int4", scheme="w4a16", group_size=32),
-    }
+    merged, w4a16 = tmp_path / "merged", make_checkpoint(tmp_path / "w4a16", scheme="w4a16")
+    int8 = make_checkpoint(tmp_path / "int8", scheme="w8a8")
+    int4 = make_checkpoint(tmp_path / "int4", scheme="w4a16", group_size=32)
 
-    def answers_of(scheme: str, cache: Path) -> dict[int, Answers]:
-        merge_checkpoints({"w8a8": others[scheme], "w4a16": w4a16}, merged, overwrite=True)
-        return run(merged, cache, policy, aot=aot).answers
+    def answers_of(w8a8: Path, cache: str) -> dict[int, Answers]:
+        merge_checkpoints({"w8a8": w8a8, "w4a16": w4a16}, merged, overwrite=True)
+        return run(merged, tmp_path / cache, policy, aot=aot).answers
 
-    old = answers_of("int8", cache)
-    again, alone = answers_of("int4", cache), answers_of("int4", tmp_path / "another-cache")
+    old = answers_of(int8, "cache")
+    again, alone = answers_of(int4, "cache"), answers_of(int4, "another-cache")
     assert again == alone
     assert again != old, "otherwise the line above would show nothing"
 

@@ -19,18 +19,10 @@ import torch
 from vllm.platforms import current_platform
 
 from flexquant.merge import merge_checkpoints
-from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import (
-    answers,
-    check_variants,
-    engine,
-    every_plan_of,
-    generate,
-    records_of,
-    take_policy,
-)
+from tests.checkpoints import make_pair
+from tests.integration import conftest
+from tests.integration.conftest import answers, check_variants, engine, generate, records_of, take_policy
 from tests.integration.live_server import Live
-from tests.integration.logprobs import distance
 
 pytestmark = pytest.mark.engine
 
@@ -88,8 +80,7 @@ def test_structured_output_and_prompt_embeddings(folder: Path, alone: Any, tmp_p
     trace = tmp_path / "trace.jsonl"
     options = {"enable_prompt_embeds": True, **OPTIONS}
     with engine(folder / "merged", "phase", flexquant={"trace": str(trace)}, **options) as llm:
-        pattern = "[0-9]{4}-[0-9]{2}"
-        constrained = StructuredOutputsParams(regex=pattern)
+        constrained = StructuredOutputsParams(regex=(pattern := "[0-9]{4}-[0-9]{2}"))
         parameters = SamplingParams(temperature=0, max_tokens=12, structured_outputs=constrained)
         texts = [output.outputs[0].text for output in llm.generate(PROMPTS, parameters, use_tqdm=False)]
         ids = llm.get_tokenizer()(PROMPTS[0])["input_ids"]
@@ -104,35 +95,27 @@ def test_structured_output_and_prompt_embeddings(folder: Path, alone: Any, tmp_p
 @pytest.mark.full
 def test_long_context(tmp_path: Path) -> None:
     """The prompt has 32,768 tokens: every variant is stock vLLM, and reads what the other wrote."""
-    sources = {
-        scheme: make_checkpoint(tmp_path / scheme, scheme=scheme, max_position_embeddings=LONG + 64)
-        for scheme in VARIANTS
-    }
+    sources = make_pair(tmp_path, max_position_embeddings=LONG + 64)
     merge_checkpoints(sources, tmp_path / "merged")
     prompt = {"prompt_token_ids": [(7 * i) % 251 for i in range(LONG)]}
     options = {"max_model_len": LONG + 32, "max_num_batched_tokens": 4096, "max_num_seqs": 2}
-    served = check_variants(
-        tmp_path / "merged", sources, [prompt], more=["phase"], sampling=SAMPLING, **options
-    )
+    options |= {"more": ["phase"], "sampling": SAMPLING}
+    served = check_variants(tmp_path / "merged", sources, [prompt], **options)
     assert [p["plan"] for p in served[-1].passes] == ["w8a8"] * (LONG // 4096) + ["w4a16"] * (12 - 1)
 
 
 def test_every_route_gives_the_same_answer(live: Live) -> None:
     """The routes are completions, chat, OpenAI's responses and Anthropic's messages."""
-    client = live.client()
-    question, greedy = "What is the capital of Peru?", {"temperature": 0}
-    expected = (
-        client.completions.create(model="tiny", prompt=question, max_tokens=12, **greedy).choices[0].text
-    )
+    client, question = live.client(), "What is the capital of Peru?"
+    asked: Any = {"model": "tiny", "temperature": 0}
+    expected = client.completions.create(prompt=question, max_tokens=12, **asked).choices[0].text
     messages: Any = [{"role": "user", "content": question}]
-    chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, **greedy)
-    responses = client.responses.create(model="tiny", input=question, max_output_tokens=12, **greedy)
-    body = {"model": "tiny", "max_tokens": 12, "messages": messages, **greedy}
+    chat = client.chat.completions.create(messages=messages, max_tokens=12, **asked)
+    responses = client.responses.create(input=question, max_output_tokens=12, **asked)
+    body = {"max_tokens": 12, "messages": messages, **asked}
     anthropic: Any = client.post("/messages", body=body, cast_to=object)
-    assert expected
-    assert chat.choices[0].message.content == expected
-    assert responses.output_text == expected
-    assert anthropic["content"][0]["text"] == expected
+    given = chat.choices[0].message.content, responses.output_text, anthropic["content"][0]["text"]
+    assert expected and given == (expected,) * 3
 
 
 def test_an_image_is_refused_and_the_server_goes_on(live: Live) -> None:
@@ -156,8 +139,8 @@ def asked(folder, tmp_path_factory):
     The cache held ``nothing``; the prefix as ``phase`` writes it (``own``); or as ``w4a16`` does (``other``,
     and ``apart``, where the request has a salt of its own).
     """
-    union, trace = every_plan_of(["phase", "w4a16"]), tmp_path_factory.mktemp("caching") / "trace.jsonl"
-    found, lengths = {}, [1]
+    union, found, lengths = conftest.every_plan_of(["phase", "w4a16"]), {}, [1]
+    trace = tmp_path_factory.mktemp("caching") / "trace.jsonl"
     with engine(folder / "merged", union, flexquant={"trace": str(trace)}, **CACHED) as llm:
         writers = {"nothing": None, "own": "phase", "other": "w4a16", "apart": "w4a16"}
         for held, writer in writers.items():
@@ -175,9 +158,8 @@ def asked(folder, tmp_path_factory):
 
 def test_a_cached_prefix_is_not_prefilled_again(asked):
     _, passes = asked
-    prefilled = {
-        held: sum(p["tokens"] for p in taken if p["phase"] == "prefill") for held, taken in passes.items()
-    }
+    tokens = {held: [p["tokens"] for p in taken if p["phase"] == "prefill"] for held, taken in passes.items()}
+    prefilled = {held: sum(of_passes) for held, of_passes in tokens.items()}
     assert prefilled["nothing"] > 2 * CACHED["max_num_batched_tokens"], "in several chunks"
     assert prefilled["own"] == prefilled["other"] < prefilled["nothing"] / 2
     assert prefilled["apart"] == prefilled["nothing"]
@@ -188,7 +170,7 @@ def test_a_cached_prefix_is_not_prefilled_again(asked):
 def test_what_a_plan_wrote_another_reads_as_if_it_had_just_been_written(asked):
     """Chunks that end elsewhere round otherwise; keys and values of other weights differ by far more."""
     found, _ = asked
-    own, other = (distance(found["nothing"], found[held]) for held in ("own", "other"))
+    own, other = (conftest.distance(found["nothing"], found[held]) for held in ("own", "other"))
     print(f"Mean distance in nats from an empty cache's answer: own {own:.4f}, other {other:.4f}")
     assert own < other / 4
 

@@ -24,7 +24,8 @@ from flexquant.policy.rules import load_policy
 from flexquant.serving.frontend.client import apply_policy
 from flexquant.serving.frontend.metrics import FORWARD, POLICY, TOKENS
 from tests.integration.conftest import records_of
-from tests.integration.live_server import Live, Metrics, complete, get_status, plugin_routes, scrape
+from tests.integration.live_server import Live, Metrics, flexquant_options, get_status, plugin_routes, scrape
+from tests.integration.live_server import complete as ask
 from tests.integration.two_ranks import CORES, needs_two_cores
 
 pytestmark = [*needs_two_cores, pytest.mark.full]
@@ -42,27 +43,22 @@ def replicas(merged: Path, folder: Path, *arguments: str) -> Iterator[Live]:
 
 def told(metrics: Metrics, name: str, engine: int) -> Counter[tuple[str, str]]:
     """Return an engine's counter by phase and plan."""
-    found: Counter[tuple[str, str]] = Counter()
-    for (sample, labels), value in metrics.items():
-        named = dict(labels)
-        if sample == f"{name}_total" and named["engine"] == str(engine):
-            found[named["phase"], named["plan"]] = int(value)
-    return found
+    named = [(dict(labels), int(n)) for (sample, labels), n in metrics.items() if sample == f"{name}_total"]
+    return Counter({(of["phase"], of["plan"]): n for of, n in named if of["engine"] == str(engine)})
 
 
 def test_both_engines_are_counted_found_and_told_of_another_policy(merged: Path, tmp_path: Path) -> None:
     with replicas(merged, tmp_path) as live:
         client, prompts = live.client(), [list(range(10, 20 + number)) for number in range(REQUESTS)]
         with ThreadPoolExecutor(REQUESTS) as pool:
-            list(pool.map(lambda prompt: complete(client, prompt, TOKENS_EACH), prompts))
+            list(pool.map(lambda prompt: ask(client, prompt, TOKENS_EACH), prompts))
         metrics, status = scrape(live.url), get_status(live.url)
         live.apply("w4a16")
         after = scrape(live.url)
         traces = [records_of(file) for file in (live.trace, live.trace.with_name(f"{live.trace.name}.dp1"))]
     computed, summed = 0, Counter[tuple[str, str]]()
     for engine, records in enumerate(traces):
-        passes = [record for record in records if "phase" in record]
-        assert passes, "both engines have computed something"
+        assert (passes := [record for record in records if "phase" in record]), "each has computed something"
         tokens: Counter[tuple[str, str]] = Counter()
         for record in passes:
             tokens[record["phase"], record["plan"]] += record["scheduled_tokens"]
@@ -112,14 +108,10 @@ def two_nodes(merged: Path, work: Path, policies: list[str]) -> Iterator[VLLMSer
         for rank, policy in enumerate(policies):
             file = work / f"node{rank}.yaml"
             file.write_text(json.dumps(load_policy(policy).document))
-            environment = default_environment() | {
-                "GLOO_SOCKET_IFNAME": "lo",
-                "VLLM_HOST_IP": "127.0.0.1",
-                "VLLM_CPU_OMP_THREADS_BIND": str(CORES[rank]),
-            }
+            environment = default_environment() | {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+            environment |= {"VLLM_CPU_OMP_THREADS_BIND": str(CORES[rank])}
             arguments = [*meeting, "--node-rank", str(rank), "--enforce-eager", "--max-model-len", "256"]
-            arguments += ["--additional-config", json.dumps({"flexquant": {"policy": str(file)}})]
-            arguments += ["--headless"] if rank else []
+            arguments += flexquant_options(policy=str(file)) + ["--headless"] * bool(rank)
             nodes.append(VLLMServer(merged, arguments, work / f"node{rank}.log", environment))
         yield nodes[0]
     finally:
@@ -142,4 +134,4 @@ def test_machines_with_equal_policies_serve(tiny_merged, tmp_path):
     with two_nodes(merged, tmp_path, ["phase", "phase"]) as server:
         server.wait_until_healthy(START_SECONDS)
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        assert complete(client, "two machines", 4, model=str(merged)).usage.completion_tokens == 4
+        assert ask(client, "two machines", 4, model=str(merged)).usage.completion_tokens == 4

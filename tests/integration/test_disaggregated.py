@@ -29,18 +29,14 @@ FOLDER = programs.ROOT / "examples" / "disaggregated"
 
 
 @pytest.mark.parametrize(
-    ("decode_policy", "variants"),
-    [("w4a16", {"w4a16"}), ("phase-batch", {"w8a8", "w4a16"})],
+    ("decode_policy", "variants"), [("w4a16", {"w4a16"}), ("phase-batch", {"w8a8", "w4a16"})]
 )
 @pytest.mark.full
-def test_two_servers_give_the_tokens_of_one(
-    decode_policy: str, variants: set[str], tiny_merged: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_two_servers_give_the_tokens_of_one(decode_policy, variants, tiny_merged, tmp_path):
     merged, output = tiny_merged() / "merged", tmp_path / "found.json"
     options = ["--decode-policy", decode_policy, "--output", output]
     command = [sys.executable, FOLDER / "run.py", merged, *options]
     printed = programs.run(command, timeout=600, environment=programs.newcomers_environment()).stdout
-
     found = json.loads(output.read_text())
     assert f"{len(PROMPTS)} of {len(PROMPTS)} answers have the same tokens" in printed
     assert found["equal_answers"] == len(found["prompt_tokens"]) == len(PROMPTS)
@@ -77,8 +73,7 @@ def test_a_stream_and_a_refusal_pass_through(live: Live, tmp_path: Path) -> None
         whole = client.completions.create(**asked, extra_body={"ignore_eos": True})
         stream = client.completions.create(**asked, extra_body={"ignore_eos": True}, stream=True)
         parts = [chunk.choices[0].text for chunk in stream]
-        assert len(parts) > 1
-        assert "".join(parts) == whole.choices[0].text
+        assert len(parts) > 1 and "".join(parts) == whole.choices[0].text
         assert whole.usage is not None and whole.usage.completion_tokens == 12
         with pytest.raises(openai.NotFoundError, match="no-such-model"):
             client.completions.create(**asked | {"model": "no-such-model"})

@@ -29,30 +29,24 @@ from flexquant.policy.rules import load_policy
 from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
 from flexquant.tuning.candidates import FROM_INT4
-from tests.checkpoints import EXPERTS, make_checkpoint
+from tests.checkpoints import EXPERTS, make_pair
 from tests.integration.conftest import answers, edited_json, engine
-from tests.policies import rules
+from tests.integration.live_server import flexquant_options
+from tests.policies import DERIVE_INT8, rules
 from tests.programs import run
 
-LENGTH = ["--max-model-len", "256"]
+LENGTH, OVERRIDE = ["--max-model-len", "256"], "--hf-overrides"
 LARGE = {
-    "num_layers": 6,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
+    **{"num_layers": 6, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9},
+    **{"num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "tie_word_embeddings": True},
 }
 """SmolLM2-135M's sizes, apart from the number of layers."""
 BY_NAME = ["auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy"]
 """Load formats whose loaders give a model named tensors, or none."""
-FOUR_TWICE = "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}}\n" + rules(
+FOUR_TWICE = DERIVE_INT8 + rules(
     "- {when: {phase: decode}, use: w4a16}", '- use: {default: w8a8, layers: {"4-5": w8a8-from-int4}}'
 )
-
-NESTED_AND_ONE_COPY = "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}}\n" + rules(
+NESTED_AND_ONE_COPY = DERIVE_INT8 + rules(
     "- {when: {phase: decode}, use: w4a16}", "- {when: {tokens: {max: 8}}, use: w8a8}", f"- use: {FROM_INT4}"
 )
 
@@ -82,23 +76,20 @@ def test_kernels_backend_and_kv_cache_are_those_of_the_engine(merged):
     found = findings(merged)
     with engine(merged, max_model_len=256) as llm:
         (served,) = llm.apply_model(kernels_of)
-        blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-        block_size = llm.llm_engine.vllm_config.cache_config.block_size
+        cache = llm.llm_engine.vllm_config.cache_config
         assert answers(llm, ["an engine after the doctor, in one process"], max_tokens=2)
     told: dict[str, set[tuple[str, int, int, str]]] = {}
     for finding in found["kernel"]:
         shapes = finding.details["shapes"]
-        told.setdefault(finding.details["variant"], set()).update(
-            (s["name"], s["inputs"], s["outputs"], s["kernel"]) for s in shapes
-        )
+        layers = {(s["name"], s["inputs"], s["outputs"], s["kernel"]) for s in shapes}
+        told.setdefault(finding.details["variant"], set()).update(layers)
         assert sum(s["layers"] for s in shapes) == 4 * 4, "four linear layers in each of four decoder layers"
     assert told == served
     if current_platform.is_cpu():
         assert found["attention"][0].details["backends"] == ["CPU_ATTN"]
         # A GPU needs memory for activations and graphs too.
-        assert found["memory"][0].details["tokens"] // block_size == blocks
-    assert found["memory"][0].level == "ok"
-    assert "refused" not in found
+        assert found["memory"][0].details["tokens"] // cache.block_size == cache.num_gpu_blocks
+    assert found["memory"][0].level == "ok" and "refused" not in found
 
 
 def test_what_vllm_prefers_is_named_with_the_reason(merged):
@@ -130,16 +121,14 @@ def test_weights_are_those_of_the_checkpoint(merged):
     assert list(weights.details["bytes_by_layers"]["shared"]) == [""], "attention's scales are not kept"
     (remark,) = found["lm_head"]
     assert "'head: int8' in the policy a step reads" in remark.text
-    in_int8 = ["--additional-config", json.dumps({"flexquant": {"head": "int8"}})]
-    assert "lm_head" not in findings(merged, *in_int8)
+    assert "lm_head" not in findings(merged, *flexquant_options(head="int8"))
 
 
 def test_a_second_copy_of_int4_is_said(merged):
     """single-copy loads W4A16 and W4A8, the policy w4a8 W4A8 alone, and one copy has no second one."""
     said = "w4a8 is a second copy of w4a16's INT4 weights"
     for policy, twice in (("single-copy", True), ("w4a8", False), ("one-copy", False)):
-        found = findings(merged, "--additional-config", json.dumps({"flexquant": {"policy": policy}}))
-        (weights,) = found["weights"]
+        (weights,) = findings(merged, *flexquant_options(policy=policy))["weights"]
         sizes = weights.details["bytes"]
         assert (said in weights.text) == twice == ({"w4a8", "w4a16"} <= sizes.keys()), policy
         if twice:
@@ -148,14 +137,11 @@ def test_a_second_copy_of_int4_is_said(merged):
 
 def test_the_memory_that_computed_weights_are_written_to_counts_once(tmp_path):
     """A pass computes one linear after another: gate_up_proj, of 512 x 128 weights, is the largest."""
-    made = {name: make_checkpoint(tmp_path / name, "qwen2", name) for name in ("w8a8", "w4a16")}
-    merge_checkpoints(made, tmp_path / "merged", nested="near")
-    file = tmp_path / "both.yaml"
-    file.write_text(NESTED_AND_ONE_COPY)
+    merge_checkpoints(make_pair(tmp_path, "qwen2"), tmp_path / "merged", nested="near")
+    (file := tmp_path / "both.yaml").write_text(NESTED_AND_ONE_COPY)
 
     def sizes(policy):
-        options = json.dumps({"flexquant": {"policy": str(policy)}})
-        (weights,) = findings(tmp_path / "merged", "--additional-config", options)["weights"]
+        (weights,) = findings(tmp_path / "merged", *flexquant_options(policy=str(policy)))["weights"]
         assert set(weights.details["bytes"]) == set(weights.details["bytes_by_layers"])
         return weights.details["bytes"]
 
@@ -173,11 +159,9 @@ def test_scales_count_with_the_zero_points_that_pytorchs_kernel_keeps_beside_the
     """Scales of groups of 32 are an eighth of INT4 weights, so twice that is seen."""
     if not current_platform.is_cpu():
         pytest.skip("PyTorch's INT4 kernel is for CPUs")
-    made = {n: make_checkpoint(tmp_path / n, scheme=n, group_size=32) for n in ("w8a8", "w4a16")}
-    merge_checkpoints(made, tmp_path / "merged")
-    monkeypatch.setenv(
-        "VLLM_DISABLED_KERNELS", "CPUW4A16LinearKernel,ZentorchW4A16LinearKernel,FlexQuantCPUInt4LinearKernel"
-    )
+    merge_checkpoints(make_pair(tmp_path, group_size=32), tmp_path / "merged")
+    others = "CPUW4A16LinearKernel,ZentorchW4A16LinearKernel,FlexQuantCPUInt4LinearKernel"
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", others)
     found = findings(tmp_path / "merged")
     layouts = 0
     for finding in found["kernel"]:
@@ -190,9 +174,8 @@ def test_scales_count_with_the_zero_points_that_pytorchs_kernel_keeps_beside_the
 
 def laid_out(inputs: int, outputs: int) -> int:
     """Return the bytes of a linear layer in groups of 32 after PyTorch's INT4 kernel laid it out."""
-    sizes = (inputs, outputs)
+    layer, sizes = torch.nn.Module(), (inputs, outputs)
     config = MPLinearLayerConfig(sizes, sizes, scalar_types.uint4b8, torch.bfloat16, 32, zero_points=False)
-    layer = torch.nn.Module()
     kernel = TorchCPUInt4LinearKernel(config, "packed", "scale")
     for name, width, dtype in (("packed", 8, torch.int32), ("scale", 32, torch.bfloat16)):
         weight = torch.zeros(outputs, inputs // width, dtype=dtype)
@@ -204,25 +187,22 @@ def laid_out(inputs: int, outputs: int) -> int:
 @pytest.mark.engine
 def test_weights_are_those_of_the_servers_log(tmp_path, caplog):
     """The model is tied and has a large vocabulary, four layers in two variants, and two in one."""
-    made = {name: make_checkpoint(tmp_path / name, scheme=name, **LARGE) for name in ("w8a8", "w4a16")}
-    merge_checkpoints(made, tmp_path / "merged")
-    (tmp_path / "policy.yaml").write_text(FOUR_TWICE)
-    policy = json.dumps({"flexquant": {"policy": str(tmp_path / "policy.yaml")}})
-    (weights,) = findings(tmp_path / "merged", "--additional-config", policy)["weights"]
+    merge_checkpoints(make_pair(tmp_path, **LARGE), tmp_path / "merged")
+    (policy := tmp_path / "policy.yaml").write_text(FOUR_TWICE)
+    (weights,) = findings(tmp_path / "merged", *flexquant_options(policy=str(policy)))["weights"]
     logger = logging.getLogger("vllm.flexquant.model")
     logger.addHandler(caplog.handler)
     caplog.set_level(logging.INFO, logger.name)
     try:
-        with engine(tmp_path / "merged", str(tmp_path / "policy.yaml"), max_model_len=256):
+        with engine(tmp_path / "merged", str(policy), max_model_len=256):
             pass
     finally:
         logger.removeHandler(caplog.handler)
     # The record comes twice where another test has had vLLM's records handed on to pytest.
     (announced,) = {r.getMessage() for r in caplog.records if " of 16-bit" in r.getMessage()}
     foretold, logged = mebibytes(weights.text), mebibytes(announced)
-    parts = ["w8a8 layers 0-3", "w4a16 layers 0-5", "w8a8-from-int4", "shared"]
-    assert list(foretold) == list(logged) == parts
-    assert foretold == pytest.approx(logged, rel=0.05)
+    assert list(foretold) == ["w8a8 layers 0-3", "w4a16 layers 0-5", "w8a8-from-int4", "shared"]
+    assert list(foretold) == list(logged) and foretold == pytest.approx(logged, rel=0.05)
 
 
 def mebibytes(text: str) -> dict[str, float]:
@@ -263,7 +243,7 @@ def test_one_rank_is_examined_without_waiting_for_others(arguments, merged):
 
 def test_ranks_with_data_of_their_own_share_experts(tiny_merged):
     folder = tiny_merged("qwen3_moe", 2, (EXPERTS,)) / "merged"
-    alone = ["--additional-config", json.dumps({"flexquant": {"policy": "w8a8"}})]
+    alone = flexquant_options(policy="w8a8")
     two = [*alone, "--data-parallel-size", "2"]
     whole, half, apart = (findings(folder, *a) for a in (alone, two, [*two, "--enable-expert-parallel"]))
     sizes = [found["weights"][0].details["bytes"]["w8a8"] for found in (whole, half)]
@@ -284,18 +264,15 @@ def test_a_server_that_compiles_needs_a_compiler(compiler, merged, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--additional-config", '{"flexquant": {"policy": "fastest"}}'], "unknown policy 'fastest'"),
+        (flexquant_options(policy="fastest"), "unknown policy 'fastest'"),
         (["--pipeline-parallel-size", "8"], "none of the model's 4 decoder layers"),
         (["--port", "1", "--fast"], "--port"),
         *[
             (["--load-format", name], f"load format '{name}', which does not read safetensors by their names")
             for name in sorted({*get_args(LoadFormats), "gguf", "bitsandbytes"} - set(BY_NAME))
         ],
-        (["--hf-overrides", '{"architectures": ["LlamaForCausalLM"]}'], "leave 'architectures' out of --hf"),
-        (
-            ["--hf-overrides", '{"quantization_config": null}'],
-            "not a merged checkpoint: quant_method is None",
-        ),
+        ([OVERRIDE, '{"architectures": ["LlamaForCausalLM"]}'], "leave 'architectures' out of --hf"),
+        ([OVERRIDE, '{"quantization_config": null}'], "not a merged checkpoint: quant_method is None"),
     ],
 )
 def test_what_would_be_refused(arguments, said, merged):
@@ -330,8 +307,7 @@ def test_a_request_and_the_weights_must_fit_into_memory_to_the_byte(merged, monk
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     found = findings(merged)
     weights = sum(found["weights"][0].details["bytes"].values())
-    request = 256 * found["memory"][0].details["bytes_per_token"]
-    large = 1 << 40
+    request, large = 256 * found["memory"][0].details["bytes_per_token"], 1 << 40
     for option, value, free, total, level in (
         ("--kv-cache-memory-bytes", request, request + weights, large, "ok"),
         ("--kv-cache-memory-bytes", request, request + weights - 1, large, "problem"),
@@ -349,16 +325,11 @@ def test_caches_that_cannot_be_shared_are_said_whatever_the_policy(merged, tmp_p
     folder = shutil.copytree(merged, tmp_path / "merged")
     with edited_json(folder / "config.json") as config:
         config["quantization_config"]["kv_compatibility"] |= {"compatible": False, "message": "K is doubled"}
-    for options, is_refused in (
-        ({}, True),
-        ({"policy": "w8a8"}, False),
-        ({"allow_incompatible_kv": True}, False),
-    ):
-        found = findings(folder, "--additional-config", json.dumps({"flexquant": options}))
-        assert [f.level for f in found["KV cache"]] == ["note"] and "K is doubled" in found["KV cache"][
-            0
-        ].text
-        assert ("refused" in found) == is_refused
+    for given, refused in (({}, True), ({"policy": "w8a8"}, False), ({"allow_incompatible_kv": True}, False)):
+        found = findings(folder, *flexquant_options(**given))
+        (note,) = found["KV cache"]
+        assert note.level == "note" and "K is doubled" in note.text
+        assert ("refused" in found) == refused
 
 
 def test_the_command_takes_what_vllm_serve_gets(merged, capsys, monkeypatch):
@@ -370,10 +341,10 @@ def test_the_command_takes_what_vllm_serve_gets(merged, capsys, monkeypatch):
 
 
 def test_the_command_tells_a_folder_that_is_no_checkpoint(tmp_path, merged):
-    command = [str(Path(sys.executable).parent / "flexquant"), "doctor"]
     broken = shutil.copytree(merged, tmp_path / "broken")
     (broken / "config.json").write_text("{")
-    done = run([*command, str(broken), "--json"], timeout=120, status=1)
+    program = Path(sys.executable).parent / "flexquant"
+    done = run([program, "doctor", broken, "--json"], timeout=120, status=1)
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["failed"] and result["findings"][-1]["subject"] == "refused"
     assert "config.json" in done.stdout

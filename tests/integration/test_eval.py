@@ -71,16 +71,10 @@ def test_every_policy_ran_the_passes_it_was_meant_to(evaluation):
     document, _ = evaluation
     found = results(document)
     assert document["results"][0]["policy"] == "16-bit reference"
-    decoded = 2 * (TOKENS - 1)
-    for policy, prefill, decode in (
-        ("w8a8", "w8a8", "w8a8"),
-        ("w4a16", "w4a16", "w4a16"),
-        ("phase", "w8a8", "w4a16"),
-    ):
-        assert found[policy, 4]["passes"] == {
-            "by_plan": {"prefill": {prefill: 2}, "decode": {decode: decoded}},
-            "decode_batch_sizes": {"4": decoded},
-        }
+    decoded, taken = 2 * (TOKENS - 1), {"w8a8": ("w8a8", "w8a8"), "w4a16": ("w4a16", "w4a16")}
+    for policy, (prefill, decode) in (taken | {"phase": ("w8a8", "w4a16")}).items():
+        by_plan = {"prefill": {prefill: 2}, "decode": {decode: decoded}}
+        assert found[policy, 4]["passes"] == {"by_plan": by_plan, "decode_batch_sizes": {"4": decoded}}
         assert found[policy, 4]["deviations"] == []
 
 
@@ -95,16 +89,11 @@ def test_the_first_token_is_the_prefill_plans_the_others_the_decode_plans(evalua
 
 def test_numbers_of_equal_plans_are_reused(evaluation):
     found = results(evaluation[0])
-    sources = {
-        key: (r["same_as"]["policy"], r["same_as"]["batch_size"])
-        for key, r in found.items()
-        if r.get("same_as")
-    }
+    alike = {key: r["same_as"] for key, r in found.items() if r.get("same_as")}
+    sources = {key: (same["policy"], same["batch_size"]) for key, same in alike.items()}
     assert sources == {
         ("threshold.yaml", 4): ("phase", 4),
-        ("w8a8", 8): ("w8a8", 4),
-        ("w4a16", 8): ("w4a16", 4),
-        ("phase", 8): ("phase", 4),
+        **{(policy, 8): (policy, 4) for policy in ("w8a8", "w4a16", "phase")},
         ("threshold.yaml", 8): ("w8a8", 4),
     }
     for key, source in sources.items():
@@ -143,12 +132,10 @@ def test_qwen2_with_variants_of_other_names_without_a_reference(tiny_merged, tex
     sources = {"big": folder / "w8a8", "little": folder / "w4a16"}
     merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "default.yaml"))
     settings = Settings(batch_sizes=(2,), samples=2, prompt_tokens=PROMPT, tokens=4)
-    document = evaluate(tmp_path / "merged", text, settings=settings)
-    found = results(document)
+    found = results(evaluate(tmp_path / "merged", text, settings=settings))
     assert set(found) == {("big", 2), ("little", 2), ("stored", 2)}
     assert found["stored", 2]["passes"]["by_plan"] == {"prefill": {"big": 1}, "decode": {"little": 3}}
-    perplexities = {r["quality"]["perplexity"] for r in found.values()}
-    assert len(perplexities) == 3
+    assert len({r["quality"]["perplexity"] for r in found.values()}) == 3
     assert all(r["quality"]["mean_kl"] is None and r["answers"] is None for r in found.values())
 
 
@@ -170,14 +157,10 @@ def test_forced_decoding_scores_as_a_prefill_of_the_same_tokens(exact, model, te
     lengths = [24, 3, 11, 1, 17, 8, 20]
     rows = [row[: PROMPT + n] for row, n in zip(rows_of(text, model, len(lengths)), lengths, strict=True)]
     files = [tmp_path / f"{i}.npz" for i in range(len(rows))]
-    parameters = [
-        SamplingParams(
-            max_tokens=len(row) - PROMPT,
-            ignore_eos=True,
-            extra_args={"flexquant_evaluation": {"forced": row[PROMPT:], "scores": str(file)}},
-        )
-        for row, file in zip(rows, files, strict=True)
-    ]
+    parameters = []
+    for row, file in zip(rows, files, strict=True):
+        extra = {"flexquant_evaluation": {"forced": row[PROMPT:], "scores": str(file)}}
+        parameters.append(SamplingParams(max_tokens=len(row) - PROMPT, ignore_eos=True, extra_args=extra))
     outputs = exact.generate([{"prompt_token_ids": r[:PROMPT]} for r in rows], parameters, use_tqdm=False)
     expected = [prompt_nll(exact, row)[PROMPT - 1 :] for row in rows]
     assert [list(output.outputs[0].token_ids) for output in outputs] == [row[PROMPT:] for row in rows]
@@ -193,7 +176,6 @@ def test_a_model_does_not_diverge_from_itself(exact, model, text, tmp_path):
     log_probs = np.load(stored_in / "3.npy")
     assert log_probs.shape == (TOKENS, 320)
     assert np.exp(log_probs.astype(np.float64)).sum(axis=1) == pytest.approx(1, abs=1e-5)
-    assert stored.kl is None
-    assert compared.kl is not None and np.abs(compared.kl).max() < 1e-6
+    assert stored.kl is None and compared.kl is not None and np.abs(compared.kl).max() < 1e-6
     assert compared.same_top is not None and compared.same_top.all()
     assert compared.nll == pytest.approx(stored.nll)

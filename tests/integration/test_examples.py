@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""The examples run as they stand."""
+"""The examples, and every command that the README shows, run as they stand."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -19,9 +21,100 @@ import yaml
 from transformers import AutoTokenizer
 from vllm.platforms import current_platform
 
-from tests import programs
+from benchmarks.speed.command_line import make_parser
+from examples.vllm_server import vllm_serve
+from flexquant.cli import build_parser, main
+from tests import programs, readme
 from tests.checkpoints import make_checkpoint
+from tests.conftest import rest_full
 from tests.integration.conftest import generate, records_of
+
+BIN = Path(sys.executable).parent
+TUNED = programs.ROOT / "benchmarks" / "results" / "tuning" / "smollm2-135m.yaml"
+FEW = {
+    "eval": "--samples 4 --batch-sizes 4 --prompt-tokens 32 --tokens 8 --no-questions",
+    "search": "--samples 1 --batch-size 1 --prompt-tokens 8 --tokens 2",
+    "sensitivity": "--samples 1 --batch-size 1 --prompt-tokens 8 --tokens 2",
+    "tune": "--quick --rounds 1 --max-batch 4 --max-tokens 32",
+    "fit": "--quick --rounds 1 --max-batch 4 --max-tokens 32",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, real_model, real_variants, real_merged):
+    """Return a folder with what the README's commands expect: a build's output, a policy, a text."""
+    (tmp_path / "my-variants").mkdir()
+    links = {f"my-variants/{name}": path for name, path in real_variants.items()}
+    for name, path in (links | {"my-model": real_model, "my-model-merged": real_merged}).items():
+        (tmp_path / name).symlink_to(path)
+    (tmp_path / "my-policy.yaml").write_text(readme.documents("flexquant.policy/v1")[0])
+    (tmp_path / "my-text.txt").write_text(topics["execmodel"])
+    return tmp_path
+
+
+def of(program: str) -> list[str]:
+    return [command for command in readme.commands() if shlex.split(command)[0] == program]
+
+
+def test_the_readme_shows_no_other_commands():
+    programs = {shlex.split(command)[0] for command in readme.commands()}
+    assert programs == {"make", "flexquant", "vllm", "python"}
+
+
+@pytest.mark.parametrize("command", of("make"))
+def test_what_make_runs_is_there_and_understood(command):
+    """`make test` runs this. test_examples runs what `make demo` starts; this checks that it starts that."""
+    command = [*shlex.split(command), "--dry-run", "--always-make"]
+    lines = programs.run(command, timeout=120).stdout.replace("\\\n", " ").splitlines()
+    assert lines
+    for program, *arguments in filter(None, map(shlex.split, lines)):
+        if program.endswith("/flexquant"):
+            build_parser().parse_args(arguments)
+        for script in (a.removeprefix("--ignore=") for a in arguments if a.endswith(".py")):
+            assert (programs.ROOT / script).is_file(), script
+
+
+@pytest.mark.parametrize("command", of("python"))
+def test_benchmark_commands_are_understood(command):
+    """test_benchmarks runs the smallest of these commands."""
+    program, module, name, *arguments = shlex.split(command)
+    assert (program, module, name) == ("python", "-m", "benchmarks")
+    make_parser("").parse_args(["run", *arguments] if arguments == ["--quick"] else arguments)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("measured", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_flexquant_commands_in_order(folder, monkeypatch, measured):
+    """`make test` parses the commands that measure, which have tests of their own, and runs the others."""
+    monkeypatch.chdir(folder)
+    commands = [c for c in of("flexquant") if not c.startswith(("flexquant quantize", "flexquant build"))]
+    assert len(commands) > 6
+    if not measured:
+        shutil.copy(TUNED, "my-tuned.yaml")
+    for command in commands:
+        _, subcommand, *arguments = shlex.split(command)
+        if measured or subcommand not in FEW:
+            assert main([subcommand, *arguments, *shlex.split(FEW.get(subcommand, ""))]) == 0, command
+        else:
+            build_parser().parse_args([subcommand, *arguments])
+
+
+def test_the_program_flexquant_is_installed():
+    """The test above calls the program's entry point, but not the program."""
+    assert "phase-batch" in programs.run([BIN / "flexquant", "policy", "list"], timeout=120).stdout
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("command", rest_full(of("vllm"), of("vllm")[0]))
+def test_vllm_commands(command, real_merged, tmp_path, monkeypatch):
+    (tmp_path / "my-policy.yaml").write_text(readme.documents("flexquant.policy/v1")[0])
+    shutil.copy(TUNED, tmp_path / "my-tuned.yaml")
+    monkeypatch.chdir(tmp_path)
+    program, subcommand, model, *arguments = shlex.split(command)
+    assert (program, subcommand, model) == ("vllm", "serve", "my-model-merged")
+    with vllm_serve(real_merged, *arguments, "--max-model-len", "512", "--enforce-eager") as url:
+        assert url
+
 
 EXAMPLES = programs.ROOT / "examples"
 PROMPTS = ["The capital of France is", "The largest planet of the solar system is"]
@@ -30,11 +123,9 @@ QUESTION = "Name three rivers in Europe."
 """The question of 03_serve.py."""
 
 
-def start(
-    example: str, *args: object, status: int = 0, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def start(example: str, *args: object, status: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = programs.newcomers_environment() | more
     command = [sys.executable, EXAMPLES / example, *args]
-    environment = programs.newcomers_environment() | environment
     return programs.run(command, timeout=900, status=status, environment=environment)
 
 
@@ -113,28 +204,22 @@ def test_demo_serves_each_precision_and_charts_what_it_measured(tiny_merged, tmp
         servers.add("static w4a16")
     else:  # vLLM alone has no kernel for INT4 on this CPU
         assert "and ended: vLLM alone does not serve it here" in output
-
     asked = [block for block in output.split("\n\n") if block.startswith("Q: ")]
     assert len(asked) == 8
     for block in asked:
         names = [line.split(":")[0].strip() for line in block.splitlines()[1:]]
         assert names == ["all"] or set(", ".join(names).split(", ")) == servers
-
     charts = re.findall(r"^(.+)((?:\n  .+? +█+ [\d.]+)+)$", output, re.MULTILINE)
     assert [title.partition(",")[0] for title, _ in charts] == [
-        "first token of a prompt of 1024 tokens",
-        "each next token of one answer",
-        "each next token of 8 answers at once",
-        "checkpoint",
+        *("first token of a prompt of 1024 tokens", "each next token of one answer"),
+        *("each next token of 8 answers at once", "checkpoint"),
     ]
     for _, bars in charts:
         found = {name: (len(bar), float(n)) for name, bar, n in re.findall(r"  (.+?) +(█+) ([\d.]+)", bars)}
         assert set(found) == servers
         longest, largest = max(found.values())
         assert all(abs(bar - number / largest * longest) <= 2 for bar, number in found.values())
-
-    passes = records_of(trace)[1:]
-    lines = output.splitlines()
+    passes, lines = records_of(trace)[1:], output.splitlines()
     assert lines[-1].endswith("flexquant advise MODEL --device h200")
     drawn = {
         kind: "".join(line.split(maxsplit=1)[1] for line in lines if re.match(rf"{kind} +\S+$", line))
@@ -184,9 +269,8 @@ def make_tasks(folder: Path) -> None:
     ]
     mean = {"aggregation": "mean", "higher_is_better": True}
     asked = {"doc_to_text": "{{text}}", "doc_to_choice": "{{ends}}", "doc_to_target": "label"}
-    task(
-        "choose_the_end", rows, output_type="multiple_choice", **asked, metric_list=[{"metric": "acc"} | mean]
-    )
+    asked["metric_list"] = [{"metric": "acc"} | mean]
+    task("choose_the_end", rows, output_type="multiple_choice", **asked)
     asked = {"doc_to_text": "{{text}}", "doc_to_target": "{{end}}"}
     asked["generation_kwargs"] = {"until": [".", "\n"], "max_gen_toks": 16, "do_sample": False}
     exact = [{"metric": "exact_match"} | mean]
@@ -205,10 +289,8 @@ def test_tasks_under_two_policies(real_merged, tmp_path):
     output = tmp_path / "measured.json"
     options = ["--tasks", ",".join(tasks), "--policies", "phase,w4a16", "--limit", LIMIT]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
-    done = start(
-        "05_lm_eval.py", real_merged, *options, "--include-path", tmp_path, "--output", output, **offline
-    )
-
+    options += ["--include-path", tmp_path, "--output", output]
+    done = start("05_lm_eval.py", real_merged, *options, **offline)
     measured = json.loads(output.read_text())["policies"]
     assert list(measured) == ["phase", "w4a16"]
     for policy in measured.values():
@@ -223,14 +305,12 @@ def test_tasks_under_two_policies(real_merged, tmp_path):
     perplexity = {p: run["results"]["running_text"]["word_perplexity,none"] for p, run in measured.items()}
     assert all(1 < value < 1000 for value in perplexity.values())
     assert perplexity["phase"] != perplexity["w4a16"]
-
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["task", "metric", "phase", "w4a16"] in lines
     assert ["running_text", "word_perplexity", *(f"{value:.4f}" for value in perplexity.values())] in lines
 
 
 def test_missing_lm_eval_is_said_before_a_server_starts(tmp_path):
-    done = start(
-        "05_lm_eval.py", tmp_path, "--tasks", "arc_easy", "--lm-eval", tmp_path / "lm_eval", status=1
-    )
+    options = ["--tasks", "arc_easy", "--lm-eval", tmp_path / "lm_eval"]
+    done = start("05_lm_eval.py", tmp_path, *options, status=1)
     assert "pip install" in done.stderr and "starting" not in done.stdout

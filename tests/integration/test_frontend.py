@@ -25,20 +25,18 @@ from flexquant.serving.config import ServedPolicy, clip_to_server
 from flexquant.serving.registration import verify_if_asked
 from tests.checkpoints import flip_a_byte
 from tests.integration.conftest import answers, edited_json, engine, records_of
+from tests.integration.live_server import flexquant_options
 from tests.integration.test_serving_errors import configure, flexquant, refusal
+from tests.policies import rules
 
-BATCHES = """
-schema: flexquant.policy/v1
-rules:
-  - when: {{phase: decode, batch_size: {{max: {most}}}}}
-    use: w4a16
-  - use: w8a8
-"""
+
+def batches(most: int) -> str:
+    return rules(f"- {{when: {{phase: decode, batch_size: {{max: {most}}}}}, use: w4a16}}", "- use: w8a8")
 
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
-    (tmp_path / "policy.yaml").write_text(BATCHES.format(most=8))
+    (tmp_path / "policy.yaml").write_text(batches(8))
     return tmp_path / "policy.yaml"
 
 
@@ -52,15 +50,13 @@ def with_policy(policy: Path) -> dict[str, Any]:
 
 
 @pytest.mark.engine
-def test_a_file_that_changes_after_the_front_end_has_read_it_changes_nothing(
-    policy, tiny_merged, tmp_path, monkeypatch
-):
+def test_a_file_that_changes_once_it_is_read_changes_nothing(policy, tiny_merged, tmp_path, monkeypatch):
     """Another file takes its place before a worker gets vLLM's configuration."""
     build, trace = EngineArgs.create_engine_config, tmp_path / "trace.jsonl"
 
     def create_engine_config(*args: Any, **kwargs: Any) -> Any:
         config = build(*args, **kwargs)
-        policy.write_text(BATCHES.format(most=1))
+        policy.write_text(batches(1))
         return config
 
     monkeypatch.setattr(EngineArgs, "create_engine_config", create_engine_config)
@@ -69,8 +65,7 @@ def test_a_file_that_changes_after_the_front_end_has_read_it_changes_nothing(
         answers(llm, ["one prompt", "another prompt"], max_tokens=4, ignore_eos=True)
     header, *passes = records_of(trace)
     assert header["policy"] == str(policy)
-    decode = [p for p in passes if p["phase"] == "decode"]
-    assert {(p["sequences"], p["plan"]) for p in decode} == {(2, "w4a16")}
+    assert {(p["sequences"], p["plan"]) for p in passes if p["phase"] == "decode"} == {(2, "w4a16")}
 
 
 def merged_of(config: Any) -> MergedConfig:
@@ -93,7 +88,7 @@ def test_the_workers_configuration_holds_the_table_beside_the_users_options(conf
 
 def test_options_of_a_server_go_before_the_policy(policy, tiny_merged, monkeypatch):
     monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "1")
-    policy.write_text(BATCHES.format(most=8) + "head: int8\n")
+    policy.write_text(batches(8) + "head: int8\n")
     config = configure(tiny_merged() / "merged", **flexquant(policy=str(policy), head="stored"))
     assert ServedPolicy.from_vllm(config).routes.head == "stored"
     configure(tiny_merged() / "merged", **flexquant(policy="w4a8", kernels={"w4a8": "marlin"}))
@@ -101,7 +96,7 @@ def test_options_of_a_server_go_before_the_policy(policy, tiny_merged, monkeypat
 
 
 def test_a_worker_serves_decode_passes_up_to_the_size_of_graphs_that_vllm_sets_last(policy, tiny_merged):
-    policy.write_text(BATCHES.format(most=300))
+    policy.write_text(batches(300))
     config = configure(tiny_merged() / "merged", additional_config=with_policy(policy), max_num_seqs=300)
     served, found = ServedPolicy.from_vllm(config), []
     for sizes in ([], [256, 300, 512], [256, 304, 512]):
@@ -117,12 +112,7 @@ def test_a_configuration_without_a_policy_is_refused_by_the_worker(configured, p
         ServedPolicy.from_vllm(configured)
 
 
-NORM = "shared.model.norm.weight"
-SHARD = "model-00001-of-00003.safetensors"
-
-
-def test_what_the_merge_wrote_is_accepted(merged):
-    assert configure(merged, **flexquant(verify=True)).additional_config["flexquant"] == {"verify": True}
+NORM, SHARD = "shared.model.norm.weight", "model-00001-of-00003.safetensors"
 
 
 def test_a_flipped_byte_is_refused_with_its_shard_and_another_tokenizer(merged, tmp_path):
@@ -137,11 +127,13 @@ def test_a_flipped_byte_is_refused_with_its_shard_and_another_tokenizer(merged, 
     assert "tokenizer_config.json was changed after merging" in refusal(edited, **flexquant(verify=True))
 
 
-def test_a_model_that_is_no_folder_is_refused(merged):
+def test_what_the_merge_wrote_is_accepted_and_a_model_that_is_no_folder_refused(merged):
     config = configure(merged, **flexquant(verify=True))
+    assert config.additional_config["flexquant"] == {"verify": True}
     config.model_config.model = "somebody/something"
-    message = "needs a folder on this machine, and somebody/something is none"
-    with pytest.raises(FlexQuantError, match=message):
+    with pytest.raises(
+        FlexQuantError, match="needs a folder on this machine, and somebody/something is none"
+    ):
         verify_if_asked(config)
 
 
@@ -150,13 +142,11 @@ def test_a_model_that_is_no_folder_is_refused(merged):
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_server_verifies_once(merged, tmp_path, servers, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # vLLM logs at this level what it has verified
-    log = tmp_path / "log"
-    arguments = ["--additional-config", '{"flexquant": {"verify": true}}', "--api-server-count", str(servers)]
+    log, arguments = tmp_path / "log", [*flexquant_options(verify=True), "--api-server-count", str(servers)]
     with vllm_serve(merged, *arguments, "--enforce-eager", "--max-model-len", "256", log=log):
         pass
     written = log.read_text()
-    assert "EngineCore" in written
-    assert written.count("tensors equal to recorded hashes") == 1
+    assert "EngineCore" in written and written.count("tensors equal to recorded hashes") == 1
 
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}

@@ -27,19 +27,16 @@ AGAIN = f"{REFERENCE}, batches of 1"
 
 @pytest.fixture(scope="module")
 def arguments(tiny_merged: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("generation")
+    folder, merged = tmp_path_factory.mktemp("generation"), tiny_merged(num_layers=2) / "merged"
     reference = make_checkpoint(folder / "16-bit", scheme=None, num_layers=2)
     numbers = [part for kind, number in TASKS.items() for part in (f"--{kind}", str(number))]
     files = ["--output", str(folder / "results.json"), "--answers", str(folder / "answers.jsonl")]
-    merged = tiny_merged(num_layers=2) / "merged"
     options = ["--policies", ",".join(POLICIES), "--batch-size", "2", *TOKENS]
     return [str(merged), "--reference", str(reference), *numbers, *files, *options]
 
 
 @pytest.fixture(scope="module")
-def run(
-    arguments: list[str], pytestconfig: pytest.Config
-) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
+def run(arguments, pytestconfig) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
     """Run the benchmark; return its document, its answers, and how many engines it started."""
     before = pytestconfig.stash[STARTS]["engines"]
     assert main(arguments) == 0
@@ -56,20 +53,14 @@ def results(run: Any) -> dict[str, Any]:
 
 def test_all_policies_answer_on_one_engine_after_the_reference(run: Any) -> None:
     document, answers, engines = run
-    assert engines == 2
     names = [result["policy"] for result in document["results"]]
-    assert names == [REFERENCE, AGAIN, *POLICIES]
-    assert len(answers) == sum(TASKS.values())
-    assert all(list(line["answers"]) == names for line in answers)
+    assert engines == 2 and names == [REFERENCE, AGAIN, *POLICIES]
+    assert [list(line["answers"]) for line in answers] == [names] * sum(TASKS.values())
 
 
 def test_the_passes_are_those_of_the_policy(results: dict[str, Any]) -> None:
-    batches = 2 + 2 + 1
-    for name, prefill, decode in (
-        ("w8a8", "w8a8", "w8a8"),
-        ("w4a16", "w4a16", "w4a16"),
-        ("phase", "w8a8", "w4a16"),
-    ):
+    batches, taken = 2 + 2 + 1, {"w8a8": ("w8a8", "w8a8"), "w4a16": ("w4a16", "w4a16")}
+    for name, (prefill, decode) in (taken | {"phase": ("w8a8", "w4a16")}).items():
         passes = results[name]["passes"]
         assert passes["prefill"] == {prefill: batches} and set(passes["decode"]) == {decode}
 
@@ -100,18 +91,14 @@ def test_the_prefill_of_phase_gives_w8a8s_first_token(results: dict[str, Any]) -
 
 def test_the_document_says_where_it_comes_from(run: Any) -> None:
     document = run[0]
-    assert document["machine"] == describe_machine()
-    assert document["versions"] == describe_versions()
+    assert (document["machine"], document["versions"]) == (describe_machine(), describe_versions())
     assert document["argv"][:3] == ["python", "-m", "benchmarks.generation"]
     assert document["settings"]["batch_size"] == 2
     assert document["prompts"] == "plain text", "the model has no chat template"
 
 
-def test_a_context_that_is_too_short_is_refused_before_any_engine(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], pytestconfig: pytest.Config
-) -> None:
+def test_a_context_that_is_too_short_is_refused_before_any_engine(arguments, capsys, pytestconfig):
     before = pytestconfig.stash[STARTS]["engines"]
     assert main([*arguments, "--long-tokens", "2048"]) == 1
-    error = capsys.readouterr().err
-    assert "max_position_embeddings is 2048; lower --long-tokens (2048)" in error
+    assert "max_position_embeddings is 2048; lower --long-tokens (2048)" in capsys.readouterr().err
     assert pytestconfig.stash[STARTS]["engines"] == before

@@ -13,21 +13,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from vllm import EngineArgs, envs
+from vllm import EngineArgs, distributed, envs, forward_context
 from vllm.compilation import monitor
 from vllm.compilation.cuda_graph import CUDAGraphEntry, CUDAGraphWrapper
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
-from vllm.forward_context import (
-    BatchDescriptor,
-    ForwardContext,
-    get_forward_context,
-    override_forward_context,
-)
 from vllm.platforms import current_platform
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
@@ -68,12 +57,9 @@ def possible_passes(runner: str, budget: int = BUDGET, speculated: int = 0) -> I
         yield PossiblePass("decode", n * one, n, True)
         if runner == "V2":
             yield PossiblePass("decode", n * one, n, False)
-        for tokens in range(n, n * one):
-            yield PossiblePass("decode", tokens, n, False)
-    for n in range(one + 1, budget + 1):
-        yield PossiblePass("prefill", n, 1, False)
-    for n in range(one + 2, budget + 1):
-        yield PossiblePass("mixed", n, 2, False)
+        yield from (PossiblePass("decode", tokens, n, False) for tokens in range(n, n * one))
+    yield from (PossiblePass("prefill", n, 1, False) for n in range(one + 1, budget + 1))
+    yield from (PossiblePass("mixed", n, 2, False) for n in range(one + 2, budget + 1))
 
 
 def dispatcher(runner: str, config):
@@ -104,28 +90,23 @@ def dispatcher(runner: str, config):
 def one_rank(tmp_path_factory):
     """Set up vLLM's process groups, of this process alone; its V2 manager asks them for its rank."""
     with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('ranks')}/store", 0, "gloo")
-        initialize_model_parallel()
+        meeting = f"file://{tmp_path_factory.mktemp('ranks')}/store"
+        distributed.init_distributed_environment(1, 0, meeting, 0, "gloo")
+        distributed.initialize_model_parallel()
     yield
-    cleanup_dist_env_and_memory()
+    distributed.cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(scope="module")
 def configured(one_rank, tiny_merged, tmp_path_factory):
     """Return a function: (policy, mode) -> the configuration that a GPU would have, and the route table."""
-    folder = tmp_path_factory.mktemp("graphs")
-    policy_file = folder / "p.yaml"
+    policy_file = tmp_path_factory.mktemp("graphs") / "p.yaml"
 
     def configure(policy: str, mode: str, sizes: list[int] = SIZES, budget: int = BUDGET, **options):
         policy_file.write_text(policy)
-        config = EngineArgs(
-            str(tiny_merged() / "merged"),
-            max_model_len=1024,
-            max_num_seqs=SEQUENCES,
-            max_num_batched_tokens=budget,
-            additional_config={"flexquant": {"policy": str(policy_file)}},
-            **options,
-        ).create_engine_config()
+        options |= {"additional_config": {"flexquant": {"policy": str(policy_file)}}, "max_model_len": 1024}
+        limits = {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": budget}
+        config = EngineArgs(str(tiny_merged() / "merged"), **limits, **options).create_engine_config()
         compilation = config.compilation_config
         compilation.mode = CompilationMode.VLLM_COMPILE
         compilation.splitting_ops = list(compilation._attention_ops)
@@ -156,7 +137,6 @@ def test_no_graph_is_missing_and_the_plan_is_the_policys(runner, mode, configure
             graphs.add((kind, size, routes.lookup(phase, size)))
         else:
             graphs |= {(kind, size, plan) for plan in routes.reachable(size)}
-
     replayed = set()
     for p in possible_passes(runner):
         kind, size = replay(p)
@@ -164,19 +144,16 @@ def test_no_graph_is_missing_and_the_plan_is_the_policys(runner, mode, configure
             replayed.add((kind, size, routes.lookup(p.phase, size)))
         else:
             assert size == p.tokens
-
     assert replayed <= graphs
     # V1 never replays a decode plan in pieces where it has a FULL graph of the size. All others are used.
-    unused = {graph for graph in graphs - replayed if (CUDAGraphMode.FULL, *graph[1:]) not in graphs}
-    assert not unused
+    assert not {graph for graph in graphs - replayed if (CUDAGraphMode.FULL, *graph[1:]) not in graphs}
     if runner == "V2":
         assert replayed == graphs
 
 
 def test_mode_full_is_refused_for_a_policy_that_tells_phases_apart(configured):
-    with pytest.raises(
-        FlexQuantError, match="cudagraph_mode FULL, .* tells phases apart .*FULL_AND_PIECEWISE"
-    ):
+    said = "cudagraph_mode FULL, .* tells phases apart .*FULL_AND_PIECEWISE"
+    with pytest.raises(FlexQuantError, match=said):
         configured(POLICY, "FULL")
 
 
@@ -198,9 +175,7 @@ def test_breakable_graphs_are_refused_for_a_policy_that_tells_phases_apart(confi
         ("V1", [32, 61, 128], [33, 63], 2),
     ],
 )
-def test_graph_sizes_are_tokens_also_where_a_sequence_decodes_several(
-    runner, sizes, adjusted, speculated, configured
-):
+def test_sizes_are_tokens_also_where_several_are_decoded(runner, sizes, adjusted, speculated, configured):
     """Sizes that vLLM rounds up for speculation are in the table."""
     drafts = {"method": "ngram", "num_speculative_tokens": speculated, "prompt_lookup_max": 3}
     mode, budget = "FULL_AND_PIECEWISE" if adjusted else "PIECEWISE", sizes[-1]
@@ -230,7 +205,7 @@ class Plan(torch.nn.Module):
     """Returns the mode in which it runs."""
 
     def forward(self) -> CUDAGraphMode:
-        return get_forward_context().cudagraph_runtime_mode
+        return forward_context.get_forward_context().cudagraph_runtime_mode
 
 
 @pytest.fixture
@@ -240,7 +215,7 @@ def captured(configured, monkeypatch):
     graphs = PlanGraphs()
     with graphs.compiling("plan"):
         pieces = [CUDAGraphWrapper(Plan(), config, CUDAGraphMode.PIECEWISE) for _ in range(30)]
-    size = BatchDescriptor(num_tokens=8)
+    size = forward_context.BatchDescriptor(num_tokens=8)
     for piece in pieces:
         piece.concrete_cudagraph_entries = Entries()
     pieces[-1].concrete_cudagraph_entries[size] = CUDAGraphEntry(size)
@@ -250,14 +225,10 @@ def captured(configured, monkeypatch):
 
 
 def replay_one(graphs: PlanGraphs, tokens: int) -> CUDAGraphMode:
-    context = ForwardContext(
-        no_compile_layers={},
-        attn_metadata={},
-        slot_mapping={},
-        cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE,
-        batch_descriptor=BatchDescriptor(num_tokens=tokens),
-    )
-    with override_forward_context(context):
+    size = forward_context.BatchDescriptor(num_tokens=tokens)
+    asked = {"cudagraph_runtime_mode": CUDAGraphMode.PIECEWISE, "batch_descriptor": size}
+    context = forward_context.ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={}, **asked)
+    with forward_context.override_forward_context(context):
         graphs.capture_missing({"plan": Plan()}, ["plan"], context, {})
         return graphs.replay("plan", Plan(), context, {})
 

@@ -56,8 +56,7 @@ class Caller:
 
     def post_endlessly(self, *headers: bytes) -> tuple[Answer, int]:
         """Post in chunks until the server answers or closes; return the answer and the bytes sent."""
-        sent = 0
-        headers = (*headers, b"Transfer-Encoding: chunked")
+        sent, headers = 0, (*headers, b"Transfer-Encoding: chunked")
         with self._sent(b"POST", b"/flexquant/policy", headers) as connection:
             chunk = b"10000\r\n" + b"#" * 0x10000 + b"\r\n"
             with suppress(ConnectionError):
@@ -91,15 +90,14 @@ class Caller:
         return Answer(int(head.split()[1]), json.loads(body) if is_json and body else None)
 
 
-BOMB = "\n".join(
-    ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
-)
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+BOMB += "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12))
 WRONG = (b"", b"Bearer", b"Bearer ", b"Basic a key", b"Bearer a", b"Bearer a key, Bearer a key", b"a key")
 WRONG += (b"Bearer a\0key", b"Bearer \xff\xfe", b"Bearer " + b"k" * 50000, b"Bearer an administrator")
 GUARDED = ((b"GET", b"/flexquant"), (b"POST", b"/flexquant/policy"))
 
 RULES = '{{"schema": "flexquant.policy/v1", "rules": [{{"use": "w8a8"}}], {}}}'
+HUGE = b"9" * 300
 NO_POLICIES = {
     "nothing": b"",
     "not closed": b'{"schema": ',
@@ -109,9 +107,7 @@ NO_POLICIES = {
     "half UTF-8": b"\xc3" + GOOD,
     "half UTF-16": b"\xff\xfe" + GOOD,
     "half a character": RULES.format('"description": "\\ud83d"').encode(),
-    "a huge number": GOOD.replace(
-        b"[", b'[{"when": {"tokens": {"max": %s}}, "use": "w8a8"}, ' % (b"9" * 300)
-    ),
+    "a huge number": GOOD.replace(b"[", b'[{"when": {"tokens": {"max": %s}}, "use": "w8a8"}, ' % HUGE),
     "a number of 60 000 digits": b"9" * 60_000,
     "aliases of aliases": BOMB.encode(),
     "an alias of itself": b"&a [*a]",
@@ -150,8 +146,7 @@ def test_who_has_no_key_gets_nothing(caller: Caller) -> None:
 @pytest.mark.parametrize("what", NO_POLICIES)
 def test_what_is_no_policy_is_refused_with_a_reason(caller: Caller, what: str) -> None:
     answer = caller.post(NO_POLICIES[what])
-    assert answer.status == 422
-    assert answer.body["error"]["message"].startswith("posted policy")
+    assert answer.status == 422 and answer.body["error"]["message"].startswith("posted policy")
 
 
 def test_a_query_that_is_wrong_is_refused(caller: Caller) -> None:
@@ -163,8 +158,7 @@ def test_a_query_that_is_wrong_is_refused(caller: Caller) -> None:
 def test_a_body_without_an_end_is_read_up_to_a_limit_and_from_an_administrator_alone(caller: Caller) -> None:
     for headers, status in (((b"Authorization: " + caller.admin,), 413), ((), 401)):
         answer, sent = caller.post_endlessly(*headers)
-        assert answer.status == status
-        assert sent < ENDLESS
+        assert answer.status == status and sent < ENDLESS
     assert caller.post(b"#" * (1 << 17) + GOOD).status == 413
     assert caller.post(b"#" * 100_000 + b"\n" + GOOD, b"?dry_run=true").status == 200
 
@@ -211,5 +205,4 @@ expected-statuses = ["2xx", 404, 409, 422]
         done = programs.run([*command, "--continue-on-failure"], timeout=3000, folder=tmp_path)
     finally:
         live.apply("phase")
-    assert "Tested: 3" in done.stdout
-    assert re.search(r"[1-9]\d\d generated", done.stdout)
+    assert "Tested: 3" in done.stdout and re.search(r"[1-9]\d\d generated", done.stdout)

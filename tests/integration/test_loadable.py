@@ -18,6 +18,7 @@ from flexquant.checkpoint.loadable import is_served
 from flexquant.doctor.examining import examine
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
+from tests.integration.conftest import edited_json
 from tests.publishers import edits
 from tests.sections import ROUTERS, SCHEMES, Section, random_section
 from tests.stock import one_rank, refusal_of_stock
@@ -26,27 +27,29 @@ pytestmark = pytest.mark.engine
 
 LINEAR = ("Linear",)
 EIGHT, FOUR = (LINEAR, "w8a8"), (LINEAR, "w4a16")
-UP = "model.layers.0.mlp.up_proj"
-MIXTURE = {
-    "ignore": ("lm_head", ROUTERS),
-    "architecture": "qwen2_moe",
-    "stored": {r"\.gate$|expert_gate$": None},
-}
+UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
+QKV = [f"model.layers.{n}.self_attn.{x}_proj" for n in (0, 1) for x in "qkv"]
+MIXTURE = {"architecture": "qwen2_moe", "stored": {r"\.gate$|expert_gate$": None}}
 LATENT = {"ignore": ("lm_head", "re:.*kv_b_proj"), "architecture": "deepseek_v2"}
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-UNTIED = {"tie_word_embeddings": False}
-TIED = {"tie_word_embeddings": True}
+UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
+SPARSE = {"format": "sparse-24-bitmask", "targets": ["Linear"]}
+IN_FP8 = {"kv_cache_scheme": CACHE}
 
 
-def of_cache(name: str, shape: tuple[int, ...] = (1,)) -> dict[str, tuple[int, ...]]:
+def of_cache(name: str) -> dict[str, tuple[int]]:
     """Return a scale for K and one for V of both layers; ``name`` has ``k`` in the place of either."""
-    return {
-        f"model.layers.{n}.self_attn.{name.replace('k', part, 2)}": shape for n in (0, 1) for part in "kv"
-    }
+    names = (name.replace("k", part, 2) for part in "kv")
+    return {f"model.layers.{n}.self_attn.{part}": (1,) for part in names for n in (0, 1)}
 
 
 def mixture(*groups: tuple[Sequence[str], str], left_out: str = ROUTERS, **options: Any) -> Section:
     return Section(groups, **MIXTURE | {"ignore": ("lm_head", ROUTERS, left_out)} | options)
+
+
+def instead(group: tuple[Sequence[str], str], name: str, shape: tuple[int, ...]) -> Section:
+    """Return a section with a tensor of another shape."""
+    return Section([group], without=name, added={name: shape})
 
 
 SECTIONS = {
@@ -83,9 +86,7 @@ SECTIONS = {
         [(["re:.*down_proj"], "w8a8"), (["model.layers.0.mlp.down_proj"], "w4a16"), EIGHT]
     ),
     "8 bit for a layer": Section([(["re:.*layers\\.1\\."], "w8a8"), FOUR]),
-    "8 bit for qkv by full names": Section(
-        [([f"model.layers.{n}.self_attn.{x}_proj" for n in (0, 1) for x in "qkv"], "w8a8"), FOUR]
-    ),
+    "8 bit for qkv by full names": Section([(QKV, "w8a8"), FOUR]),
     "8 bit for qkv by vLLM's name": Section(
         [(["re:.*qkv_proj"], "w8a8"), FOUR], stored={"[qkv]_proj": "w8a8"}
     ),
@@ -98,27 +99,13 @@ SECTIONS = {
     "a target of compressed-tensors and one in small letters": Section([(["linear"], "w8a8")]),
     "attention's group": Section([(["Qwen2Attention"], "w8a8"), FOUR]),
     "a tensor for activations too much": Section([EIGHT], added={f"{UP}.input_scale": (1,)}),
-    "a tensor for activations too little": Section(
-        [(LINEAR, "w8a8 static")], without=r"layers\.0\.mlp\.down_proj\.input_scale"
-    ),
+    "a tensor for activations too little": Section([(LINEAR, "w8a8 static")], without=f"{DOWN}.input_scale"),
     "a zero point too much": Section([EIGHT], added={f"{UP}.weight_zero_point": (256, 1)}),
-    "a scale too little": Section([EIGHT], without=r"layers\.0\.mlp\.down_proj\.weight_scale"),
+    "a scale too little": Section([EIGHT], without=f"{DOWN}.weight_scale"),
     "an order of inputs": Section([FOUR], added={f"{UP}.weight_g_idx": (128,)}),
-    "scales of another shape": Section(
-        [EIGHT],
-        without=r"layers\.0\.mlp\.down_proj\.weight_scale",
-        added={"model.layers.0.mlp.down_proj.weight_scale": (128,)},
-    ),
-    "one scale of another shape": Section(
-        [(LINEAR, "w8a8 by tensor")],
-        without=r"layers\.0\.mlp\.up_proj\.weight_scale",
-        added={f"{UP}.weight_scale": (1, 1)},
-    ),
-    "one scale without a shape": Section(
-        [(LINEAR, "w8a8 by tensor")],
-        without=r"layers\.0\.mlp\.up_proj\.weight_scale",
-        added={f"{UP}.weight_scale": ()},
-    ),
+    "scales of another shape": instead(EIGHT, f"{DOWN}.weight_scale", (128,)),
+    "one scale of another shape": instead((LINEAR, "w8a8 by tensor"), f"{UP}.weight_scale", (1, 1)),
+    "one scale without a shape": instead((LINEAR, "w8a8 by tensor"), f"{UP}.weight_scale", ()),
     "a head in INT8 by its class": Section([EIGHT], [], stored={"lm_head": "w8a8"}, model=UNTIED),
     "a head in INT8 that is ignored": Section([EIGHT], stored={"lm_head": "w8a8"}, model=UNTIED),
     **{
@@ -136,30 +123,24 @@ SECTIONS = {
     "a tied head, its name a target": Section([(["Linear", "re:.*lm_head"], "w4a16")], [], model=TIED),
     "an embedding in INT4": Section([(["Linear", "re:.*embed_tokens"], "w4a16")], model=UNTIED),
     "sparse by a format": Section([EIGHT], keys={"sparsity_config": {"format": "sparse-24-bitmask"}}),
-    "sparse with targets": Section(
-        [EIGHT], keys={"sparsity_config": {"format": "sparse-24-bitmask", "targets": ["Linear"]}}
-    ),
+    "sparse with targets": Section([EIGHT], keys={"sparsity_config": SPARSE}),
     "dense": Section([EIGHT], keys={"sparsity_config": {"format": "dense", "targets": ["Linear"]}}),
     "dense without targets": Section([EIGHT], keys={"sparsity_config": {"format": "dense"}}),
     "no sparsity": Section([EIGHT], keys={"sparsity_config": None}),
-    "a cache in FP8": Section([EIGHT], keys={"kv_cache_scheme": CACHE}, added=of_cache("k_scale")),
+    "a cache in FP8": Section([EIGHT], keys=IN_FP8, added=of_cache("k_scale")),
     "a cache in FP8, and queries": Section(
         [EIGHT],
-        keys={"kv_cache_scheme": CACHE},
+        keys=IN_FP8,
         added=of_cache("k_scale") | {f"model.layers.{n}.self_attn.q_scale": (1,) for n in (0, 1)},
     ),
-    "a cache's scales beside K and V": Section(
-        [EIGHT], keys={"kv_cache_scheme": CACHE}, added=of_cache("k_proj.k_scale")
-    ),
-    "a cache's scales by an old name": Section(
-        [EIGHT], keys={"kv_cache_scheme": CACHE}, added=of_cache("k_proj.output_scale")
-    ),
+    "a cache's scales beside K and V": Section([EIGHT], keys=IN_FP8, added=of_cache("k_proj.k_scale")),
+    "a cache's scales by an old name": Section([EIGHT], keys=IN_FP8, added=of_cache("k_proj.output_scale")),
     "a cache's scales by an old name, without settings": Section(
         [EIGHT], added=of_cache("k_proj.output_scale")
     ),
     "a cache's scales and zero points by old names": Section(
         [EIGHT],
-        keys={"kv_cache_scheme": CACHE},
+        keys=IN_FP8,
         added=of_cache("k_proj.output_scale") | of_cache("k_proj.output_zero_point"),
     ),
     "a cache in INT8": Section([EIGHT], keys={"kv_cache_scheme": CACHE | {"type": "int"}}),
@@ -207,12 +188,8 @@ TAKEN = (
 """Some of the sections that are loaded as they are merged, though not as they are published."""
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 DEVICE = (
-    "Failed to find a kernel",
-    "Forced NVFP4 kernel",
-    "WNA16 MoE backend",
-    "FP8 MoE backend",
-    "Int8 MoE backend",
-    "static_scaled_fp8_quant()",
+    *("Failed to find a kernel", "Forced NVFP4 kernel", "WNA16 MoE backend", "FP8 MoE backend"),
+    *("Int8 MoE backend", "static_scaled_fp8_quant()"),
 )
 """What vLLM says where this CPU has no kernel for a scheme that it has."""
 
@@ -269,9 +246,7 @@ def test_schemes_are_those_that_vllm_has_a_class_for(tmp_path: Path) -> None:
     """
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-        CompressedTensorsConfig,
-    )
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 
     strategies = ("tensor", "channel", "token", "group 32", "group 128", "tensor_group 16")
     config = EngineArgs(str(SECTIONS["INT8"].write(tmp_path / "any"))).create_engine_config()
@@ -279,9 +254,8 @@ def test_schemes_are_those_that_vllm_has_a_class_for(tmp_path: Path) -> None:
     for kind, form, bits, strategy in product(("int", "float"), FORMATS, (3, 4, 8), strategies):
         for symmetric, inputs in product((True, False), (None, *product((4, 8), strategies, (True, False)))):
             weights = arguments(kind, bits, strategy, symmetric=symmetric or kind == "float")
-            group = {"targets": ["x"], "weights": weights, "input_activations": None}
-            if inputs is not None:
-                group["input_activations"] = arguments(kind, *inputs[:2], dynamic=inputs[2])
+            activations = inputs and arguments(kind, *inputs[:2], dynamic=inputs[2])
+            group = {"targets": ["x"], "weights": weights, "input_activations": activations}
             if kind == "float" and form == "pack-quantized":
                 continue
             try:
@@ -290,12 +264,10 @@ def test_schemes_are_those_that_vllm_has_a_class_for(tmp_path: Path) -> None:
                 continue
             try:
                 with set_current_vllm_config(config):
-                    theirs = CompressedTensorsConfig.from_config(
-                        {"config_groups": {"any": group}, "format": form}
-                    )
-                    stock = theirs._get_scheme_from_parts(
-                        scheme.weights, scheme.input_activations, None, form, "x"
-                    )
+                    whole = {"config_groups": {"any": group}, "format": form}
+                    theirs = compressed_tensors.CompressedTensorsConfig.from_config(whole)
+                    parts = scheme.weights, scheme.input_activations, None, form, "x"
+                    stock = theirs._get_scheme_from_parts(*parts)
             except (AssertionError, AttributeError, NotImplementedError, ValueError) as e:
                 stock = any(said in str(e) for said in DEVICE)
             assert is_served(scheme, form, is_expert=False) is bool(stock), (group, form)
@@ -312,7 +284,7 @@ def test_a_model_without_the_head_that_it_needs_is_refused(tmp_path: Path) -> No
     "settings",
     [
         {"ignore": ["lm_head", "re:.*q_proj"]},
-        {"sparsity_config": {"format": "sparse-24-bitmask", "targets": ["Linear"]}},
+        {"sparsity_config": SPARSE},
         {"kv_cache_scheme": CACHE | {"type": "int"}},
         {"config_groups": {"group_0": {"targets": ["re:.*mlp"], "weights": {"num_bits": 8}}}},
         {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}},
@@ -322,9 +294,7 @@ def test_the_doctor_says_what_a_merge_says(settings: dict[str, Any], tmp_path: P
     source = SECTIONS["INT8"].write(tmp_path / "source")
     assert refusal_of_merge(source, tmp_path / "merged") is None
     edits.section(**settings)(source)
-    edits.edit_json(
-        "config.json",
-        lambda c: c["quantization_config"]["variants"]["only"]["quantization_config"].update(settings),
-    )(tmp_path / "merged")
+    with edited_json(tmp_path / "merged" / "config.json") as config:
+        config["quantization_config"]["variants"]["only"]["quantization_config"].update(settings)
     *_, last = examine(str(tmp_path / "merged"), [])
     assert (last.level, last.text) == ("problem", refusal_of_merge(source, tmp_path / "again"))

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What is loaded: of each variant the layers that some plan of the policy takes, and nothing else."""
+"""What is loaded: of each variant the layers that some plan of the policy takes, and nothing else.
+
+And bytes of weights: what a process holds for them, whatever kernel packed them.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,16 +17,17 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from vllm.platforms import current_platform
 
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.module_names import layer_number
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
-from tests.checkpoints import fold_final_norm, make_checkpoint
+from tests import programs
+from tests.checkpoints import fold_final_norm, make_checkpoint, make_pair
 from tests.integration.conftest import (
-    Answers,
-    Served,
     answers,
+    bytes_of_int4_group,
     change,
     check_variants,
     edited_json,
@@ -35,22 +41,17 @@ pytestmark = pytest.mark.engine
 
 SMALL = {"max_model_len": 256, "max_num_seqs": 4}
 THREE = SWITCHING.replace("use: w4a16", "use: fine").replace('"0": w8a8', '"0": fine, "1": w8a8')
-
 PROMPTS = ["hello", "abc"]
 ONE_LAYER = rules('- use: {default: w4a16, layers: {"1": w8a8}}')
 """A policy under which each of the variants lacks layers that the other has."""
 WITHIN = rules('- use: {default: w4a16, layers: {"0": w8a8}}')
 POLICIES = ("w8a8", "w4a16", ONE_LAYER, WITHIN)
 ROTATION = "R4_input"
-DERIVED = """
-schema: flexquant.policy/v1
-derive: {w4a8: {from: w4a16, activations: int8}}
-rules:
-"""
+DERIVE = "derive: {w4a8: {from: w4a16, activations: int8}}\n"
 
 
 @pytest.fixture(scope="module")
-def whole(merged) -> dict[str, Served]:
+def whole(merged) -> dict[str, Any]:
     """Return what an engine with all layers of both variants answers, keyed by policy."""
     return dict(zip(POLICIES, generate(merged, list(POLICIES), PROMPTS, **SMALL), strict=True))
 
@@ -66,10 +67,9 @@ def test_a_variant_that_no_plan_uses_is_not_loaded(both, merged, tiny_merged):
     sampling = {"max_tokens": 4, "ignore_eos": True}
     batches, options = (PROMPTS[:1], PROMPTS), {"sampling": sampling, **SMALL}
     (alone,) = generate(merged, ["w8a8"], *batches, **options)
-    found = alone.header["weight_bytes"]
-    assert set(both["weight_bytes"]) == {"w8a8", "w4a16", "shared"}
-    assert set(found) == {"w8a8", "shared"}
-    assert sum(found.values()) == both["weight_bytes"]["w8a8"] + both["weight_bytes"]["shared"]
+    found, held = alone.header["weight_bytes"], both["weight_bytes"]
+    assert set(held) == {"w8a8", "w4a16", "shared"} and set(found) == {"w8a8", "shared"}
+    assert sum(found.values()) == held["w8a8"] + held["shared"]
     (stock,) = generate(tiny_merged() / "w8a8", None, *batches, **options)
     assert alone.answers == stock.answers
 
@@ -77,7 +77,7 @@ def test_a_variant_that_no_plan_uses_is_not_loaded(both, merged, tiny_merged):
 class OneLayer(NamedTuple):
     """What is left of an engine whose only plan takes one layer of w8a8."""
 
-    answers: Answers
+    answers: list[Any]
     header: dict[str, Any]
     held: set[str]
     """The names of the parameters."""
@@ -140,7 +140,7 @@ def test_answers_are_those_of_an_engine_with_all_layers(one_layer, whole):
 
 def test_a_matrix_that_absent_layers_share_has_memory(tmp_path):
     """The first layer that is built with an online rotation makes the matrix for all layers."""
-    sources = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "w4a16")}
+    sources = make_pair(tmp_path)
     for source in sources.values():
         rotate_online(source)
     merge_checkpoints(sources, tmp_path / "merged")
@@ -172,19 +172,14 @@ def test_layers_in_use_beside_weights_on_the_host(one_layer, merged):
 
 def test_tensors_of_layers_that_no_plan_takes_are_not_read(one_layer, merged, tmp_path):
     folder = shutil.copytree(merged, tmp_path / "partly")
-
-    def is_left(key: str) -> bool:
-        return key.startswith("shared.") or (layer_number(key) == 1) == key.startswith("w8a8.")
-
-    keep_tensors(folder, is_left)
+    keep_tensors(folder, lambda k: k.startswith("shared.") or (layer_number(k) == 1) == k.startswith("w8a8."))
     with engine(folder, ONE_LAYER, **SMALL) as llm:
         assert answers(llm, PROMPTS) == one_layer.answers
 
 
 def test_another_policy_may_take_the_layers_that_are_there_and_no_others(whole, merged):
-    half = rules(
-        "- when: {phase: decode}", '  use: {default: w4a16, layers: {"0": w8a8, "2": w8a8}}', "- use: w4a16"
-    )
+    layered = '{default: w4a16, layers: {"0": w8a8, "2": w8a8}}'
+    half = rules(f"- {{when: {{phase: decode}}, use: {layered}}}", "- use: w4a16")
     with engine(merged, half, **SMALL) as llm:
 
         def change_to(policy: str) -> dict[str, Any]:
@@ -202,18 +197,14 @@ def test_another_policy_may_take_the_layers_that_are_there_and_no_others(whole, 
 
 def test_a_derived_variant_and_its_source_have_the_layers_that_plans_take(merged):
     """The layers are one of each variant, or the same; the derived one shares what both have."""
-    one = DERIVED + '  - use: {default: w8a8, layers: {"0": w4a8, "3": w4a16}}\n'
-    both = DERIVED + "  - when: {phase: decode}\n    use: w4a8\n  - use: w4a16\n"
+    one = DERIVE + rules('- use: {default: w8a8, layers: {"0": w4a8, "3": w4a16}}')
+    both = DERIVE + rules("- {when: {phase: decode}, use: w4a8}", "- use: w4a16")
     expected, *_ = generate(merged, [one, both, "w8a8"], PROMPTS, **SMALL)
     with engine(merged, one, **SMALL) as llm:
         assert [answers(llm, PROMPTS)] == expected.answers
         (status,) = llm.collective_rpc("flexquant_status")
-    assert {variant: list(sizes) for variant, sizes in status["weight_bytes_by_layers"].items()} == {
-        "w8a8": ["1-2"],
-        "w4a16": ["3"],
-        "w4a8": ["0"],
-        "shared": [""],
-    }
+    layers = {variant: list(sizes) for variant, sizes in status["weight_bytes_by_layers"].items()}
+    assert layers == {"w8a8": ["1-2"], "w4a16": ["3"], "w4a8": ["0"], "shared": [""]}
 
 
 def keep_tensors(folder: Path, is_left) -> None:
@@ -226,15 +217,14 @@ def keep_tensors(folder: Path, is_left) -> None:
 
 
 def test_weights_outside_the_decoder_layers_are_held_once(both):
-    embedding_and_head = 2 * 320 * 128 * 2
-    assert both["weight_bytes"]["shared"] >= embedding_and_head
+    assert both["weight_bytes"]["shared"] >= 2 * 320 * 128 * 2, "embedding and head"
 
 
 def test_three_variants_and_layered_plans_of_all(tmp_path):
     schemes = {"w8a8": ("w8a8", 64), "w4a16": ("w4a16", 128), "fine": ("w4a16", 32)}
     sources = {
-        name: make_checkpoint(tmp_path / name, scheme=scheme, num_layers=3, group_size=group_size)
-        for name, (scheme, group_size) in schemes.items()
+        name: make_checkpoint(tmp_path / name, scheme=scheme, num_layers=3, group_size=size)
+        for name, (scheme, size) in schemes.items()
     }
     (tmp_path / "three.yaml").write_text(THREE)
     merge_checkpoints(sources, tmp_path / "merged", policy=str(tmp_path / "three.yaml"))
@@ -275,8 +265,7 @@ def test_a_missing_tensor_is_named(key, parameter, with_biases, tmp_path):
 @pytest.fixture(scope="module")
 def with_biases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("biases")
-    sources = {s: make_checkpoint(folder / s, "qwen2", s) for s in ("w8a8", "w4a16")}
-    merge_checkpoints(sources, folder / "merged")
+    merge_checkpoints(make_pair(folder, "qwen2"), folder / "merged")
     return folder / "merged"
 
 
@@ -294,7 +283,6 @@ def test_a_number_that_is_not_finite_is_not_served(with_biases, tmp_path):
 def test_a_split_variant_is_served_by_stock_vllm_as_its_source(variant, tiny_merged, tmp_path):
     folder = tiny_merged()
     split_checkpoint(folder / "merged", variant, tmp_path / "plain")
-
     with engine(tmp_path / "plain", **SMALL) as llm:
         assert llm.model_config.architectures == ["LlamaForCausalLM"]
         found = answers(llm, PROMPTS)
@@ -304,15 +292,82 @@ def test_a_split_variant_is_served_by_stock_vllm_as_its_source(variant, tiny_mer
 
 @pytest.mark.oldest
 def test_variants_with_final_norms_and_heads_of_their_own(tmp_path):
-    sources = {
-        "w8a8": make_checkpoint(tmp_path / "w8a8", scheme="w8a8"),
-        "w4a16": make_checkpoint(tmp_path / "w4a16", scheme="w4a16", transform=fold_final_norm),
-    }
+    sources = make_pair(tmp_path, change=fold_final_norm)
     merge_checkpoints(sources, tmp_path / "merged")
-
     w8a8, _, phase = check_variants(tmp_path / "merged", sources, PROMPTS, more=["phase"], **SMALL)
     assert phase.header["weight_bytes"]["w4a16"] > 320 * 128 * 2
     (tokens, logprobs), _ = phase.answers[0]
     (tokens_in_w8a8, logprobs_in_w8a8), _ = w8a8.answers[0]
     assert (tokens[0], logprobs[0]) == (tokens_in_w8a8[0], logprobs_in_w8a8[0]), "the first pass is w8a8's"
     assert logprobs[1] != logprobs_in_w8a8[1], "the second is not"
+
+
+MIB = 1 << 20
+OUTPUTS, INPUTS = 8192, 4096
+LARGE_LAYERS = """
+import ctypes, gc, json, os, sys
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from benchmarks.speed import kernels
+from benchmarks.speed.synthetic import linear_tensors
+from flexquant.serving.worker.weight_memory import WeightMemory
+
+def resident():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+def linear(scheme, outputs, inputs):
+    tensors = linear_tensors(scheme, outputs, inputs, kernels.NAME)
+    before = resident()
+    layer, nbytes = kernels.build_layer(scheme, scheme, outputs, inputs, tensors)
+    return nbytes, resident() - before
+
+def lm_head(outputs, inputs):
+    before = resident()
+    with set_current_vllm_config(kernels.vllm_config()):
+        layer = ParallelLMHead(outputs, inputs, params_dtype=torch.bfloat16)
+        layer.weight.data.fill_(1)
+        memory = WeightMemory({"head": layer})
+        layer.quant_method.process_weights_after_loading(layer)
+    return memory.nbytes()["head"], resident() - before
+
+kernels.prepare_process()
+outputs, inputs = map(int, sys.argv[1:])
+schemes = ("bf16", "w8a8", "w4a16")
+for scheme in schemes:
+    linear(scheme, 64, 64)  # what kernels keep once in a process comes to be here
+found = {scheme: linear(scheme, outputs, inputs) for scheme in schemes}
+print(json.dumps(found | {"lm_head": lm_head(outputs, inputs)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def large_layers() -> dict[str, tuple[int, int]]:
+    """Return the counted bytes, and those by which the process grew, of a large layer of each scheme."""
+    if not current_platform.is_cpu():
+        pytest.skip("on a GPU, kernels pack weights into parameters")
+    command = [sys.executable, "-c", LARGE_LAYERS, OUTPUTS, INPUTS]
+    done = programs.run(command, timeout=300, environment=programs.newcomers_environment())
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("scheme, bits", [("bf16", 16), ("w8a8", 8), ("w4a16", 4), ("lm_head", 16)])
+def test_counted_is_what_the_process_holds(large_layers, scheme, bits):
+    counted, grown = large_layers[scheme]
+    assert counted >= OUTPUTS * INPUTS * bits // 8
+    assert counted == pytest.approx(grown, rel=0.1, abs=2 * MIB)
+
+
+def test_variants_and_what_they_share(merged):
+    """Each of 4 layers has 147456 weights, 1024 output channels, 2304 groups of 64 and two norms of 128."""
+    (served,) = generate(merged, ["phase"], ["hello"], sampling={"max_tokens": 2}, max_model_len=256)
+    header, sizes = served.header, served.header["weight_bytes"]
+    weights, channels, groups, norms = (4 * count for count in (147456, 1024, 2304, 256))
+    assert weights + 2 * channels < sizes["w8a8"] - 2 * norms <= weights + 12 * channels
+    assert 0 <= sizes["w4a16"] - 2 * norms - weights / 2 - groups * bytes_of_int4_group() < 1024
+    embedding_and_head, final_norm = 2 * 2 * 320 * 128, 2 * 128
+    # They are held once as parameters; kernels that pack the head hold it once more.
+    assert sizes["shared"] - final_norm in (embedding_and_head, 1.5 * embedding_and_head)
+    assert header["weight_bytes_in_16_bit"] == 2 * (weights + norms) + sizes["shared"]

@@ -26,8 +26,14 @@ from flexquant.merge.merge_plan import check_parameters
 from flexquant.serving.draft_heads import LOAD_FORMAT
 from flexquant.serving.vllm_api import initialize_model, set_default_torch_dtype
 from flexquant.serving.worker.weights import mark, unwritten
-from tests.integration.conftest import Answers, answers, engine, every_plan_of, take_policy
-from tests.integration.logprobs import assert_equal_but_for_ties
+from tests.integration.conftest import (
+    Answers,
+    answers,
+    assert_alike,
+    engine,
+    every_plan_of,
+    take_policy,
+)
 from tests.integration.test_serving_errors import configure, refusal
 from tests.integration.test_vision import WITH_TORCHVISION
 from tests.mtp import KINDS, is_of_head, make_mtp_pair
@@ -63,8 +69,7 @@ def drafting(
 ) -> Iterator[tuple[LLM, Drafts]]:
     """Yield an engine, and by step what it drafts for each prompt."""
     with engine(folder, policy, speculative_config=speculative, max_model_len=256, **options) as llm:
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        drafts: Drafts = []
+        scheduler, drafts = llm.llm_engine.engine_core.engine_core.scheduler, []
         take = scheduler.update_draft_token_ids
 
         def taken(found: Any) -> None:
@@ -81,8 +86,7 @@ def answers_by_policy(llm: LLM, drafts: Drafts | None = None) -> dict[str, tuple
     for name, policy in POLICIES.items():
         take_policy(llm, policy)
         before = len(drafts or ())
-        given = answers(llm, PROMPTS, **SAMPLING)
-        found[name] = given, (drafts or [])[before:]
+        found[name] = answers(llm, PROMPTS, **SAMPLING), (drafts or [])[before:]
     return found
 
 
@@ -101,14 +105,10 @@ def empty_draft(config: VllmConfig) -> torch.nn.Module:
 def loaded_heads(folder: Path) -> dict[str, torch.Tensor]:
     """Return the parameters of the draft that vLLM loads beside a model, which gets no weights."""
     config = drafting_config(folder)
-    speculative = config.speculative_config
+    of_draft, how = config.speculative_config.draft_model_config, config.speculative_config.draft_load_config
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         initialize_model(config)
-        draft = get_model(
-            vllm_config=config,
-            model_config=speculative.draft_model_config,
-            load_config=speculative.draft_load_config or config.load_config,
-        )
+        draft = get_model(vllm_config=config, model_config=of_draft, load_config=how or config.load_config)
     return dict(draft.named_parameters())
 
 
@@ -158,9 +158,7 @@ def test_heads_are_loaded_as_from_their_source(kind: str, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_drafts_are_those_of_stock_and_are_verified_under_each_plan(
-    kind: str, heads: tuple[str, ...], quantised: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_drafts_are_those_of_stock_and_are_verified_under_each_plan(kind, heads, quantised, tmp_path):
     pair = make_mtp_pair(tmp_path, kind, heads=heads, quantised=quantised)
     merge_checkpoints(pair, tmp_path / "merged")
     union = every_plan_of([*POLICIES.values()])
@@ -171,13 +169,13 @@ def test_drafts_are_those_of_stock_and_are_verified_under_each_plan(
     for policy, (given, drafted) in found.items():
         # GLM-Lite's router takes other experts in passes of another size, in stock vLLM too.
         if (kind, policy) != ("GLM-Lite", "changing"):
-            assert_equal_but_for_ties(given, without[policy][0], wholly=0.3)
+            assert_alike(given, without[policy][0], wholly=0.3)
         assert drafted and all(ids for ids in drafted[0]), "every prompt has a draft after its prefill"
     first = heads[0]  # with heads in both, the first source's are read
     split_checkpoint(tmp_path / "merged", first, tmp_path / "split")
     with drafting(tmp_path / "split") as (llm, of_stock):
         stock = answers(llm, PROMPTS, **SAMPLING)
-    assert_equal_but_for_ties(found[first][0], stock)
+    assert_alike(found[first][0], stock)
     assert found[first][1][:FIRST] == of_stock[:FIRST]
 
 
@@ -187,7 +185,7 @@ def test_a_published_checkpoint_drafts_with_its_heads(tmp_path: Path) -> None:
     with drafting(pair["w4a16"], "w4a16", config_format="flexquant") as (llm, drafts):
         found = answers(llm, PROMPTS, **SAMPLING)
     with drafting(pair["w4a16"]) as (llm, of_stock):
-        assert_equal_but_for_ties(found, answers(llm, PROMPTS, **SAMPLING))
+        assert_alike(found, answers(llm, PROMPTS, **SAMPLING))
     assert drafts[:FIRST] == of_stock[:FIRST]
 
 
@@ -200,7 +198,7 @@ def test_heads_can_be_those_of_another_checkpoint(tmp_path: Path) -> None:
     with drafting(tmp_path / "merged", "w8a8", by_others) as (llm, drafts):
         found = answers(llm, PROMPTS, **SAMPLING)
     with drafting(pair["w8a8"], None, by_others) as (llm, of_stock):
-        assert_equal_but_for_ties(found, answers(llm, PROMPTS, **SAMPLING))
+        assert_alike(found, answers(llm, PROMPTS, **SAMPLING))
     assert drafts[:FIRST] == of_stock[:FIRST]
 
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Published INT4 checkpoints are served as they are, and in INT8 from one copy of the weights."""
+"""Published checkpoints, in INT4 and in 16 bit, are served as they are, and in INT8 from their weights.
+
+INT4 is served from one copy of the weights. The large passes of a model in 16 bit compute in 8 bit.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,26 @@ from flexquant.doctor.examining import examine
 from flexquant.evaluation.engine import take_policy
 from flexquant.merge import merge_checkpoints
 from flexquant.policy.rules import load_policy
+from flexquant.serving.kernels.layers import kernel_name, linear_sizes
+from flexquant.serving.vllm_api import LinearBase
+from flexquant.serving.vllm_api import _custom_ops as ops
 from flexquant.serving.worker.one_copy.methods import OneCopyMethod
 from tests import programs
 from tests.checkpoints import make_checkpoint
-from tests.foreign import write_foreign
-from tests.integration.conftest import Served, answers, edited_json, engine, generate
-from tests.integration.logprobs import distance
+from tests.foreign import config_of, write_foreign
+from tests.integration.conftest import Served, answers, distance, edited_json, engine, generate
 from tests.integration.test_publishers import shift_zero_points
-from tests.integration.test_serving_errors import configure, refusal
-from tests.policies import rules
-from tests.publishers.edits import settings_in, tensors
+from tests.integration.test_serving_errors import configure, flexquant, refusal
+from tests.policies import DERIVE_INT8, rules
+from tests.publishers import edits
+from tests.sections import INT4, in_groups
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = ["The capital of France is a city of more than two million people,", "def merge(a, b):"]
 SAMPLING = {"max_tokens": 8}
-DERIVE = "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}}\n"
-IN_INT8 = rules("- use: w8a8-from-int4") + DERIVE
-ROUTED = DERIVE + rules(
+IN_INT8 = rules("- use: w8a8-from-int4") + DERIVE_INT8
+ROUTED = DERIVE_INT8 + rules(
     "- {when: {phase: [prefill, mixed]}, use: w8a8-from-int4}",
     '- use: {default: w4a16, layers: {"0": w8a8-from-int4}}',
 )
@@ -45,7 +50,7 @@ LARGEST = 128 * 2 * 256
 """Weights of the largest linear, gate and up projection together."""
 ATTENTION, MLPS = "re:.*self_attn.*", "re:.*mlp.*"
 FORMATS = {"compressed-tensors": {}, "awq": {}, "gptq": {"checkpoint_format": "gptq_v2"}}
-APART = settings_in("quant_config.json", bits="w_bit", group_size="q_group_size")
+APART = edits.settings_in("quant_config.json", bits="w_bit", group_size="q_group_size")
 ZERO_POINTS = pytest.mark.skipif(
     not hasattr(torch.ops._C, "cpu_gemm_wna16"), reason="on this CPU vLLM has no kernel for zero points"
 )
@@ -62,15 +67,15 @@ def published(int4: Path) -> dict[str, Path]:
     """Return the checkpoint in each format."""
     others = [name for name in FORMATS if name != "compressed-tensors"]
     written = {name: write_foreign(int4, int4.parent / name, name, **FORMATS[name]) for name in others}
-    tensors(shift_zero_points)(written["awq"])
+    edits.tensors(shift_zero_points)(written["awq"])
     return {"compressed-tensors": int4, **written}
 
 
 def write_int8(int4: Path, output: Path) -> Path:
     """Write the W8A8 checkpoint whose weights are those of an INT4 checkpoint, rounded to INT8."""
     make_checkpoint(output, "qwen2", "w8a8")
-    file = output / "model.safetensors"
-    state, given = load_file(file), load_file(int4 / "model.safetensors")
+    file, given = output / "model.safetensors", load_file(int4 / "model.safetensors")
+    state = load_file(file)
     for name in [key.removesuffix("_packed") for key in given if key.endswith(".weight_packed")]:
         codes = unpack_from_int32(given[f"{name}_packed"], 4, torch.Size(given[f"{name}_shape"].tolist()))
         scale = given[f"{name}_scale"].float()
@@ -94,10 +99,8 @@ def test_a_published_checkpoint_is_served_as_it_is(name: str, published: dict[st
     in_int4, in_int8, routed = (found.answers[0] for found in ours)
     assert distance(in_int4, stock.answers[0]) < 0.01
     assert 0 < distance(in_int8, stock.answers[0]) < 0.2
-    assert {(p["phase"], p["plan"]) for p in ours[2].passes} == {
-        ("prefill", "w8a8-from-int4"),
-        ("decode", "w8a8-from-int4+w4a16[1]"),
-    }
+    plans = {(p["phase"], p["plan"]) for p in ours[2].passes}
+    assert plans == {("prefill", "w8a8-from-int4"), ("decode", "w8a8-from-int4+w4a16[1]")}
     assert 0 < distance(routed, in_int8) < 0.2
 
 
@@ -135,9 +138,8 @@ def test_it_is_served_from_one_copy_by_default_and_its_policy_changes(int4: Path
 
     def inspect(model: Any) -> dict[str, Any]:
         source, variant = model.variants["w4a16"], model.variants["w8a8-from-int4"]
-        methods = [
-            m for m in variant.modules() if isinstance(getattr(m, "quant_method", None), OneCopyMethod)
-        ]
+        modules = ((m, getattr(m, "quant_method", None)) for m in variant.modules())
+        methods = [m for m, method in modules if isinstance(method, OneCopyMethod)]
         tensors = {p.data_ptr() for p in source.parameters()}
         scales = {b.data_ptr(): b.nbytes for m in methods for b in m._buffers.values() if b is not None}
         return {
@@ -174,8 +176,7 @@ def test_compiled_it_answers_alike(int4: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", SERVED)
 def test_commands_read_a_published_checkpoint(name: str, published: dict[str, Path]) -> None:
-    folder = published[name]
-    command = [sys.executable, "-m", "flexquant"]
+    folder, command = published[name], [sys.executable, "-m", "flexquant"]
     inspected = programs.run([*command, "inspect", folder, "--json"], timeout=120)
     report = json.loads(inspected.stdout.splitlines()[-1])
     assert report["variants"]["w4a16"]["scheme"].startswith("int4 weights")
@@ -197,37 +198,29 @@ def test_a_merged_checkpoint_takes_it_beside_its_own_w8a8(int4: Path, tmp_path: 
 
 def write_mixed(folder: Path) -> Path:
     """Write a checkpoint with attention in W8A8 and MLPs in W4A16."""
-    made = {
-        "int4": make_checkpoint(folder / "int4", "qwen2", "w4a16", ignore=[ATTENTION]),
-        "int8": make_checkpoint(folder / "int8", "qwen2", "w8a8", ignore=[MLPS]),
-    }
-    int4, int8 = (load_file(made[name] / "model.safetensors") for name in made)
-    state = {name: tensor for name, tensor in int4.items() if ".self_attn." not in name}
-    state |= {name: tensor for name, tensor in int8.items() if ".self_attn." in name}
-    save_file(state, made["int4"] / "model.safetensors", metadata={"format": "pt"})
-    documents = {name: json.loads((made[name] / "config.json").read_text()) for name in made}
-    sections = {name: document["quantization_config"] for name, document in documents.items()}
-    groups = {
-        name: section["config_groups"]["group_0"] | {"targets": [target], "format": section["format"]}
-        for (name, section), target in zip(sections.items(), (MLPS, ATTENTION), strict=True)
-    }
-    mixed = {"config_groups": groups, "format": "mixed-precision", "ignore": ["lm_head"]}
-    document = documents["int4"] | {"quantization_config": sections["int4"] | mixed}
-    (made["int4"] / "config.json").write_text(json.dumps(document))
-    return made["int4"]
+    int4 = make_checkpoint(folder / "int4", "qwen2", "w4a16", ignore=[ATTENTION])
+    int8 = make_checkpoint(folder / "int8", "qwen2", "w8a8", ignore=[MLPS])
+    state = {n: t for n, t in load_file(int4 / "model.safetensors").items() if ".self_attn." not in n}
+    state |= {n: t for n, t in load_file(int8 / "model.safetensors").items() if ".self_attn." in n}
+    save_file(state, int4 / "model.safetensors", metadata={"format": "pt"})
+    groups = {}
+    for made, target in ((int4, MLPS), (int8, ATTENTION)):
+        section = config_of(made)["quantization_config"]
+        own = {"targets": [target], "format": section["format"]}
+        groups[made.name] = section["config_groups"]["group_0"] | own
+    edits.section(config_groups=groups, format="mixed-precision", ignore=["lm_head"])(int4)
+    return int4
 
 
 def test_layers_in_8_bit_stay_as_they_are(tmp_path: Path) -> None:
     folder = write_mixed(tmp_path)
-    (kernels, weights) = (
-        [f for f in examine(str(folder), ["--max-model-len", "64"]) if f.subject == subject]
-        for subject in ("kernel", "weights")
-    )
+    found = examine(str(folder), ["--max-model-len", "64"])
+    kernels, (weights,) = ([f for f in found if f.subject == subject] for subject in ("kernel", "weights"))
     in_int8 = [f.text for f in kernels if f.details["variant"] == "w8a8-from-int4"]
     assert [text for text in in_int8 if "qkv_proj" in text and "INT8 from" not in text]
     assert [text for text in in_int8 if "down_proj" in text and "INT8 from" in text]
     factors = 2 * (512 + 128) * 8
-    assert weights[0].details["bytes"]["w8a8-from-int4"] == LARGEST + factors
+    assert weights.details["bytes"]["w8a8-from-int4"] == LARGEST + factors
     (stock,) = generate(folder, None, PROMPTS, sampling=SAMPLING)
     in_int4, computed, _ = (found.answers[0] for found in served(folder))
     assert distance(in_int4, stock.answers[0]) < 0.01
@@ -237,8 +230,7 @@ def test_layers_in_8_bit_stay_as_they_are(tmp_path: Path) -> None:
 def test_int4_weights_of_no_layer_are_refused(tmp_path: Path) -> None:
     """The configuration tells of INT4, and all linears of the decoder are in 8 bit."""
     folder = make_checkpoint(tmp_path / "model", "qwen2", "w8a8")
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
-    group = {"targets": ["re:.*elsewhere$"], "weights": weights, "format": "pack-quantized"}
+    group = {"targets": ["re:.*elsewhere$"], "weights": INT4 | in_groups(64), "format": "pack-quantized"}
     with edited_json(folder / "config.json") as config:
         config["quantization_config"]["config_groups"]["int4"] = group
     *_, refused = examine(str(folder), ["--max-model-len", "64"])
@@ -249,16 +241,130 @@ def test_a_checkpoint_in_8_bit_is_left_to_vllm(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "qwen2", "w8a8")
     config = configure(folder, config_format="flexquant")
     assert config.model_config.architectures == ["Qwen2ForCausalLM"]
-    why = why_not_served(json.loads((folder / "config.json").read_text()), str(folder))
+    why = why_not_served(config_of(folder), str(folder))
     assert why is not None and why.startswith(f"{folder} is quantised by compressed-tensors, and FlexQuant")
 
 
 def test_groups_ordered_by_activation_are_refused(published: dict[str, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(published["gptq"], tmp_path / "ordered")
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace('"desc_act": false', '"desc_act": true'))
+    edits.section(desc_act=True)(folder)
     assert "whose groups are ordered by activation" in refusal(folder, config_format="flexquant")
 
 
 def test_the_default_policy_is_the_built_in_one(int4: Path) -> None:
     assert load_policy("one-copy").derived["w8a8-from-int4"].is_one_copy
+
+
+LONG = ["word " * 30 + PROMPTS[0], "all " * 40 + PROMPTS[1]]
+DERIVED = "{from: bf16, activations: int8, weights: int8}"
+FROM_16_BIT = rules("- use: int8") + f"derive: {{int8: {DERIVED}}}\n"
+INT8_TWICE = f"derive: {{int8: {DERIVED}, again: {DERIVED}}}\n"
+INT8_TWICE += rules("- {when: {phase: decode}, use: again}", "- use: int8")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("16-bit") / "model", "qwen2", None)
+
+
+def write_rounded(model: Path, output: Path) -> Path:
+    """Write the W8A8 checkpoint whose weights are those of the model, rounded."""
+    make_checkpoint(output, "qwen2", "w8a8")
+    file, weights = output / "model.safetensors", load_file(model / "model.safetensors")
+    state = load_file(file)
+    for name in [key.removesuffix("_scale") for key in state if key.endswith(".weight_scale")]:
+        state[name], state[f"{name}_scale"], _ = ops.scaled_int8_quant(weights[name])
+    save_file(state, file, metadata={"format": "pt"})
+    return output
+
+
+def test_short_prompts_and_answers_are_those_of_the_model(model: Path) -> None:
+    ((short, long), passes, _) = generate(model, ["prefill-8-bit"], PROMPTS, LONG, sampling=SAMPLING)[0]
+    ((stock, stock_long), *_) = generate(model, None, PROMPTS, LONG, sampling=SAMPLING)[0]
+    assert short == stock
+    assert 0 < distance(long, stock_long) < 0.2
+    taken = {(p["phase"], p["plan"]) for p in passes}
+    assert taken == {("prefill", "bf16"), ("prefill", "int8-from-16-bit"), ("decode", "bf16")}
+
+
+def test_in_int8_16_bit_weights_answer_as_their_rounded_checkpoint(model: Path, tmp_path: Path) -> None:
+    (stock,) = generate(write_rounded(model, tmp_path / "w8a8"), None, PROMPTS, LONG, sampling=SAMPLING)
+    for policy in (FROM_16_BIT, INT8_TWICE):
+        (ours,) = generate(model, [policy], PROMPTS, LONG, sampling=SAMPLING)
+        assert ours.answers == stock.answers
+
+
+def test_merged_beside_a_variant_in_int8_it_answers_alike(model: Path, tmp_path: Path) -> None:
+    sources = {"bf16": model, "w8a8": write_rounded(model, tmp_path / "w8a8")}
+    merge_checkpoints(sources, tmp_path / "merged", policy="w8a8")
+    policies = ["prefill-8-bit", "w8a8", rules('- use: {default: w8a8, layers: {"0": bf16}}')]
+    merged = generate(tmp_path / "merged", policies, PROMPTS, LONG, sampling=SAMPLING)
+    from_16_bit, stored, mixed = merged
+    (alone,) = generate(model, ["prefill-8-bit"], PROMPTS, LONG, sampling=SAMPLING)
+    (stock,) = generate(tmp_path / "w8a8", None, PROMPTS, LONG, sampling=SAMPLING)
+    assert (from_16_bit.answers, stored.answers) == (alone.answers, stock.answers)
+    assert 0 < distance(mixed.answers[1], stored.answers[1]) < 0.2
+
+
+@pytest.mark.full
+def test_a_16_bit_model_compiled_answers_alike(model: Path) -> None:
+    compiled, eager = (
+        generate(model, ["prefill-8-bit"], LONG, sampling=SAMPLING, enforce_eager=is_eager)[0]
+        for is_eager in (False, True)
+    )
+    assert distance(compiled.answers[0], eager.answers[0]) < 0.03
+    assert {p["plan"] for p in compiled.passes} == {"bf16", "int8-from-16-bit"}
+
+
+def test_routers_experts_and_logits_stay_in_16_bit(tmp_path):
+    # A router of 16 experts could be multiplied in 8 bit.
+    folder = make_checkpoint(tmp_path / "model", "qwen3_moe", None, num_experts=16)
+
+    def kernels(model: Any) -> dict[str, bool]:
+        layers = model.variants["int8"].model.layers[0].named_modules()
+        return {path: "16 bit)" in kernel_name(m) for path, m in layers if isinstance(m, LinearBase)}
+
+    def copied(model: Any) -> int:
+        """Return the bytes of a weight and a scale an output, as vLLM's operator gives them."""
+        linears = [m for m in model.variants["int8"].modules() if isinstance(m, LinearBase)]
+        sizes = [linear_sizes(m) for m in linears if "16 bit)" not in kernel_name(m)]
+        made = (ops.scaled_int8_quant(torch.ones(outputs, inputs)) for inputs, outputs in sizes)
+        return sum(part.nbytes for weight, scales, _ in made for part in (weight, scales))
+
+    with engine(folder, FROM_16_BIT) as llm:
+        (in_16_bit,) = llm.apply_model(kernels)
+        (nbytes,) = llm.apply_model(lambda model: model.weight_bytes)
+        (expected,) = llm.apply_model(copied)
+        layers = llm.apply_model(lambda model: model.variants["bf16"].model.layers)
+        assert llm.generate(PROMPTS, use_tqdm=False)
+    assert in_16_bit == {"self_attn.qkv_proj": False, "self_attn.o_proj": False, "mlp.gate": True}
+    freed = layers[0][0].self_attn.o_proj.weight.numel() == 0
+    assert freed == torch.cpu._is_avx512_supported(), "where it can, vLLM packs a weight, and frees it"
+    assert 0 < nbytes["int8"] == expected < nbytes["bf16"] / 2
+
+
+def test_a_draft_model_in_the_same_format_is_left_to_vllm(model: Path, tmp_path: Path) -> None:
+    int4 = make_checkpoint(tmp_path / "int4", "qwen2", "w4a16")
+    for draft in (model, int4):
+        speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+        config = configure(model, config_format="flexquant", speculative_config=speculative)
+        of_draft = config.speculative_config.draft_model_config
+        assert of_draft.architecture == "Qwen2ForCausalLM" != config.model_config.architecture
+        assert of_draft.quantization == (None if draft == model else "compressed-tensors")
+    with engine(model, "prefill-8-bit", speculative_config=speculative) as llm:
+        drafted = answers(llm, PROMPTS, **SAMPLING)
+    (stock,) = generate(model, None, PROMPTS, LONG, sampling=SAMPLING)
+    assert distance(drafted, stock.answers[0]) < 0.03
+
+
+def test_fp8_is_refused_on_a_cpu(model: Path) -> None:
+    said = refusal(model, config_format="flexquant", **flexquant(policy="prefill-fp8"))
+    assert "which is for GPUs; choose a policy without it" in said
+
+
+def test_commands_read_a_16_bit_model(model: Path) -> None:
+    command = [sys.executable, "-m", "flexquant"]
+    shown = programs.run([*command, "inspect", model], timeout=120)
+    assert "16 bit" in shown.stdout
+    examined = programs.run([*command, "doctor", model], timeout=120, status=None)
+    assert "int8-from-16-bit" in examined.stdout, examined.stdout + examined.stderr

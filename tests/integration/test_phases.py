@@ -27,23 +27,12 @@ from flexquant.serving.worker.forward_pass import Pass, PassObserver, PassState,
 HEADS = 4
 NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
 BACKENDS = [
-    "FLASH_ATTN",
-    "TRITON_ATTN",
-    "FLEX_ATTENTION",
-    "TURBOQUANT",
-    "B12X",
-    "ROCM_ATTN",
-    "ROCM_AITER_UNIFIED_ATTN",
-    "CPU_ATTN",
+    *("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT", "B12X", "ROCM_ATTN"),
+    *("ROCM_AITER_UNIFIED_ATTN", "CPU_ATTN"),
 ]
 """Attention backends whose builders need nothing that only their device has."""
-FLASHINFER = pytest.param(
-    "FLASHINFER",
-    marks=[
-        pytest.mark.full,
-        pytest.mark.skipif(find_spec("flashinfer") is None, reason="`make test-full` runs it by itself"),
-    ],
-)
+missing = pytest.mark.skipif(find_spec("flashinfer") is None, reason="`make test-full` runs it by itself")
+FLASHINFER = pytest.param("FLASHINFER", marks=[pytest.mark.full, missing])
 """The default on data-centre Blackwell GPUs."""
 
 
@@ -85,23 +74,22 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
     return VllmConfig(model_config=model, cache_config=cache)
 
 
+def context_of(metadata: Any) -> ForwardContext:
+    return ForwardContext(no_compile_layers={}, attn_metadata=metadata, slot_mapping={})
+
+
 class Observed:
     """Two attention layers of a backend, observed, and the builder that vLLM would make for them."""
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        backend: str = "CPU_ATTN",
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, backend: str = "CPU_ATTN") -> None:
         self.replayed: list[Pass] = []
         self.observer = PassObserver(1, replayed=self.replayed.append)
         layers = vllm_config.compilation_config.static_forward_context
         layers.clear()
         with set_current_vllm_config(vllm_config):
             for name in NAMES:
-                layer = Attention(
-                    HEADS, 32, 1.0, num_kv_heads=2, prefix=name, cache_config=vllm_config.cache_config
-                )
+                own = {"num_kv_heads": 2, "prefix": name, "cache_config": vllm_config.cache_config}
+                layer = Attention(HEADS, 32, 1.0, **own)
                 layer.attn_backend = AttentionBackendEnum[backend].get_class()
                 if backend == "FLASHINFER":  # whose builder asks what a layer computes with
                     from vllm.v1.attention.backends.flashinfer import FlashInferImpl
@@ -111,8 +99,7 @@ class Observed:
             backends = {layers[name].get_attn_backend() for name in NAMES}
             (self.backend,) = backends  # otherwise vLLM would build the metadata twice
             spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
-            builder = self.backend.get_builder_cls()
-            self.builder = builder(spec, NAMES, vllm_config, torch.device("cpu"))
+            self.builder = self.backend.get_builder_cls()(spec, NAMES, vllm_config, torch.device("cpu"))
 
     def step(self, query_lengths: list[int], capture: bool = False) -> ForwardContext:
         """Build the metadata of a step: each sequence has 20 tokens already; several more are a prompt's."""
@@ -134,9 +121,7 @@ class Observed:
             metadata = self.builder.build_for_cudagraph_capture(common)
         else:
             metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=common)
-        return ForwardContext(
-            no_compile_layers={}, attn_metadata=dict.fromkeys(NAMES, metadata), slot_mapping={}
-        )
+        return context_of(dict.fromkeys(NAMES, metadata))
 
 
 @pytest.fixture
@@ -218,8 +203,7 @@ def test_whose_pass_it_is_after_serving_has_begun(vllm_config: VllmConfig) -> No
 
 
 def test_profiling_runs_have_no_pass(vllm_config: VllmConfig) -> None:
-    context = ForwardContext(no_compile_layers={}, attn_metadata=None, slot_mapping={})
-    assert Observed(vllm_config).observer.read(context, 8) is None
+    assert Observed(vllm_config).observer.read(context_of(None), 8) is None
 
 
 class Unknown:
@@ -228,10 +212,8 @@ class Unknown:
 
 def test_a_layer_without_a_backend_is_refused_where_the_phase_matters() -> None:
     observer = PassObserver(1)
-    layers: dict[str, Any] = {"model.layers.0.mixer": Unknown()}
     observer.check_phases()
-    observer.observe(layers)
+    observer.observe({"model.layers.0.mixer": Unknown()})
     with pytest.raises(FlexQuantError, match=r"layer 'model.layers.0.mixer' \(Unknown\).*names? no phase"):
         observer.check_phases()
-    context = ForwardContext(no_compile_layers={}, attn_metadata={"x": Unknown()}, slot_mapping={})
-    assert observer.read(context, 8) == Pass("prefill", 8, 0, 0, 0)
+    assert observer.read(context_of({"x": Unknown()}), 8) == Pass("prefill", 8, 0, 0, 0)

@@ -8,8 +8,7 @@ import pytest
 
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import EXPERTS
-from tests.integration.conftest import engine
-from tests.integration.logprobs import assert_equal_but_for_ties
+from tests.integration.conftest import assert_alike, engine
 from tests.integration.test_compile import SEVERAL, SIZES, answers_by_number
 from tests.integration.two_ranks import CORES, needs_two_cores, run, run_several
 from tests.policies import rules
@@ -41,7 +40,7 @@ def assert_equal_to_one_rank(answers, merged, policy, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(CORES[0]))
     with engine(merged, policy, **SIZES) as llm:
         for number, expected in answers_by_number(llm).items():
-            assert_equal_but_for_ties(answers[number], expected)
+            assert_alike(answers[number], expected)
 
 
 def test_answers_equal_those_of_one_rank(folder, several, monkeypatch):

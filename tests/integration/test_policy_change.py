@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Another policy on an eager engine: what it may use, and that answers are those of its plans.
 
-A live server is asked in test_live_server, and engines with CUDA graphs in tests/gpu/test_policy_change.
+A live server is asked in test_live_server, and engines with CUDA graphs in tests/gpu/test_replays.
 """
 
 from __future__ import annotations
@@ -22,15 +22,10 @@ from tests.policies import LAYERED_DECODE, rules
 pytestmark = pytest.mark.engine
 PROMPTS = ["a prompt of some words", "another one"]
 LAST_IN_INT4 = rules('- use: {default: w8a8, layers: {"-1": w4a16}}')
-W4A8 = """
-schema: flexquant.policy/v1
-derive: {w4a8: {from: w4a16, activations: int8}}
-rules:
-  - when: {phase: decode}
-    use: w4a16
-  - use: w4a8
-"""
-UNREACHABLE = W4A8.replace("- use: w4a8", "- when: {tokens: {min: 1000000}}\n    use: w4a8\n  - use: w8a8")
+DERIVE = "derive: {w4a8: {from: w4a16, activations: int8}}\n"
+IN_INT4 = "- {when: {phase: decode}, use: w4a16}"
+W4A8 = DERIVE + rules(IN_INT4, "- use: w4a8")
+UNREACHABLE = DERIVE + rules(IN_INT4, "- {when: {tokens: {min: 1000000}}, use: w4a8}", "- use: w8a8")
 """A policy whose derived variant is for passes larger than any."""
 OTHER_SOURCE = W4A8.replace("from: w4a16", "from: other").replace("use: w4a16", "use: other")
 
@@ -50,8 +45,7 @@ def test_variants_that_were_not_loaded_are_refused_with_what_is_there(tiny_merge
         before = llm.collective_rpc("flexquant_status")
         refused = change(llm, "phase", document("phase"))["refused"]
         assert "phase uses w4a16, but the server has loaded w8a8; take a policy" in refused
-        refused = change(llm, "deep", {**document("w8a8"), "rules": []})["refused"]
-        assert "deep: rules is []" in refused
+        assert "deep: rules is []" in change(llm, "deep", document("w8a8") | {"rules": []})["refused"]
         assert llm.collective_rpc("flexquant_status") == before
 
 
@@ -59,14 +53,13 @@ def test_derived_variants_are_there_for_a_later_policy_as_they_were_derived(tiny
     folder = tiny_merged()
     sources = {"w8a8": folder / "w8a8", "w4a16": folder / "w4a16", "other": folder / "w4a16"}
     merge_checkpoints(sources, tmp_path / "merged")
-    policy = W4A8.replace("rules:", "rules:\n  - when: {tokens: {max: 1}}\n    use: other")
+    policy = DERIVE + rules("- {when: {tokens: {max: 1}}, use: other}", IN_INT4, "- use: w4a8")
     with engine(tmp_path / "merged", policy) as llm:
         expected = answers(llm, PROMPTS)
         refused = change(llm, "theirs", document(OTHER_SOURCE))["refused"]
         assert "theirs derives w4a8 otherwise than the policy that the server was started with" in refused
-        assert "refused" not in change(llm, "ours", document(W4A8))
-        assert "refused" not in change(llm, "w4a16", document("w4a16"))
-        assert "refused" not in change(llm, "back", document(policy))
+        for name, taken in (("ours", W4A8), ("w4a16", "w4a16"), ("back", policy)):
+            assert "refused" not in change(llm, name, document(taken))
         assert llm.reset_prefix_cache()
         assert answers(llm, PROMPTS) == expected
 
@@ -108,8 +101,7 @@ def test_a_failure_that_nobody_foresaw_changes_nothing(llm, monkeypatch):
             patch.setattr(model, place, None)
             refused = change(llm, "last", document(LAST_IN_INT4))["refused"]
         assert re.match(r"(Attribute|Type)Error \('NoneType' .*, and the worker's log tells where", refused)
-        assert served(llm) == "phase"
-        assert answers(llm, PROMPTS) == expected
+        assert served(llm) == "phase" and answers(llm, PROMPTS) == expected
     assert "refused" not in change(llm, "w4a16", document("w4a16"))
 
 

@@ -4,28 +4,24 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
 
 from flexquant.merge import merge_checkpoints
+from tests.conftest import rest_full
 from tests.foreign import packed
-from tests.integration.conftest import generate
-from tests.integration.logprobs import assert_equal_but_for_ties
+from tests.integration.conftest import assert_alike, generate
 from tests.publishers import edits
 from tests.publishers.outcomes import MERGED, ONE_VARIANT, PAGE
-from tests.publishers.shapes import SHAPES, Shape
+from tests.publishers.shapes import AWQ, SHAPES, Shape
 
 pytestmark = pytest.mark.engine
 PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time"]
-SERVED = [
-    shape
-    for shape in SHAPES
-    if f"| {shape.name} | {MERGED} |" in PAGE.read_text(encoding="utf-8")
-    and (shape.form or shape.options or shape.schemes[0] is None)
-    and shape.stock is not None
-]
+of_interest = (s for s in SHAPES if s.stock is not None and (s.form or s.options or s.schemes[0] is None))
+SERVED = [s for s in of_interest if f"| {s.name} | {MERGED} |" in PAGE.read_text(encoding="utf-8")]
 
 
 def shift_zero_points(tensors: dict[str, torch.Tensor]) -> None:
@@ -38,19 +34,11 @@ def shift_zero_points(tensors: dict[str, torch.Tensor]) -> None:
             tensors[key] = packed((values - 3).clamp(min=0).flatten(-2))
 
 
-ZERO_POINTS = Shape(
-    "AutoAWQ with zero points", form={"method": "awq"}, second=(edits.tensors(shift_zero_points),)
-)
-EVERY_DAY = (ZERO_POINTS.name, "16 bit and INT4")
+ZERO_POINTS = AWQ("AutoAWQ with zero points", edits.tensors(shift_zero_points))
+EVERY_DAY = (ZERO_POINTS, *(shape for shape in SERVED if shape.name == "16 bit and INT4"))
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(shape, id=shape.name, marks=() if shape.name in EVERY_DAY else pytest.mark.full)
-        for shape in (ZERO_POINTS, *SERVED)
-    ],
-)
+@pytest.mark.parametrize("shape", rest_full((ZERO_POINTS, *SERVED), *EVERY_DAY), ids=attrgetter("name"))
 def test_each_variant_answers_as_its_source_does(shape: Shape, tmp_path: Path) -> None:
     sources = shape.write(tmp_path)
     policies = [ONE_VARIANT.replace("w4a16", name) for name in sources]
@@ -60,4 +48,4 @@ def test_each_variant_answers_as_its_source_does(shape: Shape, tmp_path: Path) -
     for found, (name, source) in zip(served, sources.items(), strict=True):
         options = dict(shape.stock or {}) if name == "w4a16" else {}
         (stock,) = generate(source, None, PROMPTS, dtype="bfloat16", **options)
-        assert_equal_but_for_ties(found.answers[0], stock.answers[0])
+        assert_alike(found.answers[0], stock.answers[0])

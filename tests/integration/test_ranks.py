@@ -8,7 +8,6 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -16,31 +15,19 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import parse_policy_text
 from flexquant.serving.worker.ranks import check_ranks_agree, on_all_ranks
-from tests.policies import LAYERED_DECODE, THRESHOLD
+from tests.policies import LAYERED_DECODE, THRESHOLD, rules
 
 CONFIG = {"variants": {"w8a8": {}, "w4a16": {}}}
 FIRST = (LAYERED_DECODE, 64, CONFIG)
 """A rank's policy, most tokens of a pass, and section of config.json."""
-OTHER_ROUTES = "rank 1 has other routes than rank 0"
-DERIVED = """
-schema: flexquant.policy/v1
-derive: {fast: {from: w4a16, activations: %s, weights: %s}}
-rules: [{use: fast}]
-"""
+OTHER_ROUTES, OF_CONFIG = "rank 1 has other routes than rank 0", "quantization_config in config.json"
+DERIVED = rules("- use: fast") + "derive: {fast: {from: w4a16, activations: %s, weights: int4}}\n"
 CASES = {
     "equal": (FIRST, FIRST, ""),
     "policy": (FIRST, (THRESHOLD, 64, CONFIG), OTHER_ROUTES),
-    "derived": (
-        (DERIVED % ("int8", "int4"), 64, CONFIG),
-        (DERIVED % ("fp8", "int4"), 64, CONFIG),
-        OTHER_ROUTES,
-    ),
+    "derived": ((DERIVED % "int8", 64, CONFIG), (DERIVED % "fp8", 64, CONFIG), OTHER_ROUTES),
     "limits": (FIRST, (LAYERED_DECODE, 128, CONFIG), OTHER_ROUTES),
-    "checkpoint": (
-        FIRST,
-        (LAYERED_DECODE, 64, {}),
-        "rank 1 has other quantization_config in config.json than rank 0",
-    ),
+    "checkpoint": (FIRST, (LAYERED_DECODE, 64, {}), OTHER_ROUTES.replace("routes", OF_CONFIG)),
 }
 """Case -> what rank 0 and what rank 1 has, and what both ranks say."""
 STEPS = {
@@ -90,9 +77,7 @@ def tell(rank: int, meeting: str, tensor_parallel: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_both_ranks_refuse_what_one_has_otherwise_and_fail_where_one_does(
-    tmp_path: Path, tensor_parallel: int
-) -> None:
+def test_both_ranks_refuse_what_one_has_otherwise_and_fail_where_one_does(tmp_path, tensor_parallel):
     asked = f"file://{tmp_path}/store", tensor_parallel
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as ranks:
         first, second = (ranks.submit(tell, rank, *asked) for rank in range(2))

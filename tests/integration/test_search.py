@@ -32,6 +32,7 @@ from tests.pass_times import CROSSED, make_times
 
 pytestmark = pytest.mark.engine
 LAYERS, SAMPLES, PROMPT, TOKENS = 3, 4, 16, 6
+PAIR = ("w8a8", "w4a16")
 SETTINGS = Settings((2,), SAMPLES, PROMPT, TOKENS)
 # W4A16 decodes one sequence sooner, and eight later.
 CHANGING = {"w8a8": ({1: 0.010, 8: 0.010}, {1: 0.001}), "w4a16": ({1: 0.004, 8: 0.020}, {1: 0.003})}
@@ -44,8 +45,6 @@ TUNED = {
     ],
     "measured": make_times(CHANGING).to_data(),
 }
-
-
 HIGHER, LAST_RAISED = "w8a8 0-2", "w4a16 0-1, w8a8 2"
 ONE_APART = """
 schema: flexquant.policy/v1
@@ -74,9 +73,8 @@ def merged(tiny_merged: Any) -> Path:
 @pytest.fixture(scope="module")
 def options(merged: Path, folder: Path) -> list[str]:
     files = ["--text", str(folder / "text.txt"), "--reference", str(folder / "16-bit")]
-    numbers = ["--batch-size", "2", "--samples", str(SAMPLES)]
-    numbers += ["--prompt-tokens", str(PROMPT), "--tokens", str(TOKENS)]
-    return [str(merged), *files, *numbers]
+    numbers = f"--batch-size 2 --samples {SAMPLES} --prompt-tokens {PROMPT} --tokens {TOKENS}"
+    return [str(merged), *files, *numbers.split()]
 
 
 @pytest.fixture(scope="module")
@@ -88,36 +86,29 @@ def measuring(options: list[str], folder: Path) -> list[str]:
 def document(measuring: list[str], folder: Path) -> dict[str, Any]:
     """Measure in place of what another study has left."""
     (folder / "sensitivity").mkdir()
-    (folder / "sensitivity" / "sensitivity.json").write_text('{"kl": {}}')
+    (file := folder / "sensitivity" / "sensitivity.json").write_text('{"kl": {}}')
     assert cli.main([*measuring, "--overwrite"]) == 0
-    found: dict[str, Any] = json.loads((folder / "sensitivity" / "sensitivity.json").read_text())
-    return found
+    return json.loads(file.read_text())
 
 
 def test_every_plan_is_measured_on_every_row(document: dict[str, Any]) -> None:
-    alone = [("w8a8",) * LAYERS, ("w4a16",) * LAYERS]
-    layered = [
-        with_layer(base, layer, other)
-        for base, other in zip(alone, ("w4a16", "w8a8"), strict=True)
-        for layer in range(LAYERS)
-    ]
+    alone = [(one,) * LAYERS for one in PAIR]
+    places = itertools.product(zip(alone, reversed(PAIR), strict=True), range(LAYERS))
+    layered = [with_layer(base, layer, other) for (base, other), layer in places]
     assert document["kl"].keys() == {describe_layers(plan) for plan in (*alone, *layered)}
     assert all(len(rows) == SAMPLES and min(rows) > 0 for rows in document["kl"].values())
     assert len({tuple(rows) for rows in document["kl"].values()}) == len(document["kl"])
 
 
 def test_table_and_plot_tell_of_every_layer(document: dict[str, Any], folder: Path) -> None:
-    table = (folder / "sensitivity" / "sensitivity.md").read_text()
-    assert [line.split(" | ")[0] for line in sorted(table.splitlines()) if line[2:3].isdecimal()] == [
-        f"| {layer}" for layer in range(LAYERS)
-    ]
+    table = sorted((folder / "sensitivity" / "sensitivity.md").read_text().splitlines())
+    of_layers = [line.split(" | ")[0] for line in table if line[2:3].isdecimal()]
+    assert of_layers == [f"| {layer}" for layer in range(LAYERS)]
     assert (folder / "sensitivity" / "sensitivity.png").stat().st_size > 1000
 
 
 @pytest.mark.full
-def test_a_run_that_was_stopped_goes_on(
-    document: dict[str, Any], measuring: list[str], folder: Path, pytestconfig: pytest.Config
-) -> None:
+def test_a_run_that_was_stopped_goes_on(document, measuring, folder, pytestconfig):
     file = folder / "sensitivity" / "sensitivity.json"
     begun = {**document, "kl": {n: rows for n, rows in document["kl"].items() if n != LAST_RAISED}}
     begun["kl"][HIGHER] = [9.0] * SAMPLES
@@ -131,19 +122,17 @@ def test_a_run_that_was_stopped_goes_on(
     assert pytestconfig.stash[STARTS]["engines"] == before
 
 
-def test_results_of_another_study_are_kept(
-    document: dict[str, Any], measuring: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = (folder / "sensitivity" / "sensitivity.json").read_bytes()
+def test_results_of_another_study_are_kept(document, measuring, folder, capsys):
+    file = folder / "sensitivity" / "sensitivity.json"
+    before = file.read_bytes()
     assert cli.main([*measuring, "--seed", "3"]) == 2
     assert "has results with other settings, rows; give another --output" in capsys.readouterr().err
-    assert (folder / "sensitivity" / "sensitivity.json").read_bytes() == before
+    assert file.read_bytes() == before
 
 
 @pytest.fixture(scope="module")
 def arguments(options: list[str], folder: Path) -> list[str]:
-    files = ["--policy", str(folder / "tuned.yaml"), "--output", str(folder / "results")]
-    return ["search", *options, *files]
+    return ["search", *options, "--policy", str(folder / "tuned.yaml"), "--output", str(folder / "results")]
 
 
 @pytest.fixture(scope="module")
@@ -202,9 +191,8 @@ def limited_rules(study: Study, most: float, folder: Path) -> list[dict[str, Any
     file = folder / "results" / "sensitivity.json"
     limited = limit_loss(tuned, study, most, file, overwrite=False, progress=print)
     (folder / "limited.yaml").write_text(to_yaml(limited.document))
-    rules: list[dict[str, Any]] = limited.document["rules"]
-    assert rules[1:] == tuned.document["rules"][1:]
-    assert rules[0]["when"] == tuned.document["rules"][0]["when"]
+    rules, before = limited.document["rules"], tuned.document["rules"]
+    assert rules[1:] == before[1:] and rules[0]["when"] == before[0]["when"]
     return rules
 
 
@@ -213,63 +201,45 @@ def evaluated(searched: dict[str, float], study: Study, most: float, folder: Pat
     """Return the mean KL divergence that an evaluation tells, keyed by the name of the policy's file."""
     (decode, *_) = limited_rules(study, most, folder)
     assert decode["use"] not in ("w8a8", "w4a16")
-    for one, base in (("w8a8", "w4a16"), ("w4a16", "w8a8")):
+    for one, base in (PAIR, PAIR[::-1]):
         (folder / f"{one}.yaml").write_text(ONE_APART.format(most=base, one=one))
-    names = ("searched.yaml", "limited.yaml", "w8a8.yaml", "w4a16.yaml")
-    found = evaluate(
-        merged,
-        folder / "text.txt",
-        reference=folder / "16-bit",
-        policies=[str(folder / name) for name in names],
-        questions=[],
-        settings=SETTINGS,
-    )
+    policies = [str(folder / f"{name}.yaml") for name in ("searched", "limited", *PAIR)]
+    asked = {"reference": folder / "16-bit", "policies": policies, "questions": [], "settings": SETTINGS}
+    found = evaluate(merged, folder / "text.txt", **asked)
     return {result["policy"]: result["quality"]["mean_kl"] for result in found["results"]}
 
 
-def test_the_numbers_are_those_of_an_evaluation_of_the_plan(
-    document: dict[str, Any], evaluated: dict[str, float]
-) -> None:
+def test_the_numbers_are_those_of_an_evaluation_of_the_plan(document, evaluated):
     for one, plan in (("w4a16", "w8a8 0, w4a16 1, w8a8 2"), ("w8a8", "w4a16 0, w8a8 1, w4a16 2")):
         assert fmean(document["kl"][plan]) == pytest.approx(evaluated[f"{one}.yaml"], rel=1e-4)
 
 
 @pytest.mark.full
 def test_of_one_layer_the_best_is_chosen(searched: dict[str, float], folder: Path) -> None:
-    plans = [
-        describe_layers(layers)
-        for layers in itertools.product(("w8a8", "w4a16"), repeat=LAYERS)
-        if layers.count("w8a8") == 1
-    ]
+    every = itertools.product(PAIR, repeat=LAYERS)
+    plans = [describe_layers(layers) for layers in every if layers.count("w8a8") == 1]
     assert searched[chosen_plan(folder / "searched.md")] == min(searched[plan] for plan in plans)
     assert (folder / "searched.png").stat().st_size > 1000
 
 
-def test_the_policy_decodes_by_the_plan_where_the_given_one_took_the_lowest_variant(
-    searched: dict[str, float], evaluated: dict[str, float], folder: Path
-) -> None:
+def test_the_policy_decodes_by_the_plan_where_the_given_one_took_the_lowest(searched, evaluated, folder):
     prompts, small, large = load_policy(str(folder / "searched.yaml")).rules
     assert (prompts.variants, large.variants) == (("w8a8",), ("w8a8",))
     assert small.when.batch_size.max == 4 and set(small.variants) == {"w4a16", "w8a8"}
-    plan = chosen_plan(folder / "searched.md")
-    assert evaluated["searched.yaml"] == pytest.approx(searched[plan], rel=1e-4)
+    chosen = searched[chosen_plan(folder / "searched.md")]
+    assert evaluated["searched.yaml"] == pytest.approx(chosen, rel=1e-4)
 
 
-def test_the_fastest_plan_that_loses_no_more_is_chosen(
-    arguments: list[str], most: float, folder: Path
-) -> None:
+def test_the_fastest_plan_that_loses_no_more_is_chosen(arguments, most, folder):
     assert cli.main([*arguments, "--max-kl", str(most)]) == 0
     kl, rows = read_kl(folder), rows_of(folder / "results" / "searched.md")
     plan = chosen_plan(folder / "results" / "searched.md")
     assert kl[plan] <= most
     faster = [other for other, _ in rows[: rows.index((plan, True))]]
-    assert faster
-    assert all(kl[other] > most for other in faster)
+    assert faster and all(kl[other] > most for other in faster)
 
 
-def test_the_sequences_whose_time_counts_are_those_of_the_rule_that_changes(
-    searched: dict[str, float], arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_sequences_whose_time_counts_are_of_the_rule_that_changes(searched, arguments, folder, capsys):
     """For eight sequences W8A8 is the fastest, and no plan is as fast."""
     assert cli.main([*arguments, "--max-slowdown", "0", "--sequences", "8"]) == 0
     assert "chosen: w8a8 0-2; wrote " in capsys.readouterr().out
@@ -277,22 +247,16 @@ def test_the_sequences_whose_time_counts_are_those_of_the_rule_that_changes(
     assert [rule.variant for rule in rules] == ["w8a8", "w4a16", "w8a8", "w8a8"]
 
 
-def test_a_tuned_policy_loses_no_more_than_it_may(
-    searched: dict[str, float], evaluated: dict[str, float], most: float
-) -> None:
+def test_a_tuned_policy_loses_no_more_than_it_may(searched, evaluated, most):
     assert searched["w8a8 0-2"] < evaluated["limited.yaml"] <= most
 
 
-def test_a_tuned_policy_that_loses_less_stays_as_it_is(
-    searched: dict[str, float], study: Study, folder: Path
-) -> None:
+def test_a_tuned_policy_that_loses_less_stays_as_it_is(searched, study, folder):
     (decode, *_) = limited_rules(study, 2 * searched["w4a16 0-2"], folder)
     assert decode["use"] == "w4a16"
 
 
-def test_a_loss_that_no_plan_keeps_to_names_the_nearest(
-    searched: dict[str, float], arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_that_no_plan_keeps_to_names_the_nearest(searched, arguments, folder, capsys):
     before = (folder / "results" / "searched.yaml").read_bytes()
     assert cli.main([*arguments, "--max-kl", "0"]) == 1
     nearest = min(searched, key=lambda plan: searched[plan])
@@ -300,8 +264,6 @@ def test_a_loss_that_no_plan_keeps_to_names_the_nearest(
     assert (folder / "results" / "searched.yaml").read_bytes() == before
 
 
-def test_more_layers_than_there_are_is_wrong_usage(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_layers_than_there_are_is_wrong_usage(arguments, capsys):
     assert cli.main([*arguments, "--layers", str(LAYERS + 1)]) == 2
     assert "the model has 3 layers, not 4; give --layers up to that" in capsys.readouterr().err

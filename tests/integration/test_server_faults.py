@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -90,8 +89,7 @@ def surprise(live: Live, prompt: int, answer: list[int]) -> float:
 
 
 def test_a_client_that_goes_away_ends_its_request_and_no_other(served: Live) -> None:
-    tokens = "vllm:generation_tokens_total"
-    prompts = (20, 50)
+    tokens, prompts = "vllm:generation_tokens_total", (20, 50)
     before = metric(served.url, tokens)
     with ThreadPoolExecutor(len(prompts)) as pool:
         others = [pool.submit(lambda prompt=prompt: list(stream(served, prompt, LONG))) for prompt in prompts]
@@ -123,13 +121,12 @@ def connections(served: Live) -> Iterator[int]:
 
 def test_many_who_hold_on_without_asking_keep_nobody_out(served: Live, connections: int) -> None:
     """Every other connection has sent nothing, the rest a request without its end."""
-    server = served.server()
-    address = urlsplit(server.url)
+    server, opened = served.server(), []
+    address = urlsplit(server.url).hostname, urlsplit(server.url).port
     before = descriptors(server.processes.pid)
-    opened: list[socket.socket] = []
     try:
         for number in range(connections):
-            opened.append(socket.create_connection((address.hostname, address.port), timeout=PATIENCE))
+            opened.append(socket.create_connection(address, timeout=PATIENCE))
             if number % 2:
                 opened[-1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Len")
         assert until(lambda: descriptors(server.processes.pid) >= connections)
@@ -165,8 +162,7 @@ TOKENS = 200
 
 def ask(client: OpenAI, clock: Path, jump: str) -> tuple[float, list[int]]:
     """Have the clock jump during an answer; return the jump in days, as the next tells, and the answer."""
-    tokens: list[int] = []
-    prompt = list(range(10, 30))
+    tokens, prompt = [], list(range(10, 30))
     for chunk in complete(client, prompt, TOKENS, stream=True):
         tokens += chunk.choices[0].token_ids or ()
         if len(tokens) == TOKENS // 2:
@@ -177,13 +173,9 @@ def ask(client: OpenAI, clock: Path, jump: str) -> tuple[float, list[int]]:
 def test_answers_and_times_do_not_mind_jumps_of_the_clock(tiny_merged, tmp_path) -> None:
     (library,) = (WORK / "faketime").glob("usr/lib/*/faketime/libfaketimeMT.so.1")
     (clock := tmp_path / "clock").write_text(JUMPS[0])
-    environment = default_environment() | {
-        "VLLM_PLUGINS": "flexquant",
-        "LD_PRELOAD": str(library),
-        "FAKETIME_TIMESTAMP_FILE": str(clock),
-        "FAKETIME_NO_CACHE": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-    }
+    environment = default_environment() | {"VLLM_PLUGINS": "flexquant", "LD_PRELOAD": str(library)}
+    environment |= {"FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_NO_CACHE": "1"}
+    environment |= {"FAKETIME_DONT_FAKE_MONOTONIC": "1"}
     arguments = ["--enforce-eager", "--max-model-len", "512", "--served-model-name", "tiny"]
     start = time.monotonic()
     server = VLLMServer(tiny_merged() / "merged", arguments, tmp_path / "log", environment)
@@ -197,36 +189,23 @@ def test_answers_and_times_do_not_mind_jumps_of_the_clock(tiny_merged, tmp_path)
         server.stop()
     assert list(jumps) == pytest.approx([int(jump[:-1]) for jump in JUMPS], abs=0.5)
     assert len(answers[0]) == TOKENS and all(answer == answers[0] for answer in answers)
-    assert passes >= len(JUMPS) * TOKENS
-    assert 0 < seconds < elapsed
+    assert passes >= len(JUMPS) * TOKENS and 0 < seconds < elapsed
+
+
+EVAL = "eval --policies phase --batch-sizes 2 --samples 2 --prompt-tokens 16 --tokens 8"
+TUNE = "tune --quick --rounds 1 --max-rounds 1 --max-batch 4 --max-tokens 64 --overwrite"
 
 
 @pytest.mark.parametrize(
     ("command", "output", "written", "advice"),
     [
-        (
-            "eval --policies phase --batch-sizes 2 --samples 2 --prompt-tokens 16 --tokens 8",
-            "results",
-            "results/quality.json",
-            "the numbers are kept in",
-        ),
-        (
-            "tune --quick --rounds 1 --max-rounds 1 --max-batch 4 --max-tokens 64 --overwrite",
-            "policy.yaml",
-            "policy.yaml",
-            "free some space",
-        ),
+        (EVAL, "results", "results/quality.json", "the numbers are kept in"),
+        (TUNE, "policy.yaml", "policy.yaml", "free some space"),
     ],
 )
-def test_on_a_full_disk_the_command_says_so_and_the_next_run_succeeds(
-    command: str,
-    output: str,
-    written: str,
-    advice: str,
-    tiny_merged: Any,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_on_a_full_disk_a_command_says_so_and_the_next_run_succeeds(
+    command, output, written, advice, tiny_merged, tmp_path, tmp_path_factory
+):
     """The file leads to ``/dev/full``, which takes no byte."""
     name, *options = command.split()
     if name == "eval":
@@ -237,15 +216,12 @@ def test_on_a_full_disk_the_command_says_so_and_the_next_run_succeeds(
     file.symlink_to("/dev/full")
     run = [sys.executable, "-m", "flexquant", name, str(tiny_merged(num_layers=2) / "merged"), *options]
     run += ["--output", str(tmp_path / "output" / output)]
-
     short = str(tmp_path_factory.mktemp("t"))  # an engine's socket has a name of at most 107 bytes
     environment = programs.newcomers_environment() | {"TMPDIR": short}
     refused = programs.run(run, timeout=600, status=1, environment=environment)
     sentence = next(line for line in refused.stderr.splitlines() if line.startswith("flexquant"))
     assert "No space left on device" in sentence and advice in sentence
-    assert "Traceback" not in refused.stderr
-    assert file.is_symlink()
-
+    assert "Traceback" not in refused.stderr and file.is_symlink()
     file.unlink()
     programs.run(run, timeout=600, environment=environment)
     assert file.read_text()

@@ -23,9 +23,10 @@ from flexquant.serving.worker.pass_records import trace_file
 from flexquant.serving.worker.worker_extension import change_policy
 from tests.architectures import chain
 from tests.architectures.models import model_type
-from tests.checkpoints import EXPERTS, make_checkpoint
+from tests.checkpoints import EXPERTS, make_pair
 from tests.foreign import write_foreign
 from tests.integration.conftest import edited_json, engine
+from tests.integration.live_server import flexquant_options
 from tests.policies import rules
 from tests.states import make_variants, merge_twins
 
@@ -35,9 +36,8 @@ LAYER = rules('- use: {default: w8a8, layers: {"%s": w4a16}}')
 
 
 def configure(folder, **options):
-    return EngineArgs(
-        model=str(folder), max_model_len=256, enforce_eager=True, **options
-    ).create_engine_config()
+    arguments = EngineArgs(model=str(folder), max_model_len=256, enforce_eager=True, **options)
+    return arguments.create_engine_config()
 
 
 def refusal(folder, **options) -> str:
@@ -56,7 +56,7 @@ def edited(merged, tmp_path, **section):
     folder = shutil.copytree(merged, tmp_path / "edited")
     with edited_json(folder / "config.json") as config:
         config["quantization_config"] |= section
-        for key in [key for key, value in section.items() if value is None]:
+        for key in (key for key, value in section.items() if value is None):
             del config["quantization_config"][key]
     return folder
 
@@ -65,34 +65,27 @@ def test_a_good_configuration_is_accepted(merged):
     configure(merged, **flexquant(policy="phase"))
 
 
-@pytest.mark.parametrize(
-    ("policy", "found"),
-    [
-        (rules("- use: fp8"), ["'fp8'", "w4a16, w8a8"]),
-        (LAYER % 99, ["layer 99", "4 layers"]),
-        ("fastest", ["phase-batch-layer"]),
-    ],
-)
-def test_a_policy_that_does_not_fit(merged, tmp_path, policy, found):
-    message = refusal(merged, **flexquant(policy=written(policy, tmp_path)))
-    assert all(part in message for part in found)
+BEYOND = "model.layers.99.mlp.experts"
 
 
 @pytest.mark.parametrize(
     ("section", "policy", "found"),
     [
+        ({}, rules("- use: fp8"), ["'fp8'", "w4a16, w8a8"]),
+        ({}, LAYER % 99, ["layer 99", "4 layers"]),
+        ({}, "fastest", ["phase-batch-layer"]),
         ({"mixable": [["w8a8"], ["w4a16"]]}, LAYER % 0, ["residual"]),
         (
-            {"shared_modules": ["lm_head", "model.layers.99.mlp.experts"]},
+            {"shared_modules": ["lm_head", BEYOND]},
             "phase",
-            ["'model.layers.99.mlp.experts'", "4 decoder layers", "merge it again"],
+            [f"'{BEYOND}'", "4 decoder layers", "merge it again"],
         ),
         ({"schema_version": 3}, "phase", ["version 3", "upgrade"]),
         ({"base_architecture": "NewForCausalLM"}, "phase", ["cannot build NewForCausalLM", "update vLLM"]),
     ],
 )
-def test_a_checkpoint_whose_section_does_not_fit(merged, tmp_path, section, policy, found):
-    folder = edited(merged, tmp_path, **section)
+def test_a_checkpoint_or_a_policy_that_does_not_fit(merged, tmp_path, section, policy, found):
+    folder = edited(merged, tmp_path, **section) if section else merged
     message = refusal(folder, **flexquant(policy=written(policy, tmp_path)))
     assert all(part in message for part in found)
 
@@ -126,8 +119,7 @@ def test_caches_that_the_merge_did_not_find_alike_are_not_shared(merged, tmp_pat
 
 def test_a_cache_that_one_variant_wrote_is_not_handed_to_another_by_a_change(tmp_path):
     """A server of the nested variant alone has the weights of the other one too."""
-    pair = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "w4a16")}
-    merge_checkpoints(pair, tmp_path / "merged", nested="near")
+    merge_checkpoints(make_pair(tmp_path), tmp_path / "merged", nested="near")
     folder = edited(tmp_path / "merged", tmp_path, **APART)
     said = pytest.raises(FlexQuantError, match="w4a16 lets w4a16 and w8a8 read one KV cache")
     for consent, expected in (({}, said), (ALLOWED, nullcontext())):
@@ -185,14 +177,14 @@ def test_mistaken_options(merged, options, found):
     assert found in message and "additional-config" in message
 
 
+CUSTOM = {"method": "custom_class", "model": "a.B", "num_speculative_tokens": 2}
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"runner": "pooling"}, "runner"),
-        (
-            {"speculative_config": {"method": "custom_class", "model": "a.B", "num_speculative_tokens": 2}},
-            "draft_model, eagle",
-        ),
+        ({"speculative_config": CUSTOM}, "draft_model, eagle"),
         ({"prefill_context_parallel_size": 2}, "context parallel"),
         ({"offload_backend": "prefetch", "offload_group_size": 2}, "cpu-offload-gb"),
         ({"weight_transfer_config": {"backend": "nccl"}}, "drop --weight-transfer-config"),
@@ -221,16 +213,13 @@ def test_answers_that_do_not_depend_on_the_batch_take_one_plan(merged, tmp_path,
         (["w4a16", "third"], r"\(third, w4a16; .* does not know whether .* fit each other"),
     ],
 )
-def test_adapters_for_variants_that_merging_compared_with_one_that_is_not_served(
-    merged, tmp_path, rescaled, named
-):
+def test_adapters_for_variants_compared_with_one_that_is_not_served(merged, tmp_path, rescaled, named):
     variants = json.loads((merged / "config.json").read_text())["quantization_config"]["variants"]
     variants["third"] = variants["w4a16"] | {"prefix": "third."}
     folder = edited(merged, tmp_path, variants=variants, mixable=[list(variants)], rescaled=rescaled)
     policy = written(rules("- {when: {phase: decode}, use: w4a16}", "- use: third"), tmp_path)
     message = refusal(folder, enable_lora=True, **flexquant(policy=policy))
-    assert re.search(named, message)
-    assert "w8a8" not in message
+    assert re.search(named, message) and "w8a8" not in message
 
 
 def test_features_that_layers_with_a_state_lack(tmp_path):
@@ -270,14 +259,13 @@ def test_prompt_embeddings_by_an_embedding_of_another_name(name: str, tmp_path: 
 @pytest.mark.engine
 def test_a_shared_module_that_vllm_does_not_build(merged, tmp_path):
     folder = edited(merged, tmp_path, shared_modules=["lm_head", "model.embedding", "model.norm"])
-    message = "'model.embedding'.*LlamaForCausalLM.*flexquant split"
-    with pytest.raises(FlexQuantError, match=message), engine(folder, "phase", max_model_len=256):
+    refused = pytest.raises(FlexQuantError, match="'model.embedding'.*LlamaForCausalLM.*flexquant split")
+    with refused, engine(folder, "phase", max_model_len=256):
         pass
 
 
 def test_every_worker_writes_a_trace_of_its_own(merged):
-    config = configure(merged, **flexquant(trace="trace.jsonl"))
-    names = []
+    config, names = configure(merged, **flexquant(trace="trace.jsonl")), []
     for replica in range(2):
         config.parallel_config.data_parallel_index = replica  # as vLLM's engine core does
         for config.parallel_config.rank in range(2):  # as vLLM's workers do
@@ -287,9 +275,6 @@ def test_every_worker_writes_a_trace_of_its_own(merged):
 
 @pytest.mark.engine
 def test_vllm_serve_prints_the_sentence_and_ends(merged):
-    additional = json.dumps({"flexquant": {"policy": "fastest"}})
-    with (
-        pytest.raises(ServerError, match="unknown policy 'fastest': the built-in ones are"),
-        vllm_serve(merged, "--additional-config", additional),
-    ):
+    refused = pytest.raises(ServerError, match="unknown policy 'fastest': the built-in ones are")
+    with refused, vllm_serve(merged, *flexquant_options(policy="fastest")):
         pass

@@ -18,34 +18,28 @@ from safetensors.torch import save_file
 from vllm.platforms import current_platform
 
 from tests.checkpoints import base_config, make_checkpoint
-from tests.integration.conftest import (
-    Answers,
-    answers,
-    change,
-    engine,
-    every_plan_of,
-    records_of,
-    take_policy,
-)
-from tests.integration.logprobs import assert_equal_but_for_ties
+from tests.conftest import rest_full
+from tests.integration import conftest
+from tests.integration.conftest import answers, assert_alike, change, engine, every_plan_of, records_of
 from tests.integration.test_mtp import FIRST, drafting
-from tests.policies import rules
+from tests.policies import DERIVE_INT8, rules
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not current_platform.is_cpu(), reason="compares tokens of passes of unlike sizes"),
 ]
 
+METHODS = ("ngram", "draft_model", "eagle", "dflash", "medusa", "eagle3")
 DRAFTED = 3
 TOKENS = 24
+SAMPLING = {"max_tokens": TOKENS, "ignore_eos": True}
 PROMPTS = ["one one one one one", "The three laws of motion", "def fibonacci(n: int) -> int:"]
 POLICIES = {
     plan: rules(f"- {{when: {{phase: decode}}, use: {use}}}", "- use: w8a8")
     for plan, use in {"w4a16": "w4a16", "w8a8+w4a16[1]": "{default: w4a16, layers: {0: w8a8}}"}.items()
 }
-POLICIES["w8a8-from-int4"] = (
-    rules("- {when: {phase: decode}, use: w8a8-from-int4}", "- use: w4a16")
-    + "derive: {w8a8-from-int4: {from: w4a16, activations: int8, weights: int8}}\n"
+POLICIES["w8a8-from-int4"] = DERIVE_INT8 + rules(
+    "- {when: {phase: decode}, use: w8a8-from-int4}", "- use: w4a16"
 )
 """Policies, keyed by the plan of their decode passes. No rule names a batch size, which counts drafts too."""
 
@@ -53,20 +47,17 @@ POLICIES["w8a8-from-int4"] = (
 def make_head(folder: Path, architecture: str, **more: Any) -> Path:
     """Write a random draft model of one layer that reads a target's hidden states, and return its folder."""
     torch.manual_seed(0)
-    is_dflash = "DFlash" in architecture
+    is_dflash, is_eagle3 = "DFlash" in architecture, "3" in architecture
     config = base_config("qwen3" if is_dflash else "llama", num_layers=1, **more)
     hidden, rows = config.hidden_size, config.num_attention_heads * config.head_dim
     kv, mlp = config.num_key_value_heads * config.head_dim, config.intermediate_size
-    is_eagle3 = "3" in architecture
     layer, read = ("midlayer", 2 * hidden) if is_eagle3 else ("layers.0", hidden)
     shapes = {
         "fc.weight": (hidden, 2 * hidden),
         f"{layer}.self_attn.q_proj.weight": (rows, read),
-        f"{layer}.self_attn.k_proj.weight": (kv, read),
-        f"{layer}.self_attn.v_proj.weight": (kv, read),
+        **{f"{layer}.self_attn.{of}_proj.weight": (kv, read) for of in "kv"},
         f"{layer}.self_attn.o_proj.weight": (hidden, rows),
-        f"{layer}.mlp.gate_proj.weight": (mlp, hidden),
-        f"{layer}.mlp.up_proj.weight": (mlp, hidden),
+        **{f"{layer}.mlp.{of}_proj.weight": (mlp, hidden) for of in ("gate", "up")},
         f"{layer}.mlp.down_proj.weight": (hidden, mlp),
         f"{layer}.post_attention_layernorm.weight": (hidden,),
     }
@@ -85,18 +76,15 @@ def make_head(folder: Path, architecture: str, **more: Any) -> Path:
 
 def make_medusa(folder: Path) -> Path:
     """Write random Medusa heads, one for each drafted token, and return their folder."""
-    generator = torch.Generator().manual_seed(0)
-    config = base_config()
-    shapes = {"blocks.{}.layers.0.weight": (config.hidden_size,), "lm_heads.{}.weight": (config.vocab_size,)}
+    generator, config = torch.Generator().manual_seed(0), base_config()
+    shapes = {"blocks.{}.layers.0.weight": config.hidden_size, "lm_heads.{}.weight": config.vocab_size}
     state = {
-        name.format(head): 0.1 * torch.randn(*rows, config.hidden_size, generator=generator)
+        name.format(head): (0.1 * torch.randn(rows, config.hidden_size, generator=generator)).bfloat16()
         for name, rows in shapes.items()
         for head in range(DRAFTED)
     }
     folder.mkdir()
-    save_file(
-        {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, folder / "model.safetensors"
-    )
+    save_file(state, folder / "model.safetensors")
     sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "num_hidden_layers": 1}
     medusa = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_num_heads": DRAFTED}
     (folder / "config.json").write_text(json.dumps(medusa | sizes))
@@ -131,7 +119,7 @@ class Step(NamedTuple):
 class Run(NamedTuple):
     """What one policy answered."""
 
-    answers: Answers
+    answers: conftest.Answers
     passes: list[dict[str, Any]]
     steps: list[Step]
 
@@ -163,13 +151,9 @@ def run(folder: Path, speculative: dict[str, Any] | None) -> dict[str, Run]:
 
             core.step_fn, core.scheduler.schedule = step, counted
             for plan, policy in POLICIES.items():
-                take_policy(llm, policy)
+                conftest.take_policy(llm, policy)
                 told, before = len(records_of(trace)), len(steps)
-                found = [
-                    answer
-                    for batch in (PROMPTS[:1], PROMPTS)
-                    for answer in answers(llm, batch, max_tokens=TOKENS, ignore_eos=True)
-                ]
+                found = [*answers(llm, PROMPTS[:1], **SAMPLING), *answers(llm, PROMPTS, **SAMPLING)]
                 runs[plan] = Run(found, records_of(trace)[told:], steps[before:])
     return runs
 
@@ -198,25 +182,16 @@ def test_a_plan_that_a_later_policy_needs_drafts_too(drafts, merged, without):
         for plan, policy in [*POLICIES.items()][:2]:
             assert "refused" not in change(llm, plan, yaml.safe_load(policy))
             assert llm.reset_prefix_cache()
-            found = answers(llm, PROMPTS[:1], max_tokens=TOKENS, ignore_eos=True)
-            assert_equal_but_for_ties(found, without[plan].answers[:1])
+            found = answers(llm, PROMPTS[:1], **SAMPLING)
+            assert_alike(found, without[plan].answers[:1])
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        *(
-            pytest.param(method, marks=pytest.mark.full)
-            for method in ("ngram", "draft_model", "eagle", "dflash", "medusa")
-        ),
-        "eagle3",
-    ],
-)
+@pytest.mark.parametrize("method", rest_full(METHODS, "eagle3"))
 def test_tokens_equal_those_without_and_acceptance_is_known_by_plan(method, drafts, merged, without):
     speculative = {"method": method, "num_speculative_tokens": DRAFTED, **drafts[method]}
     with_drafts = (run_by_itself if method == "ngram" else run)(merged, speculative)
     for plan, found in with_drafts.items():
-        assert_equal_but_for_ties(found.answers, without[plan].answers)
+        assert_alike(found.answers, without[plan].answers)
         decode = [p for p in found.passes if p["phase"] == "decode"]
         assert {p["plan"] for p in decode} == {plan}
         assert all(p["max_query_len"] <= 1 + DRAFTED for p in decode)
@@ -224,8 +199,7 @@ def test_tokens_equal_those_without_and_acceptance_is_known_by_plan(method, draf
         drafted, accepted = sum(s.drafted for s in found.steps), sum(s.accepted for s in found.steps)
         assert 0 <= accepted <= drafted > 0
         if method == "draft_model":
-            assert accepted > drafted / 4
-            assert len(found.passes) < len(without[plan].passes)
+            assert accepted > drafted / 4 and len(found.passes) < len(without[plan].passes)
     different = {str([ids for ids, _ in found.answers]) for found in with_drafts.values()}
     assert len(different) == len(POLICIES), "otherwise the plans were not told apart"
 
@@ -236,7 +210,7 @@ def test_drafts_are_those_of_stock_vllm(method, drafts, merged):
     """A draft that is loaded wrongly leaves the answers right."""
     speculative = {"method": method, "num_speculative_tokens": DRAFTED, **drafts[method]}
     with drafting(merged, "w4a16", speculative) as (llm, ours):
-        found = answers(llm, PROMPTS, max_tokens=TOKENS, ignore_eos=True)
+        found = answers(llm, PROMPTS, **SAMPLING)
     with drafting(merged.parent / "w4a16", None, speculative) as (llm, of_stock):
-        assert_equal_but_for_ties(found, answers(llm, PROMPTS, max_tokens=TOKENS, ignore_eos=True))
+        assert_alike(found, answers(llm, PROMPTS, **SAMPLING))
     assert ours[:FIRST] == of_stock[:FIRST]

@@ -21,8 +21,8 @@ from flexquant.merge import merge_checkpoints, split_checkpoint
 from flexquant.policy.rules import load_policy
 from tests import rotations
 from tests.checkpoints import EXPERTS, MIXTURES, make_checkpoint, make_pair
-from tests.integration.conftest import engine
-from tests.integration.logprobs import distance
+from tests.conftest import rest_full
+from tests.integration.conftest import distance, engine
 from tests.integration.test_compile import SIZES, answers_by_number
 from tests.integration.two_ranks import engine_on, needs_two_cores, run, run_several
 from tests.policies import rules
@@ -32,10 +32,7 @@ pytestmark = needs_two_cores
 RANKS = {"tensor_parallel_size": 2}
 
 
-@pytest.fixture(
-    scope="module",
-    params=["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen2", "qwen3_moe"))],
-)
+@pytest.fixture(scope="module", params=rest_full(("llama", "qwen2", "qwen3_moe"), "llama"))
 def folder(request, tiny_merged):
     """Return a folder with both variants and the merged checkpoint."""
     return tiny_merged(request.param, 2, (EXPERTS,) if request.param in MIXTURES else ())
@@ -74,8 +71,7 @@ def test_pure_plans_equal_the_static_checkpoints(variant, number, folder, severa
 
 
 def test_both_ranks_take_another_policy_between_the_same_two_passes(several):
-    assert several.told == [several.told[0]] * 2
-    assert several.told[0]["routes"]
+    assert several.told == [several.told[0]] * 2 and several.told[0]["routes"]
     plans = [record.get("plan", "another policy") for record in several.after]
     assert plans == ["w4a16", *["w8a8+w4a16[1]"] * 3, "another policy", *["w8a8"] * 4]
 
@@ -182,9 +178,7 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.full
-def test_rays_actors_take_the_policys_routes_and_answer_as_processes_do(
-    folder, several, two_devices, tmp_path
-):
+def test_rays_actors_take_the_policys_routes_and_answer_alike(folder, several, two_devices, tmp_path):
     actors = run_several(folder / "merged", RANKS, tmp_path, "ray")
     actors.check_routes()
     assert actors.answers == several.answers

@@ -37,13 +37,14 @@ from flexquant.tuning.candidates import FROM_INT4, find_variants
 from flexquant.tuning.measure import Measurement
 from flexquant.tuning.policy_file import TuningFiles
 from flexquant.tuning.samples import QUICK_CPU, QUICK_GPU
-from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import answers, engine
+from tests.checkpoints import make_checkpoint, make_pair
+from tests.integration.conftest import answers, edited_json, engine
 from tests.states import make_variants
 
 pytestmark = pytest.mark.engine
 
 VARIANTS = ["w8a8", "w4a16"]
+TRIPLE = [*VARIANTS, FROM_INT4]
 FEW = ["--quick", "--max-batch", "4", "--max-tokens", "64"]
 
 
@@ -84,10 +85,9 @@ def test_every_size_is_measured_and_written_down(tuned):
     measured = load_policy(str(tuned.policy)).measured
     assert set(measured.decode) == set(measured.prefill) == {"w8a8", "w4a16"}
     for variant in measured.variants:
-        assert list(measured.decode[variant]) == [1, 4]
-        assert list(measured.prefill[variant]) == [12, 40, 64]
-    assert measured.origin["versions"]["vllm"]
-    assert tuned.done.status == 0
+        sizes = list(measured.decode[variant]), list(measured.prefill[variant])
+        assert sizes == ([1, 4], [12, 40, 64])
+    assert measured.origin["versions"]["vllm"] and tuned.done.status == 0
     assert json.loads(tuned.done.stdout.splitlines()[-1])["measured"] == measured.to_data()
     assert f"wrote {tuned.policy}" in tuned.done.stdout
     assert re.search(r"^the lm_head in 16 bit is \d+% of the weights", tuned.done.stdout, re.MULTILINE)
@@ -95,18 +95,16 @@ def test_every_size_is_measured_and_written_down(tuned):
 
 
 def test_another_objective_is_decided_without_engines(tuned):
-    assert tuned.unreachable.status == 1
-    assert "cannot be met" in tuned.unreachable.stderr
+    assert tuned.unreachable.status == 1 and "cannot be met" in tuned.unreachable.stderr
     assert "starting w8a8, w4a16" in tuned.unreachable.stderr
     assert "starting" not in tuned.done.stderr
 
 
 def test_policy_show_draws_the_times_beside_the_plans(tuned):
-    shown = run_here("policy", "show", tuned.policy, "--model", tuned.merged)
-    assert shown.status == 0
     policy = load_policy(str(tuned.policy))
-    table = build_route_table(policy, ["w8a8", "w4a16"], num_layers=4, max_tokens=64)
-    assert f"measured: {tuned.merged.name}" in shown.stdout
+    shown = run_here("policy", "show", tuned.policy, "--model", tuned.merged)
+    table = build_route_table(policy, VARIANTS, num_layers=4, max_tokens=64)
+    assert shown.status == 0 and f"measured: {tuned.merged.name}" in shown.stdout
     row = next(line for line in shown.stdout.splitlines() if line.startswith("4 sequences"))
     assert f"{1e3 * policy.measured.decode['w8a8'][4].median:.3g}" in row.split()
     assert row.split()[-1] == table.lookup("decode", 4).name
@@ -118,10 +116,9 @@ def test_a_stopped_run_goes_on(tiny_merged, tmp_path):
 
     The runs have a single round, so that this sample is all there is of its size.
     """
-    merged, output = tiny_merged() / "merged", tmp_path / "policy.yaml"
-    samples = tmp_path / "policy.yaml.samples.json"
-    few = ["--rounds", "1", "--max-batch", "16", "--max-tokens", "64"]
-    arguments = ["tune", merged, "--output", output, *few]
+    output, samples = tmp_path / "policy.yaml", tmp_path / "policy.yaml.samples.json"
+    arguments = ["tune", tiny_merged() / "merged", "--output", output, "--rounds", "1"]
+    arguments += ["--max-batch", "16", "--max-tokens", "64"]
     first = subprocess.Popen(
         [sys.executable, "-m", "flexquant", *map(str, arguments)],
         stdout=subprocess.DEVNULL,
@@ -136,12 +133,9 @@ def test_a_stopped_run_goes_on(tiny_merged, tmp_path):
     first.send_signal(signal.SIGINT)
     _, errors = first.communicate(timeout=120)
     assert first.returncode == 1, errors
-    assert "flexquant tune: interrupted" in errors
-    assert not output.exists()
-
-    data = json.loads(samples.read_text())
-    data["seconds"]["w8a8"]["decode"]["1"] = [1234.5]
-    samples.write_text(json.dumps(data))
+    assert "flexquant tune: interrupted" in errors and not output.exists()
+    with edited_json(samples) as data:
+        data["seconds"]["w8a8"]["decode"]["1"] = [1234.5]
     assert run_here(*arguments).status == 0
     assert load_policy(str(output)).measured.decode["w8a8"][1].median == pytest.approx(1234.5, rel=1e-3)
     assert not samples.exists()
@@ -149,11 +143,10 @@ def test_a_stopped_run_goes_on(tiny_merged, tmp_path):
 
 @pytest.mark.full
 def test_an_engine_that_does_not_start_is_named_with_its_log(tiny_merged, tmp_path):
-    arguments = ["tune", tiny_merged() / "merged", "--output", tmp_path / "p.yaml", *FEW]
-    done = run_here(*arguments, "--tensor-parallel-size", "3")
-    assert done.status == 1
+    output = ["--output", tmp_path / "p.yaml"]
+    done = run_here("tune", tiny_merged() / "merged", *output, *FEW, "--tensor-parallel-size", "3")
+    assert done.status == 1 and "its log ends:" in done.stderr
     assert "flexquant tune: error: the engine of 'w8a8' failed" in done.stderr
-    assert "its log ends:" in done.stderr
     assert not (tmp_path / "p.yaml").exists()
 
 
@@ -175,8 +168,7 @@ def test_wrong_use_costs_no_time(tiny_merged, tmp_path, monkeypatch, arguments, 
     monkeypatch.chdir(tmp_path)
     subcommand, *options = arguments.split()
     done = run_here(subcommand, tiny_merged() / "merged", *options)
-    assert done.status == 2
-    assert message in done.stderr
+    assert done.status == 2 and message in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -197,12 +189,11 @@ def test_memory_is_said_in_one_way(tmp_path, capsys, options, message):
 def test_less_memory_than_one_copy_is_refused(tiny_merged, tmp_path, kind, monkeypatch):
     """A published checkpoint of INT4 weights has nothing but one copy. The user's environment stays."""
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
-    done = run_here("fit", tiny_merged() / kind, "--output", tmp_path / "p.yaml", "--memory", "100KiB")
-    assert done.status == 1
-    assert "one copy takes" in done.stderr and "more than the 100.0 KiB there are for weights" in done.stderr
+    command = ["fit", tiny_merged() / kind, "--output", tmp_path / "p.yaml"]
+    done = run_here(*command, "--memory", "100KiB")
+    assert done.status == 1 and "more than the 100.0 KiB there are for weights" in done.stderr
     assert "to compute INT8 weights in; give --memory 1MiB or more" in done.stderr
     assert list(tmp_path.iterdir()) == [] and "VLLM_CPU_KVCACHE_SPACE" not in os.environ
-    command = ["fit", tiny_merged() / kind, "--output", tmp_path / "p.yaml"]
     assert "10,000,000,000 are asked for; give fewer" in run_here(*command, "--kv-tokens", 10**10).stderr
     halved = run_here(*command, "--memory", "100KiB", "--tensor-parallel-size", 2)
     sizes = [re.search(r"one copy takes ([\d.]+ \w+) a rank", told.stderr)[1] for told in (done, halved)]
@@ -213,17 +204,16 @@ def test_memory_without_int4_weights_is_refused(tmp_path):
     made = {name: make_checkpoint(tmp_path / name, scheme=name) for name in ("w8a8", "fp8")}
     merge_checkpoints(made, tmp_path / "merged", policy="w8a8")
     done = run_here("fit", tmp_path / "merged", "--output", tmp_path / "p.yaml", "--memory", "1GiB")
-    assert done.status == 2
-    assert "--memory and --kv-tokens need a variant w4a16, and the checkpoint has w8a8, fp8" in done.stderr
+    said = "--memory and --kv-tokens need a variant w4a16, and the checkpoint has w8a8, fp8"
+    assert done.status == 2 and said in done.stderr
 
 
 def sensitivity_file(merged, file) -> Path:
     """Write a file by which the last layers lose most."""
-    high = all_in("w8a8", 30)
+    high, files = all_in("w8a8", 30), weights_identity(merged)
     kl = {describe_layers(high): [0.01], describe_layers(all_in("w4a16", 30)): [0.2]}
     kl |= {describe_layers(with_layer(high, n, "w4a16")): [0.01 + n / 1e4] for n in range(30)}
-    files = weights_identity(merged)
-    document = {"schema": SENSITIVITY, "layers": 30, "variants": ["w8a8", "w4a16"], "files": files, "kl": kl}
+    document = {"schema": SENSITIVITY, "layers": 30, "variants": VARIANTS, "files": files, "kl": kl}
     file.write_text(json.dumps(document))
     return file
 
@@ -237,9 +227,8 @@ def remember(arguments, variants, seconds) -> None:
     measured = Measurement(args.folder, variants, grid, output.samples, enforce_eager=eager)
     for _ in range(args.max_rounds or grid.effort.rounds):
         for phase, sizes in (("decode", measured.grid.decode), ("prefill", measured.grid.prefill)):
-            for size in sizes:
-                for variant in variants:
-                    measured.samples.add(variant, phase, size, seconds(variant, size))
+            for size, variant in itertools.product(sizes, variants):
+                measured.samples.add(variant, phase, size, seconds(variant, size))
     measured.samples.save(output.samples, measured.run)
 
 
@@ -252,16 +241,14 @@ def test_what_follows_from_samples_needs_no_engine(tiny_merged, tmp_path):
     merged = read_merged_config(folder)[0]
     for command, names in (
         (["tune", "--no-enforce-eager"], None),
-        (["fit", "--max-rounds", 5, "--memory", "1GiB"], ["w8a8", "w4a16", FROM_INT4]),
+        (["fit", "--max-rounds", 5, "--memory", "1GiB"], TRIPLE),
     ):
         output = tmp_path / f"{command[0]}.yaml"
         arguments = [*command, folder, "--output", output, "--quick"]
         remember(arguments, find_variants(merged, names), lambda v, n: seconds.get(v, 0.5 + n / 8))
         told = run_here(*arguments)
-        assert told.status == 0
-        assert "starting" not in told.stderr and f"wrote {output}" in told.stdout
-        policy = load_policy(str(output))
-        assert [rule.variant for rule in policy.rules] == ["w4a16", "w8a8", "w8a8"]
+        assert told.status == 0 and "starting" not in told.stderr and f"wrote {output}" in told.stdout
+        assert [rule.variant for rule in load_policy(str(output)).rules] == ["w4a16", "w8a8", "w8a8"]
         assert not output.with_name(f"{output.name}.samples.json").exists()
     assert "two copies: w8a8, w4a16" in told.stdout and told.stdout.count("  chosen\n") == 1
     output = tmp_path / "largest.yaml"
@@ -278,8 +265,7 @@ def test_a_loss_that_was_measured_is_limited_without_an_engine(tiny_merged, tmp_
     arguments = ["tune", merged, "--output", output, "--quick", "--max-quality-loss", 0.025, "--text", text]
     assert f"there is no file {text}" in run_here(*arguments).stderr
     text.write_text(Path(__file__).read_text())
-    args = build_parser().parse_args([*map(str, arguments)])
-    study = study_of(args, STUDY_DEFAULTS)
+    study = study_of(build_parser().parse_args([*map(str, arguments)]), STUDY_DEFAULTS)
     plans = itertools.product(study.variants, repeat=4)
     kl = {describe_layers(plan): [plan.count("w4a16") / 100] for plan in plans}
     TuningFiles(output).sensitivity.write_text(json.dumps(study.described() | {"kl": kl}))
@@ -293,21 +279,18 @@ def test_a_loss_that_was_measured_is_limited_without_an_engine(tiny_merged, tmp_
 @pytest.mark.full
 def test_layers_are_chosen_for_a_memory(real_merged, tmp_path):
     """Eight layers and a half fit; what is chosen takes no more when it is served."""
-    variants = find_variants(read_merged_config(real_merged)[0], ["w8a8", "w4a16", FROM_INT4])
+    variants = find_variants(read_merged_config(real_merged)[0], TRIPLE)
     loaded = count_bytes(real_merged, policy_that_loads(variants), devices=1)
-    one_copy = loaded.of([all_in(FROM_INT4, 30)])
-    memory = one_copy + int(8.5 * loaded.by_layer["w8a8"][0])
+    memory = loaded.of([all_in(FROM_INT4, 30)]) + int(8.5 * loaded.by_layer["w8a8"][0])
     output, file = tmp_path / "policy.yaml", sensitivity_file(real_merged, tmp_path / "sensitivity.json")
     arguments = ["--output", output, "--memory", memory, "--sensitivity", file, *FEW, "--rounds", "1"]
     done = run_here("fit", real_merged, *arguments)
-    assert done.status == 0
-    assert "8 of 30 layers (22-29) fit with w8a8 of their own" in done.stderr
+    assert done.status == 0 and "8 of 30 layers (22-29) fit with w8a8 of their own" in done.stderr
     text = output.read_text()
     assert text.count("  chosen\n") == 1
     (fits,) = [line for line in text.splitlines() if re.match("# one copy, and w8a8 in some +8 ", line)]
     assert re.split(r"\s{2,}", fits)[7] == "~0.0331"
-    policy = load_policy(str(output))
-    assert set(policy.measured.decode) == {"w8a8", "w4a16", FROM_INT4}
+    assert set(load_policy(str(output)).measured.decode) == {*TRIPLE}
     with engine(real_merged, str(output), max_model_len=256) as llm:
         ((tokens, _),) = answers(llm, ["The capital of France is"], max_tokens=4)
         (found,) = llm.apply_model(lambda model: sum(model.weight_bytes.values()))
@@ -324,8 +307,7 @@ def test_layers_are_chosen_for_a_memory(real_merged, tmp_path):
     ],
 )
 def test_the_kv_cache_of_requests_is_counted_on_all_devices(tmp_path, model, per_token):
-    made = {name: make_checkpoint(tmp_path / name, scheme=name, **model) for name in ("w8a8", "w4a16")}
-    merge_checkpoints(made, tmp_path / "merged")
+    merge_checkpoints(make_pair(tmp_path, **model), tmp_path / "merged")
     for devices, nbytes in per_token.items():
         measured = measurement(tmp_path, tensor_parallel_size=devices, request_tokens=10**4)
         assert measured.requests(["w8a8"]) == measured.memory.requests(["w8a8"], 10**4 * nbytes)
@@ -357,6 +339,5 @@ def test_more_sequences_than_the_kv_cache_holds_are_refused(tiny_merged):
 def test_a_policy_is_not_overwritten_unasked(tiny_merged, tmp_path):
     (tmp_path / "p.yaml").write_text("mine")
     done = run_here("tune", tiny_merged() / "merged", "--output", tmp_path / "p.yaml", *FEW)
-    assert done.status == 2
-    assert "exists; give another --output, or --overwrite" in done.stderr
+    assert done.status == 2 and "exists; give another --output, or --overwrite" in done.stderr
     assert (tmp_path / "p.yaml").read_text() == "mine"

@@ -7,7 +7,6 @@ from __future__ import annotations
 import base64
 import functools
 import io
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -22,30 +21,21 @@ from openai import OpenAI
 
 from examples.vllm_server import vllm_serve
 from flexquant.merge import merge_checkpoints
+from tests import vision
 from tests.checkpoints import StateDict
 from tests.integration.conftest import Served, check_variants, edited_json, generate
+from tests.integration.live_server import flexquant_options
 from tests.integration.test_architectures import LAYERED, OPTIONS, SAMPLING
 from tests.integration.test_serving_errors import configure, refusal
+from tests.publishers import edits
 from tests.states import merge_twins
-from tests.vision import (
-    KINDS,
-    Kind,
-    make_vision_checkpoint,
-    picture,
-    prompts,
-    same_text,
-    write_as_another_release,
-)
+from tests.vision import KINDS, Kind, make_vision_checkpoint, prompts
 
 pytestmark = pytest.mark.engine
 
 VARIANTS = ("w8a8", "w4a16")
-WITH_TORCHVISION = [
-    pytest.mark.full,
-    pytest.mark.skipif(
-        find_spec("torchvision") is None, reason="transformers reads images for this model with torchvision"
-    ),
-]
+needs = "transformers reads images for this model with torchvision"
+WITH_TORCHVISION = [pytest.mark.full, pytest.mark.skipif(find_spec("torchvision") is None, reason=needs)]
 
 
 class Made(NamedTuple):
@@ -56,7 +46,7 @@ class Made(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+def make(tmp_path_factory) -> Callable[[str], Made]:
     @functools.cache
     def of(name: str) -> Made:
         folder, kind = tmp_path_factory.mktemp(name), KINDS[name]
@@ -105,9 +95,7 @@ def test_a_constant_policy_equals_stock_vllm_compiled(made: Made) -> None:
 
 @pytest.mark.parametrize("tied", ["nowhere", "not in the text", "said at the top"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=WITH_TORCHVISION) for n in ("mistral3", "gemma3")])
-def test_a_head_is_served_at_every_path_whatever_the_config_says(
-    tied: str, name: str, tmp_path: Path
-) -> None:
+def test_a_head_is_served_at_every_path_whatever_the_config_says(tied, name, tmp_path):
     """The variants' tensors have the names of two releases of transformers."""
     kind = KINDS[name]
 
@@ -116,15 +104,13 @@ def test_a_head_is_served_at_every_path_whatever_the_config_says(
         return state | {"language_model.lm_head.weight": embedding.flip(0).contiguous()}
 
     sources = {v: make_vision_checkpoint(tmp_path / v, v, kind, transform=own_head) for v in VARIANTS}
-    write_as_another_release(sources["w4a16"], name)
+    vision.write_as_another_release(sources["w4a16"], name)
     for folder in sources.values():
         with edited_json(folder / "config.json") as config:
             for place in (config, config["text_config"]):
                 place.pop("tie_word_embeddings", None)
-            if tied == "not in the text":
-                config["text_config"]["tie_word_embeddings"] = False
-            elif tied == "said at the top":
-                config["tie_word_embeddings"] = True
+            config["text_config"] |= {"tie_word_embeddings": False} if tied == "not in the text" else {}
+            config |= {"tie_word_embeddings": True} if tied == "said at the top" else {}
     merge_checkpoints(sources, tmp_path / "merged")
     asked = ["a prompt without an image", "another one"]
     check_variants(tmp_path / "merged", sources, asked, sampling=SAMPLING, **OPTIONS)
@@ -159,27 +145,22 @@ def test_a_pass_sees_its_images_whichever_plan_ran_before(made: Made) -> None:
 @pytest.mark.full
 def test_chat_with_an_image_over_http(made: Made, served: dict[str, Served]) -> None:
     """The answers are those offline; bytes that are no image are refused, and the server goes on."""
-    additional = json.dumps({"flexquant": {"policy": "w8a8"}})
     arguments = ["--enforce-eager", "--max-model-len", "512", "--served-model-name", "tiny"]
-    with vllm_serve(made.path / "merged", *arguments, "--additional-config", additional) as url:
+    with vllm_serve(made.path / "merged", *arguments, *flexquant_options(policy="w8a8")) as url:
         client = OpenAI(base_url=url, api_key="none")
 
         def png(seed: int) -> bytes:
-            picture(seed).save(file := io.BytesIO(), "PNG")
+            vision.picture(seed).save(file := io.BytesIO(), "PNG")
             return file.getvalue()
 
         def ask(data: bytes) -> list[int]:
             image = {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}
             before, after = ({"type": "text", "text": text} for text in ("what is in ", "?"))
             content: Any = [before, {"type": "image_url", "image_url": image}, after]
-            reply = client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": content}],
-                max_tokens=SAMPLING["max_tokens"],
-                temperature=0,
-                extra_body={"ignore_eos": True, "return_token_ids": True},
-            )
-            return reply.choices[0].token_ids  # type: ignore[attr-defined]
+            messages: Any = [{"role": "user", "content": content}]
+            asked: Any = {"model": "tiny", "messages": messages, "temperature": 0}
+            more = {"ignore_eos": True, "return_token_ids": True, "max_tokens": SAMPLING["max_tokens"]}
+            return client.chat.completions.create(**asked, extra_body=more).choices[0].token_ids
 
         ((first, second, *_),) = served["w8a8"].answers
         assert ask(png(0)) == first[0]
@@ -207,7 +188,7 @@ def test_a_variant_that_is_tied_beside_one_with_a_head_of_its_own(tmp_path: Path
         with edited_json(sources[name] / "config.json") as config:
             config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
     merge_checkpoints(sources, tmp_path / "merged")
-    asked = same_text(KINDS["idefics3"])
+    asked = vision.same_text(KINDS["idefics3"])
     check_variants(tmp_path / "merged", sources, asked, sampling=SAMPLING, **OPTIONS)
 
 
@@ -236,13 +217,10 @@ def test_variants_with_embeddings_of_their_own_are_refused(folder: Path, tmp_pat
     configure(merged, additional_config={"flexquant": {"policy": "w4a16"}})
 
 
-def test_another_vision_architecture_is_refused_before_anything_is_loaded(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_another_vision_architecture_is_refused_before_anything_is_loaded(folder, tmp_path):
     sources = {v: shutil.copytree(folder / v, tmp_path / v) for v in VARIANTS}
     for source in sources.values():
-        with edited_json(source / "config.json") as config:
-            config["architectures"] = ["LlavaForConditionalGeneration"]
+        edits.config(architectures=["LlavaForConditionalGeneration"])(source)
     merge_checkpoints(sources, tmp_path / "merged")
     message = "LlavaForConditionalGeneration, which reads more than text.*Idefics3ForConditionalGeneration"
     assert re.search(message, refusal(tmp_path / "merged"))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.v1.worker.worker_base import WorkerBase
 
+Ranks = dict[str, int]
 CORES = sorted(os.sched_getaffinity(0))
 needs_two_cores = [
     pytest.mark.engine,
@@ -51,11 +52,7 @@ class WorkerOnTwoRanks(FlexQuantWorker):
 
 @contextmanager
 def engine_on(
-    folder: Path,
-    ranks: dict[str, int],
-    policy: str | None = None,
-    trace: Path | None = None,
-    executor: str = "mp",
+    folder: Path, ranks: Ranks, policy: str | None = None, trace: Path | None = None, executor: str = "mp"
 ) -> Iterator[LLM]:
     """Yield an engine on several ranks.
 
@@ -73,7 +70,7 @@ def engine_on(
             yield llm
 
 
-def run(folder: Path, ranks: dict[str, int], policy: str | None = None) -> dict[int, Answers]:
+def run(folder: Path, ranks: Ranks, policy: str | None = None) -> dict[int, Answers]:
     """Return the answers on several ranks, keyed by the number of prompts side by side."""
     with engine_on(folder, ranks, policy) as llm:
         return answers_by_number(llm)
@@ -100,18 +97,13 @@ class Several(NamedTuple):
 
 
 def run_several(
-    folder: Path,
-    ranks: dict[str, int],
-    work: Path,
-    executor: str = "mp",
-    policy: str = SEVERAL,
-    finish: Callable[[LLM], Any] = lambda llm: None,
+    folder: Path, ranks: Ranks, work: Path, executor: str = "mp", policy: str = SEVERAL, finish: Any = None
 ) -> Several:
     """Serve the merged checkpoint in ``folder``, and then call ``finish``; ``work`` is an empty folder."""
     trace = work / "routes.jsonl"
     with engine_on(folder, ranks, policy, trace, executor) as llm:
         by_number = answers_by_number(llm)
-        told = finish(llm)
+        told = finish and finish(llm)
     others = (trace.with_name(f"routes.jsonl.rank{rank}") for rank in range(1, math.prod(ranks.values())))
     traces = [records_of(file) for file in (trace, *others)]
     first = traces[0][1:]

@@ -42,24 +42,18 @@ def edit_json(file: str, edit: Callable[[JsonObject], object]) -> Edit:
     return apply
 
 
-def config(**values: object) -> Edit:
-    return edit_json("config.json", lambda content: content.update(values))
+def update(json_file: str, /, **values: object) -> Edit:
+    return edit_json(json_file, lambda content: content.update(values))
 
 
 def section(**values: object) -> Edit:
     return edit_json("config.json", lambda content: content["quantization_config"].update(values))
 
 
-def generation(**values: object) -> Edit:
-    return edit_json("generation_config.json", lambda content: content.update(values))
-
-
-def tokenizer(edit: Callable[[JsonObject], object]) -> Edit:
-    return edit_json("tokenizer.json", edit)
-
-
-def tokenizer_config(**values: object) -> Edit:
-    return edit_json("tokenizer_config.json", lambda content: content.update(values))
+tokenizer = partial(edit_json, "tokenizer.json")
+config, generation, tokenizer_config = (
+    partial(update, name) for name in ("config.json", "generation_config.json", "tokenizer_config.json")
+)
 
 
 def file(name: str, text: str) -> Edit:
@@ -169,31 +163,15 @@ def block_fp8(folder: Path, scale_fmt: str | None = None, columns: int = 32) -> 
             state[f"{key}_scale_inv"] = scale
 
     tensors(quantise)(folder)
-    config(
-        quantization_config={
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [32, columns],
-            **({"scale_fmt": scale_fmt} if scale_fmt else {}),
-        }
-    )(folder)
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, columns]}
+    config(quantization_config=settings | ({"scale_fmt": scale_fmt} if scale_fmt else {}))(folder)
 
 
 AUTO_ROUND_FP8 = {
-    "quant_method": "auto-round",
-    "packing_format": "auto_round:fp8",
-    "data_type": "fp",
-    "bits": 8,
-    "group_size": [32, 32],
-    "sym": True,
-    "act_bits": 8,
-    "act_data_type": "fp",
-    "act_group_size": 32,
-    "act_sym": True,
-    "act_dynamic": True,
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "block_name_to_quantize": "model.layers",
+    **{"quant_method": "auto-round", "packing_format": "auto_round:fp8", "fmt": "e4m3"},
+    **{"data_type": "fp", "bits": 8, "group_size": [32, 32], "sym": True},
+    **{"act_data_type": "fp", "act_bits": 8, "act_group_size": 32, "act_sym": True, "act_dynamic": True},
+    **{"activation_scheme": "dynamic", "block_name_to_quantize": "model.layers"},
 }
 
 

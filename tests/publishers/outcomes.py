@@ -43,15 +43,11 @@ NOT_SERVED = {
 """Pairs that are refused, with a checkpoint that stock vLLM does not load -> what stock vLLM says of it."""
 SERVED_APART = {
     "differ in what one checkpoint has once, and an option chooses": (
-        "bf16 and fp16",
-        "another chat template",
-        "other sampling defaults",
+        *("bf16 and fp16", "another chat template", "other sampling defaults"),
         "Mistral with tekken.json on one side",
     ),
     "are not variants of one model": (
-        "the tokenizer of another base model",
-        "other RoPE scaling",
-        "another norm epsilon",
+        *("the tokenizer of another base model", "other RoPE scaling", "another norm epsilon"),
     ),
     "cannot share a KV cache": ("FP8 scales of the cache on one side", "the same, AWQ with v to o folded"),
 }
@@ -82,11 +78,8 @@ def row(shape: Shape, outcome: str) -> str:
 def page(outcomes: dict[str, str]) -> str:
     """Return the page in Markdown; ``outcomes`` are by the name of the pair."""
     refused = [shape.name for shape in SHAPES if outcomes[shape.name] != MERGED]
-    head = HEAD.format(
-        merged=len(SHAPES) - len(refused),
-        refused=len(refused),
-        not_served=len(NOT_SERVED),
-        served=len(refused) - len(NOT_SERVED),
-        reasons="\n".join(f"- {why} ({len(names)})" for why, names in SERVED_APART.items()),
-    )
+    counts = {"merged": len(SHAPES) - len(refused), "refused": len(refused), "not_served": len(NOT_SERVED)}
+    counts["served"] = len(refused) - len(NOT_SERVED)
+    reasons = "\n".join(f"- {why} ({len(names)})" for why, names in SERVED_APART.items())
+    head = HEAD.format(**counts, reasons=reasons)
     return head + "\n".join(row(shape, outcomes[shape.name]) for shape in SHAPES) + "\n"

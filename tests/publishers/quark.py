@@ -14,6 +14,11 @@ import torch
 from flexquant.checkpoint.model_config import JsonObject
 from tests.publishers import edits
 
+EXPORT = {
+    **{"kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder"},
+    **{"weight_format": "real_quantized", "weight_merge_groups": None},
+}
+
 
 def quark_int8(
     *, by: str, static: bool, symmetric: bool = True, layers: Mapping[str, Mapping[str, Any]] | None = None
@@ -34,38 +39,23 @@ def quark_int8(
 
     def apply(folder: Path) -> None:
         edits.tensors(quantise)(folder)
-        edits.config(
-            quantization_config={
-                "quant_method": "quark",
-                "quant_mode": "eager_mode",
-                "global_quant_config": _quark_settings(**options),
-                "layer_quant_config": {p: _quark_settings(**own) for p, own in by_pattern.items()},
-                "layer_type_quant_config": {},
-                "kv_cache_quant_config": {},
-                "exclude": ["lm_head"],
-                "algo_config": None,
-                "export": {
-                    "kv_cache_group": [],
-                    "min_kv_scale": 0.0,
-                    "pack_method": "reorder",
-                    "weight_format": "real_quantized",
-                    "weight_merge_groups": None,
-                },
-            }
-        )(folder)
+        settings = {
+            **{"quant_method": "quark", "quant_mode": "eager_mode"},
+            "global_quant_config": _quark_settings(**options),
+            "layer_quant_config": {p: _quark_settings(**own) for p, own in by_pattern.items()},
+            **{"layer_type_quant_config": {}, "kv_cache_quant_config": {}},
+            **{"exclude": ["lm_head"], "algo_config": None, "export": EXPORT},
+        }
+        edits.config(quantization_config=settings)(folder)
 
     return apply
 
 
 def _quark_settings(by: str, static: bool, symmetric: bool) -> JsonObject:
     weight = {"dtype": "int8", "is_dynamic": False, "qscheme": by, "ch_axis": 0, "symmetric": True}
-    inputs = {
-        "dtype": "int8",
-        "is_dynamic": not static,
-        "qscheme": "per_tensor" if static else "per_channel",
-        "ch_axis": None if static else 1,
-        "symmetric": symmetric,
-    }
+    inputs = {"dtype": "int8", "is_dynamic": not static, "symmetric": symmetric}
+    by_token = {"qscheme": "per_channel", "ch_axis": 1}
+    inputs |= {"qscheme": "per_tensor", "ch_axis": None} if static else by_token
     return {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None}
 
 

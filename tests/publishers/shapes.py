@@ -19,13 +19,15 @@ from tests.publishers.edits import Edit
 from tests.publishers.quark import quark_int8
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-GPTQ_AS_AUTO_ROUND = {
-    "quant_method": "auto-round",
-    "packing_format": "auto_round:auto_gptq",
-    "data_type": "int",
-}
+GPTQ_AS_AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+GPTQ_AS_AUTO_ROUND |= {"data_type": "int"}
 AWQ_AS_AUTO_ROUND = GPTQ_AS_AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}
 QUARK_CHANNELS = {"by": "per_channel", "static": False}
+NOT_GATES = {"modules_to_not_convert": ["gate"]}
+WITH_TEMPLATE = edits.file("chat_template.jinja", TEMPLATE)
+WITH_ANOTHER = edits.file("chat_template.jinja", TEMPLATE.replace(": ", "> "))
+TEMPLATES = {"first": (WITH_TEMPLATE,), "second": (WITH_ANOTHER,)}
+OTHER_SAMPLING = edits.generation(temperature=0.6, eos_token_id=257)
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
@@ -77,205 +79,160 @@ def _smooth_v_to_o(state: StateDict) -> StateDict:
     return state | folded
 
 
-BESIDE_16_BIT = partial(Shape, schemes=(None, "w4a16"))
+def _first(name: str, *changes: Edit, **more: Any) -> Shape:
+    return Shape(name, first=changes, **more)
+
+
+def _second(
+    name: str, *changes: Edit, method: str = "", form: Mapping[str, Any] | None = None, **more: Any
+) -> Shape:
+    """Return a pair whose second is in another format, with settings ``form``, unless ``method`` is empty."""
+    return Shape(name, {"method": method, **(form or {})} if method else {}, second=changes, **more)
+
+
+AWQ, GPTQ = (partial(_second, method=method) for method in ("awq", "gptq"))
+BESIDE_16_BIT = partial(_first, schemes=(None, "w4a16"))
 """A pair whose first is given in 16 bit, to be quantised by its edits."""
 QUARK = partial(quark_int8, by="per_tensor", static=True)
+OWN_HEADS = {"num_key_value_heads": 4}
 
 SHAPES = (
     Shape("llm-compressor, both"),
-    Shape(
+    _second(
         "llm-compressor of 2024: `compression_config`",
-        second=(
-            edits.edit_json(
-                "config.json", lambda c: c.update(compression_config=c.pop("quantization_config"))
-            ),
-        ),
+        edits.edit_json("config.json", lambda c: c.update(compression_config=c.pop("quantization_config"))),
     ),
-    Shape(
+    _second(
         "compressed-tensors with the keys of 2025",
-        second=(edits.section(global_compression_ratio=1.5, sparsity_config={}, kv_cache_scheme=None),),
+        edits.section(global_compression_ratio=1.5, sparsity_config={}, kv_cache_scheme=None),
     ),
     Shape("llm-compressor's FP8 and INT4", schemes=("fp8", "w4a16"), stock=None),
-    Shape(
+    AWQ(
         "AutoAWQ: no cache, other sampling keys",
-        form={"method": "awq", "version": "GEMM"},
-        second=(
-            edits.config(use_cache=False, pad_token_id=0),
-            edits.generation(eos_token_id=257, do_sample=True, bos_token_id=256),
-        ),
+        edits.config(use_cache=False, pad_token_id=0),
+        edits.generation(eos_token_id=257, do_sample=True, bos_token_id=256),
+        form={"version": "GEMM"},
     ),
-    Shape(
+    AWQ(
         "AutoAWQ, settings in quant_config.json",
-        form={"method": "awq", "version": "GEMM"},
-        second=(edits.settings_in("quant_config.json", bits="w_bit", group_size="q_group_size"),),
+        edits.settings_in("quant_config.json", bits="w_bit", group_size="q_group_size"),
+        form={"version": "GEMM"},
         stock={"quantization": "awq"},
     ),
-    Shape(
-        "AutoAWQ, layers left out by parts of names",
-        form={"method": "awq", "modules_to_not_convert": ["gate"]},
-        stock=None,
-    ),
-    Shape(
-        "AutoAWQ's GEMV",
-        form={"method": "awq", "version": "gemv"},
-        second=(edits.tensors(edits.in_gemv),),
-    ),
-    Shape("AutoGPTQ", form={"method": "gptq"}, second=(edits.tensors(edits.zero_biases),)),
-    Shape(
+    AWQ("AutoAWQ, layers left out by parts of names", form=NOT_GATES, stock=None),
+    AWQ("AutoAWQ's GEMV", edits.tensors(edits.in_gemv), form={"version": "gemv"}),
+    GPTQ("AutoGPTQ", edits.tensors(edits.zero_biases)),
+    GPTQ(
         "AutoGPTQ, settings in quantize_config.json, its own file name",
-        form={"method": "gptq"},
-        second=(edits.settings_in("quantize_config.json"), edits.renamed("gptq_model-4bit-128g.safetensors")),
+        *(edits.settings_in("quantize_config.json"), edits.renamed("gptq_model-4bit-128g.safetensors")),
         stock={"quantization": "gptq"},
     ),
-    Shape(
-        "AutoGPTQ with desc_act",
-        form={"method": "gptq", "desc_act": True},
-        second=(edits.tensors(edits.reordered),),
-    ),
-    Shape(
-        "GPTQ packed for Marlin",
-        form={"method": "gptq", "is_marlin_format": True},
-        second=(edits.tensors(edits.packed_for_marlin),),
-    ),
-    Shape("GPTQModel, the newer format", form={"method": "gptq", "checkpoint_format": "gptq_v2"}),
-    Shape("GPTQModel, layers left out", form={"method": "gptq", "dynamic": {"-:.*lm_head": {}}}),
-    Shape(
+    GPTQ("AutoGPTQ with desc_act", edits.tensors(edits.reordered), form={"desc_act": True}),
+    GPTQ("GPTQ packed for Marlin", edits.tensors(edits.packed_for_marlin), form={"is_marlin_format": True}),
+    GPTQ("GPTQModel, the newer format", form={"checkpoint_format": "gptq_v2"}),
+    GPTQ("GPTQModel, layers left out", form={"dynamic": {"-:.*lm_head": {}}}),
+    GPTQ(
         "GPTQModel, other bits for some layers",
-        form={"method": "gptq", "dynamic": {"+:.*down": {"bits": 8}}},
-        second=(edits.requantised(".*down", bits=8),),
+        edits.requantised(".*down", bits=8),
+        form={"dynamic": {"+:.*down": {"bits": 8}}},
         stock=None,
     ),
-    Shape(
+    GPTQ(
         "GPTQModel, other groups for some layers",
-        form={"method": "gptq", "dynamic": {r"-:.*lm_head": {}, r"+:.*\.1\.": {"group_size": 32}}},
-        second=(edits.requantised(r".*\.1\.", group_size=32),),
+        edits.requantised(r".*\.1\.", group_size=32),
+        form={"dynamic": {r"-:.*lm_head": {}, r"+:.*\.1\.": {"group_size": 32}}},
     ),
-    Shape(
+    GPTQ(
         "GPTQModel, other groups for a part of what vLLM fuses",
-        form={"method": "gptq", "dynamic": {r".*\.v_proj": {"group_size": 32}}},
-        second=(edits.requantised(r".*\.v_proj", group_size=32),),
+        edits.requantised(r".*\.v_proj", group_size=32),
+        form={"dynamic": {r".*\.v_proj": {"group_size": 32}}},
     ),
-    Shape("GPTQ with zero points", form={"method": "gptq", "sym": False}, stock=None),
-    Shape("AutoRound as GPTQ", form={"method": "gptq", **GPTQ_AS_AUTO_ROUND}),
-    Shape("AutoRound as AWQ", form={"method": "awq", **AWQ_AS_AUTO_ROUND}),
-    BESIDE_16_BIT("AutoRound in block FP8 and INT4", first=(edits.auto_round_fp8,), stock=None),
+    GPTQ("GPTQ with zero points", form={"sym": False}, stock=None),
+    GPTQ("AutoRound as GPTQ", form=GPTQ_AS_AUTO_ROUND),
+    AWQ("AutoRound as AWQ", form=AWQ_AS_AUTO_ROUND),
+    BESIDE_16_BIT("AutoRound in block FP8 and INT4", edits.auto_round_fp8, stock=None),
     BESIDE_16_BIT(
         "AutoRound in FP8 without blocks",
-        first=(edits.auto_round_fp8, edits.section(packing_format="auto_round:fp8_static", group_size=-1)),
+        *(edits.auto_round_fp8, edits.section(packing_format="auto_round:fp8_static", group_size=-1)),
     ),
-    BESIDE_16_BIT("block FP8 (DeepSeek, Qwen) and INT4", first=(edits.block_fp8,), stock=None),
+    BESIDE_16_BIT("block FP8 (DeepSeek, Qwen) and INT4", edits.block_fp8, stock=None),
     BESIDE_16_BIT(
         "block FP8 scaled by powers of two (DeepSeek V3.1) and INT4",
-        first=(partial(edits.block_fp8, scale_fmt="ue8m0"),),
+        partial(edits.block_fp8, scale_fmt="ue8m0"),
         stock=None,
     ),
     BESIDE_16_BIT("16 bit and INT4"),
-    BESIDE_16_BIT("Quark's INT8", first=(QUARK(),)),
+    BESIDE_16_BIT("Quark's INT8", QUARK()),
     BESIDE_16_BIT(
         "Quark's INT8, weights per channel and activations per token",
-        first=(quark_int8(by="per_channel", static=False),),
+        quark_int8(by="per_channel", static=False),
     ),
     BESIDE_16_BIT(
         "Quark's INT8, activations with zero points",
-        first=(quark_int8(by="per_channel", static=True, symmetric=False),),
+        quark_int8(by="per_channel", static=True, symmetric=False),
     ),
     BESIDE_16_BIT(
-        "Quark's INT8, other settings for some layers", first=(QUARK(layers={"*down_proj": QUARK_CHANNELS}),)
+        "Quark's INT8, other settings for some layers", QUARK(layers={"*down_proj": QUARK_CHANNELS})
     ),
     BESIDE_16_BIT(
         "Quark's INT8, other settings for a part of what vLLM fuses",
-        first=(QUARK(layers={"*v_proj": QUARK_CHANNELS}),),
+        QUARK(layers={"*v_proj": QUARK_CHANNELS}),
     ),
-    Shape(
-        "ModelOpt's INT8",
-        first=(edits.section(quant_method="modelopt", quant_algo="W8A8_SQ_PER_CHANNEL"),),
-    ),
-    Shape("bf16 and fp16", second=(edits.in_half,)),
-    Shape("bf16 and fp16, with `--dtype`", second=(edits.in_half,), options={"dtype": "bfloat16"}),
+    _first("ModelOpt's INT8", edits.section(quant_method="modelopt", quant_algo="W8A8_SQ_PER_CHANNEL")),
+    _second("bf16 and fp16", edits.in_half),
+    _second("bf16 and fp16, with `--dtype`", edits.in_half, options={"dtype": "bfloat16"}),
     BESIDE_16_BIT(
-        "32 bit and INT4, with `--dtype`", first=(edits.stored_in("float32"),), options={"dtype": "bfloat16"}
+        "32 bit and INT4, with `--dtype`", edits.stored_in("float32"), options={"dtype": "bfloat16"}
     ),
     Shape(
         "transformers 4 and 5",
         first=(edits.as_transformers_4,),
         second=(edits.tokenizer(edits.merges_as_strings),),
     ),
-    Shape(
+    _first(
         "keys of unsloth and of the Hub",
-        first=(
-            edits.config(
-                unsloth_fixed=True, unsloth_version="2025.1", license="mit", _from_model_config=True
-            ),
-        ),
+        edits.config(unsloth_fixed=True, unsloth_version="2025.1", license="mit", _from_model_config=True),
     ),
-    Shape("a tokenizer with calibration's truncation", first=(edits.tokenizer(edits.left_by_calibration),)),
+    _first("a tokenizer with calibration's truncation", edits.tokenizer(edits.left_by_calibration)),
     Shape(
         "the chat template in another file",
         first=(edits.tokenizer_config(chat_template=TEMPLATE),),
         second=(edits.file("chat_template.jinja", TEMPLATE + "\n"),),
     ),
-    Shape("a chat template on one side", second=(edits.file("chat_template.jinja", TEMPLATE),)),
-    Shape(
-        "another chat template",
-        first=(edits.file("chat_template.jinja", TEMPLATE),),
-        second=(edits.file("chat_template.jinja", TEMPLATE.replace(": ", "> ")),),
-    ),
-    Shape(
-        "another chat template, with `--tokenizer-from`",
-        first=(edits.file("chat_template.jinja", TEMPLATE),),
-        second=(edits.file("chat_template.jinja", TEMPLATE.replace(": ", "> ")),),
-        options={"tokenizer_from": "w8a8"},
-    ),
-    Shape("the tokenizer of another base model", second=(edits.tokenizer(edits.swapped_tokens),)),
-    Shape("other sampling defaults", second=(edits.generation(temperature=0.6, eos_token_id=257),)),
-    Shape(
+    _second("a chat template on one side", WITH_TEMPLATE),
+    Shape("another chat template", **TEMPLATES),
+    Shape("another chat template, with `--tokenizer-from`", **TEMPLATES, options={"tokenizer_from": "w8a8"}),
+    _second("the tokenizer of another base model", edits.tokenizer(edits.swapped_tokens)),
+    _second("other sampling defaults", OTHER_SAMPLING),
+    _second(
         "other sampling defaults, with `--generation-from`",
-        second=(edits.generation(temperature=0.6, eos_token_id=257),),
+        OTHER_SAMPLING,
         options={"generation_from": "w4a16"},
     ),
-    Shape("a program beside the weights", first=(edits.file("quantize.py", "print('made by')"),)),
-    Shape("RoPE's frequencies among the tensors", first=(edits.tensors(edits.frequencies),)),
-    Shape(
-        "other RoPE scaling", second=(edits.config(rope_parameters={"rope_type": "linear", "factor": 2.0}),)
-    ),
-    Shape("another norm epsilon", second=(edits.config(rms_norm_eps=1e-05),)),
-    Shape(
+    _first("a program beside the weights", edits.file("quantize.py", "print('made by')")),
+    _first("RoPE's frequencies among the tensors", edits.tensors(edits.frequencies)),
+    _second("other RoPE scaling", edits.config(rope_parameters={"rope_type": "linear", "factor": 2.0})),
+    _second("another norm epsilon", edits.config(rms_norm_eps=1e-05)),
+    _first(
         "FP8 scales of the cache on one side",
-        first=(edits.section(kv_cache_scheme=CACHE), edits.tensors(edits.cache_scales)),
+        *(edits.section(kv_cache_scheme=CACHE), edits.tensors(edits.cache_scales)),
     ),
-    Shape("Llama 2 (own head for each query), AWQ", form={"method": "awq"}, model={"num_key_value_heads": 4}),
-    Shape(
-        "the same, AWQ with v to o folded",
-        form={"method": "awq"},
-        model={"num_key_value_heads": 4},
-        transform=_smooth_v_to_o,
-    ),
-    Shape("Qwen 2.5, GPTQ", form={"method": "gptq"}, architecture="qwen2"),
-    Shape("Qwen 3, AWQ", form={"method": "awq"}, architecture="qwen3"),
-    Shape("Gemma 3, GPTQ", form={"method": "gptq"}, architecture="gemma3"),
-    Shape("Mistral, GPTQ", form={"method": "gptq"}, architecture="mistral"),
-    Shape(
-        "Mixtral, AWQ",
-        form={"method": "awq", "modules_to_not_convert": ["gate"]},
-        architecture="mixtral",
-        stock=None,
-    ),
-    Shape("Qwen 2 MoE, GPTQ", form={"method": "gptq"}, architecture="qwen2_moe", stock=None),
-    Shape(
+    AWQ("Llama 2 (own head for each query), AWQ", model=OWN_HEADS),
+    AWQ("the same, AWQ with v to o folded", model=OWN_HEADS, transform=_smooth_v_to_o),
+    GPTQ("Qwen 2.5, GPTQ", architecture="qwen2"),
+    AWQ("Qwen 3, AWQ", architecture="qwen3"),
+    GPTQ("Gemma 3, GPTQ", architecture="gemma3"),
+    GPTQ("Mistral, GPTQ", architecture="mistral"),
+    AWQ("Mixtral, AWQ", form=NOT_GATES, architecture="mixtral", stock=None),
+    GPTQ("Qwen 2 MoE, GPTQ", architecture="qwen2_moe", stock=None),
+    AWQ(
         "Qwen 3 MoE, AWQ",
-        form={"method": "awq", "modules_to_not_convert": ["mlp.gate"]},
-        architecture="qwen3_moe",
-        stock=None,
+        **{"form": {"modules_to_not_convert": ["mlp.gate"]}, "architecture": "qwen3_moe", "stock": None},
     ),
-    Shape(
+    GPTQ(
         "Qwen 2 MoE, GPTQ, its experts in 16 bit on both sides",
-        form={"method": "gptq", "dynamic": {r"-:.*\.experts": {}, "-:.*gate$": {}}},
-        architecture="qwen2_moe",
-        model={"ignore": (EXPERTS,)},
+        form={"dynamic": {r"-:.*\.experts": {}, "-:.*gate$": {}}},
+        **{"architecture": "qwen2_moe", "model": {"ignore": (EXPERTS,)}},
     ),
-    Shape(
-        "Mistral with tekken.json on one side",
-        first=(edits.file("tekken.json", "{}"),),
-        architecture="mistral",
-    ),
+    _first("Mistral with tekken.json on one side", edits.file("tekken.json", "{}"), architecture="mistral"),
 )

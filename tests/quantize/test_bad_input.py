@@ -31,9 +31,8 @@ def test_errors(model: Path, variants: Path, tmp_path: Path) -> None:
 
     output, empty = tmp_path / "out", tmp_path / "empty.txt"
     empty.touch()
-    refused(
-        "'w3a3' is no variant of the recipe 'default'; it has w8a8, w4a16", model, output, "default", "w3a3"
-    )
+    no_variant = "'w3a3' is no variant of the recipe 'default'; it has w8a8, w4a16"
+    refused(no_variant, model, output, "default", "w3a3")
     refused("no variant is chosen; the recipe has w8a8", model, output, "default", variants=[])
     refused("no such folder", tmp_path / "missing", output)
     refused("has no file 'config.json'", tmp_path, output)
@@ -75,8 +74,15 @@ def with_200_features(model: Path) -> None:
     make_checkpoint(model, scheme=None, num_layers=1, intermediate_size=200)
 
 
+def in_int8(weight: torch.Tensor) -> torch.Tensor:
+    return (weight * 100).to(torch.int8)
+
+
+OF_NOBODY = "names the architecture OfNobodyForCausalLM, and transformers computes the model_type 'llama' as"
+IN_INT8 = r"self_attn.q_proj.weight' in .*model.safetensors has dtype int8; .* float16, bfloat16 or"
 LACKS_DOWN_PROJ = r"lacks 1 of the parameters of .*'model\.layers\.0\.mlp\.down_proj\.weight'"
 NO_NUMBER = r"self_attn.q_proj.weight' in .* holds NaN or infinite numbers"
+LINKED = ("LICENSE", "tokenizer.json", "vocab.txt", "modeling_own.py", "config.json")
 ADAPTER = edits.file("adapter_config.json", '{"base_model_name_or_path": "org/name"}')
 QUANTISED = {
     "gptq": edits.file("quantize_config.json", '{"bits": 4, "group_size": 64}'),
@@ -90,39 +96,25 @@ QUANTISED = {
     ("edit", "expected"),
     [
         (with_200_features, r"layers\.0\.mlp\.down_proj has 200 input features"),
-        (
-            changed(lambda weight: (weight * 100).to(torch.int8)),
-            r"self_attn.q_proj.weight' in .*model.safetensors has dtype int8; .* float16, bfloat16 or",
-        ),
+        (changed(in_int8), IN_INT8),
         (changed(torch.Tensor.double), r"self_attn.q_proj.weight' in .* has dtype float64"),
         (with_one(float("nan")), NO_NUMBER),
         (with_one(float("inf")), NO_NUMBER),
         (edits.without("down_proj"), LACKS_DOWN_PROJ),
-        (
-            edits.config(architectures=["OfNobodyForCausalLM"]),
-            "names the architecture OfNobodyForCausalLM, and transformers computes the model_type 'llama' as",
-        ),
+        (edits.config(architectures=["OfNobodyForCausalLM"]), OF_NOBODY),
         (edits.without(r"model\.norm", "lm_head"), r"lacks 2 of the parameters of .*model\.norm\.weight"),
         (edits.generation(num_return_sequences=2), "generation settings of .*num_return_sequences"),
+        *((link_out(name), f"'{name}' leads outside the checkpoint folder") for name in LINKED),
         *(
-            (link_out(name), f"'{name}' leads outside the checkpoint folder")
-            for name in ("LICENSE", "tokenizer.json", "vocab.txt", "modeling_own.py", "config.json")
-        ),
-        *(
-            (edit, rf"model is quantised already \({method}\); start from the 16")
-            for method, edit in QUANTISED.items()
+            (edit, rf"model is quantised already \({kind}\); start from the 16")
+            for kind, edit in QUANTISED.items()
         ),
         (beside_another, r"model-00001-of-00002.*, but transformers loads model\."),
-        (
-            edits.renamed("weights.safetensors"),
-            r"its tensors in weights\.safetensors, but transformers loads",
-        ),
+        (edits.renamed("weights.safetensors"), r"tensors in weights\.safetensors, but transformers loads"),
         (ADAPTER, r"holds an adapter \(adapter_config.json\); merge it"),
     ],
 )
-def test_a_model_that_cannot_be_quantised_is_refused_first(
-    small: Path, tmp_path: Path, edit: edits.Edit, expected: str
-) -> None:
+def test_a_model_that_cannot_be_quantised_is_refused_first(small, tmp_path, edit, expected):
     edit(model := Path(shutil.copytree(small, tmp_path / "model")))
     with pytest.raises(FlexQuantError, match=expected):
         quantize(model, tmp_path / "variants")
@@ -160,11 +152,8 @@ quantize(model, output + "/cold", recipe(w4a16=W4A16), samples=2, length=4096)
 def test_running_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, max_position_embeddings=4096)
     command = [sys.executable, "-c", LITTLE_MEMORY, str(model), str(tmp_path)]
-    done = programs.run(command, timeout=300, status=1)
-    assert (
-        "FlexQuantError: the memory ran out while quantising 'w4a16'; lower --samples or --length"
-        in done.stderr
-    )
+    said = "FlexQuantError: the memory ran out while quantising 'w4a16'; lower --samples or --length"
+    assert said in programs.run(command, timeout=300, status=1).stderr
     assert not list(tmp_path.glob("cold/*"))
 
 

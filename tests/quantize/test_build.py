@@ -27,9 +27,11 @@ from flexquant.merge import merge_checkpoints, verify_checkpoint
 from tests import readme
 from tests.checkpoints import make_checkpoint
 from tests.kills import kill_often
+from tests.policies import rules
 from tests.quantize.quantizing import OPTIONS, digests, report, section
 
 SECONDS = 300
+SCHEMES = ("w8a8", "w4a16")
 
 
 def command(name: str, model: Path, output: Path, *more: str) -> list[str]:
@@ -51,13 +53,11 @@ def built(first_build: tuple[Path, str]) -> Path:
 
 def test_build_quantises_merges_and_verifies(built: Path) -> None:
     assert sorted(p.name for p in built.iterdir()) == ["merged", "merged-variants"]
-    variants = {name: built / "merged-variants" / name for name in ("w8a8", "w4a16")}
+    variants = {name: built / "merged-variants" / name for name in SCHEMES}
     assert set(verify_checkpoint(built / "merged", variants)["tensors_compared_with"]) == set(variants)
 
 
-def test_nested_it_is_smaller_and_its_loss_is_measured(
-    model: Path, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nested_it_is_smaller_and_its_loss_is_measured(model, built, tmp_path, capsys):
     others = shutil.ignore_patterns("w8a8")
     shutil.copytree(built / "merged-variants", tmp_path / "merged-variants", ignore=others)
     nested = command("build", model, tmp_path / "merged", "--max-loss", "0.001", "--nested", "--json")
@@ -69,13 +69,9 @@ def test_nested_it_is_smaller_and_its_loss_is_measured(
     assert [variant["kept"] for variant in result["variants"].values()] == [False, True]
     assert not section(tmp_path / "merged-variants/w8a8").get("transform_config")
     assert "[8/8] measuring what is lost as it is served" in said.err and "w8a8 nested: KL" in said.out
-    sizes = [
-        sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-        for folder in (tmp_path / "merged", built / "merged")
-    ]
-    assert sizes[0] < 0.9 * sizes[1]
-    counts = [len([*folder.glob("*.safetensors")]) for folder in (tmp_path / "merged", built / "merged")]
-    assert counts[0] > counts[1]
+    files, of_built = ([*folder.glob("merged/*.safetensors")] for folder in (tmp_path, built))
+    assert sum(f.stat().st_size for f in files) < 0.9 * sum(f.stat().st_size for f in of_built)
+    assert len(files) > len(of_built)
     plain, stored = (result[key]["w8a8"] for key in ("variants", "nested_losses"))
     assert stored.keys() == plain["losses"].keys()
     for kind, loss in stored.items():
@@ -99,17 +95,13 @@ def begun(lines: list[str]) -> list[str]:
     return stages[::2]
 
 
-def test_a_log_file_gets_two_lines_a_stage(
-    model: Path, first_build: tuple[Path, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_file_gets_two_lines_a_stage(model, first_build, capsys):
     folder, output = first_build
     assert len(output) < 5000 and "\r" not in output
     assert "on answers to prompts of 64 tokens, as served," in output and "w4a16 alone" in output
-    lines = output.splitlines()
+    lines, before = output.splitlines(), digests(folder)
     # The other lines are a note on the calibration text, and the summary of variants, losses and output.
     assert len(lines) - 2 * len(begun(lines)) <= 36
-
-    before = digests(folder)
     assert cli.main(command("build", model, folder / "merged")) == 0
     again = begun(capsys.readouterr().err.splitlines())
     assert sum("is finished, and kept" in line for line in again) == 2
@@ -134,16 +126,14 @@ def run(arguments: list[str]) -> str:
 
 def test_recipes_and_card_say_how_it_was_made(built: Path, model: Path) -> None:
     card = (built / "merged/README.md").read_text()
-    for name in ("w8a8", "w4a16"):
+    for name in SCHEMES:
         text = (built / "merged" / f"recipe.{name}.yaml").read_text()
         assert text == (built / "merged-variants" / name / "recipe.yaml").read_text()
         recipe = yaml.safe_load(text)
         assert recipe["calibration"]["samples"] == 4
-        for modifier in recipe["variants"][name]:
-            assert modifier in card
+        assert all(modifier in card for modifier in recipe["variants"][name])
         assert recipe["made_with"]["llmcompressor"] in card
-    assert model.name in card
-    assert "4 samples of 64 tokens" in card
+    assert model.name in card and "4 samples of 64 tokens" in card
 
 
 STAGES = {
@@ -164,9 +154,7 @@ def build(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     "stages", [pytest.param(SOME, id="some"), pytest.param(list(STAGES), id="every", marks=pytest.mark.full)]
 )
-def test_killed_at_a_stage_and_started_again_it_ends_in_the_same_bytes(
-    stages: list[str], model: Path, built: Path, tmp_path: Path
-) -> None:
+def test_killed_at_a_stage_and_started_again_it_ends_in_the_same_bytes(stages, model, built, tmp_path):
     processes = multiprocessing.get_context("forkserver")  # forks one that has only imported llmcompressor
     processes.set_forkserver_preload(["flexquant.cli", "llmcompressor", "flexquant.quantization.oneshot"])
 
@@ -192,9 +180,7 @@ def test_killed_at_a_stage_and_started_again_it_ends_in_the_same_bytes(
 # It kills at random moments of writing, where the test above kills at chosen ones.
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "written"), [("quantize", ["variants", "--resume"]), ("build", ["merged"])])
-def test_killed_it_leaves_nothing_half_done_and_can_run_again(
-    name: str, written: list[str], model: Path, tmp_path: Path
-) -> None:
+def test_killed_it_leaves_nothing_half_done_and_can_run_again(name, written, model, tmp_path):
     folder, *options = written
     kill_often(lambda output: command(name, model, output / folder, *options), tmp_path, 2)
 
@@ -224,9 +210,7 @@ def test_what_is_rotated_is_not_nested(by: str, built: Path, tmp_path: Path, ref
     assert "[1/" not in message and not [*tmp_path.iterdir()]
 
 
-def test_a_build_that_differs_needs_overwrite(
-    model: Path, built: Path, tmp_path: Path, refused: Refused
-) -> None:
+def test_a_build_that_differs_needs_overwrite(model, built, tmp_path, refused):
     shutil.copytree(built, tmp_path / "again")
     output = tmp_path / "again/merged"
     assert "--overwrite" in refused(output, "--seed", "1")
@@ -243,17 +227,13 @@ def test_an_edited_variant_is_told_and_stays(built: Path, tmp_path: Path, refuse
     assert "tokenizer_config.json has other content" in message and "--overwrite" in message
 
 
-def test_a_file_that_was_put_into_a_finished_checkpoint_is_told(
-    built: Path, tmp_path: Path, refused: Refused
-) -> None:
-    shutil.copytree(built, tmp_path / "again")
-    (tmp_path / "again/merged/LICENSE").write_text("of another model")
-    assert "has another LICENSE than the variants" in refused(tmp_path / "again/merged")
+def test_a_file_that_was_put_into_a_finished_checkpoint_is_told(built, tmp_path, refused):
+    merged = shutil.copytree(built, tmp_path / "again") / "merged"
+    (merged / "LICENSE").write_text("of another model")
+    assert "has another LICENSE than the variants" in refused(merged)
 
 
-def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(
-    model: Path, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(model, built, tmp_path, capsys):
     """The variants are gone, so that nothing but the checkpoint remembers the old generation settings."""
     shutil.copytree(model, tmp_path / "tiny")
     shutil.copytree(built / "merged", tmp_path / "merged")
@@ -278,10 +258,10 @@ def test_a_finished_checkpoint_with_other_files_beside_its_weights_is_told(
         ("another order", [], "holds the variants w4a16, w8a8, but this build makes w8a8, w4a16"),
     ],
 )
-def test_an_output_that_cannot_be_gone_on_with_is_refused_before_quantising(
+def test_an_output_that_cannot_be_gone_on_with_is_refused_first(
     built: Path, tmp_path: Path, refused: Refused, content: str, options: list[str], said: str
 ) -> None:
-    output, variants = tmp_path / "merged", {n: built / "merged-variants" / n for n in ("w8a8", "w4a16")}
+    output, variants = tmp_path / "merged", {n: built / "merged-variants" / n for n in SCHEMES}
     if content == "a policy of its own":
         merge_checkpoints(variants, output, policy="w8a8")
     elif content == "another order":
@@ -294,31 +274,27 @@ def test_an_output_that_cannot_be_gone_on_with_is_refused_before_quantising(
             (output / "thesis.txt").write_text("years of work")
     message = refused(output, *options)
     assert f"{output} {said}" in message and "choose another folder" in message
-    assert "calibrating" not in message
-    assert not (tmp_path / "merged-variants").exists()
+    assert "calibrating" not in message and not (tmp_path / "merged-variants").exists()
 
 
 def test_a_policy_that_the_recipe_cannot_serve_is_refused_first(tmp_path: Path, refused: Refused) -> None:
-    message = refused(tmp_path / "merged", "--recipe", "fp8", "--policy", "phase")
+    output, file, policy = (tmp_path / name for name in ("merged", "recipe.yaml", "policy.yaml"))
+    message = refused(output, "--recipe", "fp8", "--policy", "phase")
     assert "uses the variant 'w8a8', but the recipe 'fp8' makes fp8, w4a16" in message
     modifiers = "{GPTQModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}}"
     recipe = f"schema: flexquant.recipe/v1\nvariants: {{a: {modifiers}, b: {modifiers}}}\n"
-    (tmp_path / "recipe.yaml").write_text(recipe)
-    message = refused(tmp_path / "merged", "--recipe", str(tmp_path / "recipe.yaml"))
-    assert "the policy 'phase-batch' uses the variant" in message
+    file.write_text(recipe)
+    assert "the policy 'phase-batch' uses the variant" in refused(output, "--recipe", str(file))
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
-    (tmp_path / "recipe.yaml").write_text(recipe.partition(", b:")[0] + "}\n")  # one variant needs no policy
-    alone = ["--recipe", str(tmp_path / "recipe.yaml"), "--calibration", "none.txt"]
-    assert "there is no file none.txt; give a file" in refused(tmp_path / "merged", *alone)
-    rule = "use: {default: w4a16, layers: {'7': w8a8}}"
-    (tmp_path / "policy.yaml").write_text(f"schema: flexquant.policy/v1\nrules: [{{{rule}}}]\n")
-    message = refused(tmp_path / "merged", "--recipe", "rtn", "--policy", str(tmp_path / "policy.yaml"))
+    file.write_text(recipe.partition(", b:")[0] + "}\n")  # one variant needs no policy
+    message = refused(output, "--recipe", str(file), "--calibration", "none.txt")
+    assert "there is no file none.txt; give a file" in message
+    policy.write_text(rules('- use: {default: w4a16, layers: {"7": w8a8}}'))
+    message = refused(output, "--recipe", "rtn", "--policy", str(policy))
     assert "7" in message and "[2/" not in message
 
 
-def test_the_fp8_recipe_needs_data_for_w4a16_alone_and_stores_its_policy(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fp8_recipe_needs_data_for_w4a16_alone_and_stores_its_policy(model, tmp_path, capsys):
     assert cli.main(command("build", model, tmp_path / "merged", "--recipe", "fp8")) == 0
     assert "fp8: quantising without calibration" in capsys.readouterr().err
     tensors = load_file(tmp_path / "merged-variants/fp8/model.safetensors")
@@ -350,9 +326,7 @@ def test_summary_and_json(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "kept from an earlier run" in capsys.readouterr().out
 
 
-def test_without_llmcompressor(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_llmcompressor(model, tmp_path, monkeypatch, capsys):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name, *a: None if name == "llmcompressor" else find_spec(name, *a)
@@ -364,18 +338,17 @@ def test_without_llmcompressor(
 def test_the_readmes_commands(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my-model").symlink_to(model)
     monkeypatch.chdir(tmp_path)
-    commands = [c for c in readme.commands() if c.startswith(("flexquant quantize", "flexquant build"))]
-    for shown in commands:
-        assert cli.main([*shlex.split(shown)[1:], *OPTIONS]) == 0
+    for shown in readme.commands():
+        if shown.startswith(("flexquant quantize", "flexquant build")):
+            assert cli.main([*shlex.split(shown)[1:], *OPTIONS]) == 0
     assert {p.name for p in (tmp_path / "my-variants").iterdir()} == {"calibration.jsonl", "w8a8", "w4a16"}
     assert {p.name for p in tmp_path.iterdir()} > {"my-model-merged", "my-other-variants"}
 
 
-def test_the_readmes_recipe(tmp_path: Path) -> None:
+def test_the_readmes_recipe(tmp_path):
     # Large enough that one unit is less than the recipe's budget.
     model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=4)
-    (tmp_path / "recipe.yaml").write_text(readme.documents("flexquant.recipe/v1")[0])
-    recipe = str(tmp_path / "recipe.yaml")
-    assert cli.main(command("quantize", model, tmp_path / "variants", "--recipe", recipe)) == 0
+    (recipe := tmp_path / "recipe.yaml").write_text(readme.documents("flexquant.recipe/v1")[0])
+    assert cli.main(command("quantize", model, tmp_path / "variants", "--recipe", str(recipe))) == 0
     ignored = section(tmp_path / "variants/w8a8")["ignore"]
     assert len(ignored) > 1 and "lm_head" in ignored

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Models that are more than dense text models: experts, latent attention, states, images.
+"""Every architecture that is served, and what is more than a dense text model: experts, states, images.
 
-Every expert is quantised by itself, and routers stay in 16 bit. What expands the cached latent does too, and
-the gates of a state. Vision models are quantised with llm-compressor itself, as the page shows.
+An architecture is built to the end, or refused before anything is quantised. Every expert is quantised by
+itself, and routers stay in 16 bit. What expands the cached latent does too, and the gates of a state. Vision
+models are quantised with llm-compressor itself, as the page shows.
 """
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
 
 from flexquant import cli
+from flexquant.build import build_checkpoint
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_config import MergedConfig, read_merged_config
 from flexquant.checkpoint.module_names import EXPERTS
@@ -24,9 +28,11 @@ from flexquant.quantization.oneshot import separate_experts
 from flexquant.quantization.recipe import Recipe, load_recipe
 from flexquant.quantization.resolve import ResolvedVariant, quantization_groups, resolve_variant
 from flexquant.quantization.source_model import empty_model
-from tests.architectures.models import random_model, small_config, split
-from tests.checkpoints import MIXTURES, base_config, make_checkpoint, write_checkpoint
-from tests.quantize.quantizing import OPTIONS, RTN, quantize, recipe, section
+from tests.architectures.models import LIKE, random_model, small_config, split
+from tests.architectures.outcomes import RESULTS, SERVED
+from tests.checkpoints import MIXTURES, base_config, make_checkpoint, saved_tensors, write_checkpoint
+from tests.conftest import rest_full
+from tests.quantize.quantizing import OPTIONS, RTN, quantize, recipe, recorder, section
 from tests.readme import blocks
 from tests.vision import KINDS, make_vision_checkpoint
 
@@ -47,10 +53,7 @@ def merged(folder: Path) -> MergedConfig:
 
 
 # Qwen3's mixture differs from Qwen2's by its lack of shared experts alone, so the full run has it.
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(name, marks=pytest.mark.full if name == "qwen3_moe" else ()) for name in MIXTURES],
-)
+@pytest.mark.parametrize("architecture", rest_full(MIXTURES, "mixtral", "qwen2_moe"))
 def test_experts_are_quantised_under_their_published_names(architecture, models, tmp_path):
     quantize(models[architecture], tmp_path)
     linears = {name for name in read_tensors(models[architecture]) if EXPERTS.match(name)}
@@ -102,9 +105,8 @@ def test_experts_are_neither_rotated_nor_given_zero_points() -> None:
     with pytest.raises(FlexQuantError, match=r"cannot leave out experts where re:\.\*.* names them"):
         resolved(recipe(w8a8=of_some))
     rotation = {"targets": ["re:.*down_proj$"], "transform_block_size": 32}
-    with pytest.raises(
-        FlexQuantError, match=r"rotate the inputs of .*\.experts\.0\.down_proj, which vLLM does"
-    ):
+    said = r"rotate the inputs of .*\.experts\.0\.down_proj, which vLLM does"
+    with pytest.raises(FlexQuantError, match=said):
         resolved(recipe(w8a8={"QuIPModifier": rotation, "GPTQModifier": arguments}))
 
 
@@ -118,11 +120,8 @@ def test_groups_of_several_sizes_divide_their_own_linears(of_down: int, problem:
     }
     by = recipe(v={"QuantizationModifier": {"config_groups": groups, "ignore": ["lm_head"]}})
     model = empty_model(config)
-    if problem is None:
+    with nullcontext() if problem is None else pytest.raises(FlexQuantError, match=problem):
         assert resolve_variant(by.variants["v"], model, config.model_type).group_size is None
-        return
-    with pytest.raises(FlexQuantError, match=problem):
-        resolve_variant(by.variants["v"], model, config.model_type)
 
 
 ATTENTION = "model.layers.0.self_attn"
@@ -147,10 +146,8 @@ STATE = "model.layers.0.linear_attn"
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("states")
-    config = small_config(
-        "qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
-    )
-    model = random_model(config)
+    kinds = ["linear_attention", "full_attention"]
+    model = random_model(small_config("qwen3_next", num_hidden_layers=2, layer_types=kinds))
     model.config.architectures = ["Qwen3NextForCausalLM"]
     write_checkpoint(folder / "model", model.config, split(model)[0], None, set(), [])
     assert cli.main(["build", str(folder / "model"), "--output", str(folder / "merged"), *OPTIONS]) == 0
@@ -182,13 +179,8 @@ def test_the_recipe_tells_what_was_left_in_16_bit_and_how_the_norm_was_folded(bu
 
 
 # The full run finds what a release of transformers changes in the other kinds.
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in ("idefics3", "qwen3_5") else pytest.mark.full) for name in KINDS],
-)
-def test_what_the_page_shows_gives_variants_that_merge(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", rest_full(KINDS, "idefics3", "qwen3_5"))
+def test_what_the_page_shows_gives_variants_that_merge(name, tmp_path, monkeypatch):
     (code,) = [block for block in blocks("python") if "my-vision-model" in block]
     kind, of_the_page = KINDS[name], repr(list(KINDS["idefics3"].towers))[1:-1].replace("'", '"')
     assert of_the_page in code
@@ -210,3 +202,49 @@ def test_recipes_refuse_a_vision_model_and_say_what_to_do(tmp_path: Path) -> Non
     with pytest.raises(FlexQuantError, match=r"\('idefics3'\).*with llm-compressor itself.*Vision models"):
         quantize(model, tmp_path / "variants")
     assert not (tmp_path / "variants").exists()
+
+
+FOUND = json.loads(RESULTS.read_text())["architectures"]
+SOME = [f"{name}ForCausalLM" for name in ("Afmoe", "Falcon", "GPTNeoX", "GptOss", "MiMo", "OPT")]
+"""A router in 16 bit, another class of linears, a renamed head, fused experts, and two that are refused."""
+WITHOUT_CLASS = "IQuestCoder InternLM3 MiMo MiMoV2 MiniCPM PanguEmbedded Solar TeleChat3 TeleFLM"
+UNKNOWN = "names the architecture {}, and transformers computes the model_type '{}' as"
+REFUSED = {"OPTForCausalLM": "transformers cannot build the OPTForCausalLM"} | {
+    name: UNKNOWN.format(name, FOUND[name]["model_type"])
+    for name in map("{}ForCausalLM".format, WITHOUT_CLASS.split())
+}
+"""Architecture -> how it is refused; transformers has no class for the others."""
+BUILT = sorted(name for name in FOUND if FOUND[name]["outcome"] == SERVED or name in REFUSED)
+
+
+def write_model(folder: Path, architecture: str) -> Path:
+    """Write a small random 16-bit model of an architecture, and return its folder."""
+    own = LIKE.get(architecture, ("", {}))[1]
+    model = random_model(small_config(FOUND[architecture]["model_type"], **own))
+    tensors = saved_tensors(model)
+    model.config.architectures = [architecture]
+    return write_checkpoint(folder, model.config, tensors, None, set(), [])
+
+
+@pytest.mark.parametrize("architecture", rest_full(BUILT, *SOME))
+def test_it_is_built_to_the_end_or_refused_before_quantising(architecture: str, tmp_path: Path) -> None:
+    model, titles = write_model(tmp_path / "model", architecture), list[str]()
+
+    def build() -> list[str]:
+        built = build_checkpoint(model, tmp_path / "merged", load_recipe("rtn"), stage=recorder(titles))
+        assert all(variant.losses for variant in built.variants)
+        return [variant.folder for variant in built.variants]
+
+    if architecture in REFUSED:
+        with pytest.raises(FlexQuantError, match=REFUSED[architecture]):
+            build()
+        assert titles == [f"reading {model}"]
+        assert not (tmp_path / "merged-variants").exists()
+        return
+    for folder in build():
+        tensors = read_tensors(Path(folder))
+        weights = [name.removesuffix("_scale") for name in tensors if name.endswith(".weight_scale")]
+        assert weights
+        for name in weights:
+            assert f"{name}_packed" in tensors or tensors[name].dtype == "I8"
+    assert read_merged_config(tmp_path / "merged")[0].base_architecture == architecture

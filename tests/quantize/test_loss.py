@@ -18,18 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 from flexquant import cli
 from flexquant.checkpoint.measured_loss import PROMPT_TOKENS, read_losses
 from flexquant.documents.texts import draw_rows, read_corpus, read_documents
-from flexquant.quantization.loss import (
-    TOKENS,
-    _answers,
-    _compare,
-    _loss,
-    measure_answers,
-    measure_loss,
-    measuring_rows,
-    read_prompts,
-    read_reference,
-    reference_of,
-)
+from flexquant.quantization import loss as lost
+from flexquant.quantization.loss import TOKENS, measure_answers, measuring_rows, read_prompts, read_reference
 from flexquant.quantization.recipe import load_recipe
 from tests.checkpoints import StateDict, make_checkpoint
 from tests.quantize.quantizing import RTN, W4A16, digests, quantize, recipe, report
@@ -51,16 +41,14 @@ def load(folder: Path) -> Any:
 
 def test_a_model_loses_nothing_against_itself(model: Path, tokenizer: AutoTokenizer) -> None:
     same = load(model)
-    losses = measure_loss(same, read_reference(same, tokenizer))
+    losses = lost.measure_loss(same, read_reference(same, tokenizer))
     assert {"prose", "code", "conversation"} <= losses.keys()
     for loss in losses.values():
         assert (loss.kl, loss.perplexity, loss.same_top) == (0, 0, 1)
 
 
 @pytest.mark.parametrize("variant", ["w8a8", "w4a16"])
-def test_what_is_recorded_is_the_loss_of_what_was_written(
-    variant: str, model: Path, variants: Path, tokenizer: AutoTokenizer
-) -> None:
+def test_what_is_recorded_is_the_loss_of_what_was_written(variant, model, variants, tokenizer):
     """The reference computes both models' whole logits by itself."""
     recorded = read_losses({variant: variants / variant / "recipe.yaml"})[variant]
     original, written = load(model), load(variants / variant)
@@ -78,9 +66,7 @@ def test_what_is_recorded_is_the_loss_of_what_was_written(
         assert recorded[kind].perplexity == pytest.approx(expected, abs=4e-4)
 
 
-def test_answers_are_measured_with_prompts_that_another_variant_read(
-    model: Path, variants: Path, tokenizer: AutoTokenizer
-) -> None:
+def test_answers_are_measured_with_prompts_that_another_variant_read(model, variants, tokenizer):
     """The reference reads token by token, as a server does, and has whole logits."""
     original, first, second = load(model), load(variants / "w8a8"), load(variants / "w4a16")
     reference = read_reference(original, tokenizer)
@@ -104,13 +90,10 @@ def test_answers_are_measured_with_prompts_that_another_variant_read(
         assert losses[kind].kl == pytest.approx(float(torch.stack(divergences).mean()), abs=2e-4)
 
 
-def test_the_command_says_what_was_lost_and_marks_what_lost_too_much(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_was_lost_and_marks_what_lost_too_much(tmp_path, capsys):
     model = make_checkpoint(tmp_path / "model", scheme=None, transform=with_outliers)
-    by = tmp_path / "recipe.yaml"
-    variants = {"w8a8": RTN, "w4a16": COARSE}
-    by.write_text(yaml.safe_dump({"schema": "flexquant.recipe/v1", "variants": variants}, sort_keys=False))
+    recipe = {"schema": "flexquant.recipe/v1", "variants": {"w8a8": RTN, "w4a16": COARSE}}
+    (by := tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     arguments = ["quantize", str(model), "--output", str(tmp_path / "out"), "--recipe", str(by)]
     assert cli.main([*arguments, "--max-loss", "30"]) == 0
     printed = capsys.readouterr().out
@@ -138,15 +121,12 @@ def with_outliers(state: StateDict) -> StateDict:
     return state
 
 
-def test_a_kind_to_which_the_model_itself_answers_nan_is_not_measured(
-    model: Path, tokenizer: AutoTokenizer
-) -> None:
+def test_a_kind_to_which_the_model_itself_answers_nan_is_not_measured(model, tokenizer):
     rows = measuring_rows(read_corpus(held_out=True), (), tokenizer)
     broken = load(model)
     only_code = set(sum(rows["code"], [])) - set(sum(rows["prose"], []))
     broken.get_input_embeddings().weight.data[list(only_code)] = torch.nan
-    answers = reference_of(broken, {kind: rows[kind] for kind in ("code", "prose")}).answers
-    assert set(answers) == {"prose"}
+    assert set(lost.reference_of(broken, {k: rows[k] for k in ("code", "prose")}).answers) == {"prose"}
 
 
 def test_without_a_chat_template_conversations_name_their_speakers(tokenizer: AutoTokenizer) -> None:
@@ -166,22 +146,22 @@ def test_a_document_counts_with_the_token_that_begins_it(model: Path) -> None:
 def test_the_divergence_is_from_the_16_bit_model() -> None:
     was, found = torch.tensor([[0.6, 0.4]]).log(), torch.tensor([[0.9, 0.1]]).log()
     expected = (0.6 * log(0.6 / 0.9) + 0.4 * log(0.4 / 0.1), log(0.6 / 0.9), 1.0)
-    assert _compare(found, [0, 0], _answers(was, [0, 0])) == pytest.approx(expected, abs=1e-5)
+    assert lost._compare(found, [0, 0], lost._answers(was, [0, 0])) == pytest.approx(expected, abs=1e-5)
 
 
 def test_errors_are_standard_errors_over_the_documents() -> None:
     """Three documents lie 0.1 and 0.2 apart: deviations of 0.1 and 0.2, divided by the square root of 3."""
-    found = _loss([(0.1, 0.4, 1.0), (0.3, 0.0, 0.25), (0.2, 0.2, 0.25)])
+    found = lost._loss([(0.1, 0.4, 1.0), (0.3, 0.0, 0.25), (0.2, 0.2, 0.25)])
     assert (found.documents, found.kl, found.same_top) == (3, 0.2, 0.5)
     assert found.kl_error == pytest.approx(0.1 / 3**0.5, abs=5e-5)
     assert found.perplexity == pytest.approx(1.221403 - 1, abs=5e-5)
     assert found.perplexity_error == pytest.approx(1.221403 * 0.2 / 3**0.5, abs=5e-5)
-    alone = _loss([(0.1, 0.4, 1.0)])
+    alone = lost._loss([(0.1, 0.4, 1.0)])
     assert (alone.kl, alone.kl_error, alone.perplexity_error) == (0.1, None, None)
 
 
 def test_a_loss_beyond_any_number_is_not_finite() -> None:
-    found = _loss([(1e3, 1e3, 0.0), (2e3, 2e3, 0.0)])
+    found = lost._loss([(1e3, 1e3, 0.0), (2e3, 2e3, 0.0)])
     assert (found.kl, found.perplexity, found.perplexity_error) == (1500.0, None, None)
     assert found.exceeds(1e6)
 
@@ -216,14 +196,11 @@ def test_the_answers_are_nearer_to_16_bit(model: Path, both: Path) -> None:
 
 def test_every_epoch_is_told(both: Path) -> None:
     found = report(both / "distilled")["distillation"]["kl_by_epoch"]
-    assert len(found) == EPOCHS
-    assert found[-1] < 0.95 * found[0]
+    assert len(found) == EPOCHS and found[-1] < 0.95 * found[0]
     assert report(both / "plain")["distillation"] is None
 
 
-def test_scales_are_trained_beside_zero_points_and_the_recipe_makes_them_again(
-    model: Path, tmp_path: Path
-) -> None:
+def test_scales_are_trained_beside_zero_points_and_the_recipe_makes_them_again(model, tmp_path):
     ways = {"plain": WITH_ZEROS, "distilled": {**WITH_ZEROS, "scale_distillation": {"epochs": 1}}}
     quantize(model, tmp_path, recipe(**ways), samples=8)
     plain, distilled = (load_file(tmp_path / way / "model.safetensors") for way in ways)
@@ -231,7 +208,6 @@ def test_scales_are_trained_beside_zero_points_and_the_recipe_makes_them_again(
     different = {name.rpartition(".")[2] for name in plain if not plain[name].equal(distilled[name])}
     assert different == {"weight_scale"}, "the integers are those of GPTQ"
     assert any(name.endswith("weight_zero_point") for name in plain)
-
     again = load_recipe(tmp_path / "distilled/recipe.yaml")
     assert again.variants["distilled"].scale_distillation is not None
     quantize(model, tmp_path / "again", again, samples=8)

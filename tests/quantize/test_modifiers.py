@@ -13,18 +13,15 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from safetensors.torch import load_file
 
 from flexquant.errors import FlexQuantError
-from flexquant.quantization.modifiers import (
-    SearchedSmoothQuant,
-    TokenNormalizedGPTQ,
-    build_modifiers,
-    smoothing_scales,
-)
+from flexquant.quantization import modifiers
+from flexquant.quantization.modifiers import TokenNormalizedGPTQ, smoothing_scales
 from flexquant.quantization.oneshot import load_model, run_modifiers
 from flexquant.quantization.recipe import load_recipe
 from flexquant.quantization.resolve import resolve_variant
 from flexquant.quantization.source_model import MLP_NORM, empty_model, read_source
 from tests.architectures.models import random_model, small_config
 from tests.checkpoints import StateDict, byte_tokenizer, make_checkpoint
+from tests.conftest import rest_full
 from tests.quantize.quantizing import RTN, digests, quantize, recipe, report
 
 GRID = [0.3, 0.5, 0.7, 0.9]
@@ -96,8 +93,7 @@ def smoothed_at(strengths: dict[str, float | None], model: Path, output: Path) -
 
 
 def test_a_mapping_fixed_at_null_is_not_smoothed(small: Path, tmp_path: Path) -> None:
-    strengths = {FIRST_NORM: None, NORM: 0.8}
-    source = load_file(small / "model.safetensors")
+    strengths, source = {FIRST_NORM: None, NORM: 0.8}, load_file(small / "model.safetensors")
     made = smoothed_at(strengths, small, tmp_path / "variants")
     for name, alpha in strengths.items():
         assert torch.equal(source[f"{name}.weight"], made[f"{name}.weight"]) == (alpha is None)
@@ -123,10 +119,7 @@ def test_a_fixed_strength_is_the_one_that_scales(tmp_path: Path) -> None:
     assert (high - low).abs().min() > 0.1
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind in DIFFERENT else pytest.mark.full) for kind in sorted(MLP_NORM)],
-)
+@pytest.mark.parametrize("kind", rest_full(sorted(MLP_NORM), *DIFFERENT))
 def test_a_smoothed_model_computes_the_same(kind: str, tmp_path: Path) -> None:
     """The norms of each architecture feed nothing but the linears into which their scales move."""
     random_model(small_config(kind, num_hidden_layers=4)).save_pretrained(tmp_path)
@@ -137,7 +130,7 @@ def test_a_smoothed_model_computes_the_same(kind: str, tmp_path: Path) -> None:
     settings = recipe(w8a8={"SmoothQuantModifier": {"smoothing_strength": 0.5}, **W8A8}).variants["w8a8"]
     variant = resolve_variant(settings, empty_model(model.config), kind)
     ids = torch.arange(3, 67)
-    smoothing, _ = build_modifiers(variant, len(ids))
+    smoothing, _ = modifiers.build_modifiers(variant, len(ids))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     expected = model(ids[None]).logits.detach()
     run_modifiers(model, byte_tokenizer(model.config), [smoothing], [ids], seed=0)
@@ -148,21 +141,18 @@ def test_a_smoothed_model_computes_the_same(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_largest_inputs_are_those_of_all_rows() -> None:
-    smoothing = SearchedSmoothQuant(fixed={"norm": 0.5}, scales_={})
+    smoothing = modifiers.SearchedSmoothQuant(fixed={"norm": 0.5}, scales_={})
     for row in ([1.0, -5.0], [3.0, 2.0]):
         smoothing._observer("norm")(torch.nn.Identity(), (torch.tensor([row]),), None)
     assert smoothing.scales_["norm"].max_channel_vals.tolist() == [3.0, 5.0]
 
 
-def test_scales_are_smoothquants() -> None:
+def test_scales_are_smoothquants_and_dead_channels_are_left_as_they_are() -> None:
     x, w = torch.tensor([4.0, 9.0]), torch.tensor([0.25, 1.0])
     assert torch.allclose(smoothing_scales(0.5, x, w), torch.tensor([4.0, 3.0]))
     assert torch.allclose(smoothing_scales(1.0, x, w), x)
     assert torch.allclose(smoothing_scales(0.0, x, w), 1 / w)
     assert torch.equal(smoothing_scales(None, x, w), torch.ones(2))
-
-
-def test_dead_channels_are_left_as_they_are() -> None:
     scales = smoothing_scales(0.5, torch.tensor([0.0, 4.0, 4.0]), torch.tensor([1.0, 0.0, 1.0]))
     assert torch.equal(scales, torch.tensor([1.0, 1.0, 2.0]))
 

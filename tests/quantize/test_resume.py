@@ -1,21 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Starting again keeps what is finished and the same, and replaces other things only when told to."""
+"""Starting again keeps what is finished and the same, and replaces other things only when told to.
+
+Where files did not fit, one sentence says so, nothing is half done, and the next run succeeds.
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from flexquant import cli
 from flexquant.errors import FlexQuantError
+from flexquant.merge import verify_checkpoint
 from flexquant.quantization.recipe import Recipe
 from flexquant.quantization.report import REPORT_FILE
+from tests import programs
 from tests.checkpoints import make_checkpoint
-from tests.quantize.quantizing import RTN, W4A16, digests, quantize, recipe, recorder
+from tests.quantize.quantizing import OPTIONS, RTN, W4A16, digests, quantize, recipe, recorder
 
 TWO = recipe(w8a8=RTN, w4a16=W4A16)
 
@@ -48,11 +57,9 @@ def kept(model: Path, output: Path, by: Recipe = TWO, **options: Any) -> list[bo
 
 def test_what_is_finished_stays_and_what_is_gone_is_made_again(small: Path, finished: Path) -> None:
     written = finished / "w8a8/model.safetensors"
-    expected, time = digests(finished), written.stat().st_mtime_ns
-    said: list[str] = []
+    expected, time, said = digests(finished), written.stat().st_mtime_ns, list[str]()
     assert kept(small, finished, stage=recorder(said)) == [True, True]
     assert f"w8a8: {finished / 'w8a8'} is finished, and kept" in said
-
     shutil.rmtree(finished / "w4a16")
     assert kept(small, finished) == [True, False]
     assert written.stat().st_mtime_ns == time and digests(finished) == expected
@@ -68,9 +75,7 @@ def test_what_a_killed_run_left_beside_finished_variants_goes(small: Path, finis
     assert digests(finished) == expected
 
 
-def test_changed_files_are_named_and_the_variant_replaced_only_when_told_to(
-    small: Path, finished: Path
-) -> None:
+def test_changed_files_are_named_and_the_variant_replaced_only_when_told_to(small, finished):
     expected, w8a8 = digests(finished), finished / "w8a8"
     weights = w8a8 / "model.safetensors"
     tensors, size = load_file(weights), weights.stat().st_size
@@ -88,9 +93,7 @@ def test_changed_files_are_named_and_the_variant_replaced_only_when_told_to(
     assert digests(finished) == expected
 
 
-def test_a_damaged_report_is_told_and_the_variant_made_again_when_told_to(
-    small: Path, finished: Path
-) -> None:
+def test_a_damaged_report_is_told_and_the_variant_made_again_when_told_to(small, finished):
     expected = digests(finished)
     for damaged in ('{"schema": ', "[]", '{"files": {}}'):
         (finished / "w8a8" / REPORT_FILE).write_text(damaged)
@@ -130,9 +133,7 @@ def test_a_run_that_is_refused_has_deleted_nothing(small: Path, finished: Path) 
     refused(both, small, finished, seed=1)
 
 
-def test_what_was_made_otherwise_is_replaced_only_when_told_to(
-    small: Path, finished: Path, tmp_path: Path
-) -> None:
+def test_what_was_made_otherwise_is_replaced_only_when_told_to(small, finished, tmp_path):
     other = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, seed=1)
     refused("w8a8 was made with different weights", other, finished)
     changed = {"QuantizationModifier": {**RTN["QuantizationModifier"], "weight_observer": "memoryless_mse"}}
@@ -158,3 +159,44 @@ def test_a_folder_of_something_else_is_never_replaced(small: Path, tmp_path: Pat
         with pytest.raises(FlexQuantError, match="w8a8 (exists|is not a checkpoint folder)"):
             quantize(small, tmp_path / "variants", TWO, **options)
     assert mine.read_text() == "years of work"
+
+
+SECONDS = 600
+
+
+@pytest.mark.parametrize("most", [pytest.param(4096, marks=pytest.mark.full), 65536])
+def test_a_variant_that_does_not_fit(model, tmp_path, most, capsys):
+    output = tmp_path / "variants"
+    command = ["quantize", str(model), "--output", str(output), "--resume", *OPTIONS]
+    said = f"flexquant quantize: error: the disk ran full while writing {output / 'w8a8'}"
+    assert programs.disk_full(command, most, capsys).startswith(said)
+    assert digests(tmp_path).keys() == {"variants/calibration.jsonl"}, "which is whole"
+    assert cli.main(command) == 0
+    assert {"w8a8/config.json", "w4a16/config.json"} <= digests(output).keys()
+
+
+# The unit tests know the check of free space; this one finds that quantising no longer asks it.
+@pytest.mark.full
+def test_a_disk_without_room_is_told_before_quantising(model: Path, tmp_path: Path) -> None:
+    mounted = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    mounted += ['mount -t tmpfs -o size=128k tmpfs "$0" || exit 77; "$@"', str(tmp_path)]
+    if subprocess.run([*mounted, "true"], capture_output=True, timeout=SECONDS).returncode:
+        pytest.skip("this machine does not let its users mount a disk of their own")
+    command = ["quantize", model, "--output", tmp_path / "variants", "--recipe", "rtn"]
+    done = programs.run([*mounted, sys.executable, "-m", "flexquant", *command], timeout=SECONDS, status=1)
+    assert re.search(r"needs [\d.]+ KiB of free disk space, but .* has [\d.]+ KiB", done.stderr)
+    assert "quantising" not in done.stderr
+
+
+def test_a_merge_that_does_not_fit_keeps_the_variants(model, variants, tmp_path, capsys):
+    """The variants are from an earlier run, with files larger than now fit."""
+    output, kept = tmp_path / "merged", tmp_path / "merged-variants"
+    shutil.copytree(variants, kept)
+    before = digests(tmp_path)
+    command = ["build", str(model), "--output", str(output), *OPTIONS]
+    said = f"flexquant build: error: the disk ran full while writing {output}"
+    assert programs.disk_full(command, 65536, capsys).startswith(said)
+    assert digests(tmp_path) == before
+    assert cli.main(command) == 0
+    assert digests(kept) == digests(variants)
+    verify_checkpoint(output, {name: kept / name for name in ("w8a8", "w4a16")})

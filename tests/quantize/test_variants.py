@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""What is in a variant's folder: schemes, what was smoothed, files; equal inputs give equal bytes."""
+"""What is in a variant's folder: schemes, what was smoothed, a head, files; equal inputs give equal bytes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from flexquant import cli
+from flexquant.checkpoint.merged_config import read_merged_config
+from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.quantization.oneshot import load_quantized
 from flexquant.quantization.recipe import SCHEMA, Calibration, load_recipe
 from flexquant.quantization.vocabulary import MODIFIERS
 from tests.checkpoints import StateDict, make_checkpoint
-from tests.foreign import config_of
+from tests.foreign import config_of, tensors_of
 from tests.publishers import edits
 from tests.quantize import quantizing
 from tests.quantize.quantizing import (
     FEW,
+    OPTIONS,
     RTN,
     W4A16,
     digests,
@@ -30,7 +35,6 @@ from tests.quantize.quantizing import (
     recipe,
     relative_error,
     report,
-    weight,
 )
 
 
@@ -81,23 +85,28 @@ def test_norms_hand_their_scales_to_all_their_readers_so_that_v_stays(model: Pat
             name = f"{layer}.{norm}.weight"
             assert relative_error(w8a8[name].float(), source[name].float()) > 0.1
             for reader in readers:
-                folded = weight(variants / "w8a8", f"{layer}.{reader}") * w8a8[name].float()
+                folded = quantizing.weight(variants / "w8a8", f"{layer}.{reader}") * w8a8[name].float()
                 expected = source[f"{layer}.{reader}.weight"].float() * source[name].float()
                 assert relative_error(folded, expected) < 0.03, reader
-        o_proj = weight(variants / "w8a8", f"{layer}.self_attn.o_proj")
+        o_proj = quantizing.weight(variants / "w8a8", f"{layer}.self_attn.o_proj")
         assert relative_error(o_proj, source[f"{layer}.self_attn.o_proj.weight"].float()) < 0.03
 
 
-def test_the_quantised_model_computes_what_the_source_computes(model: Path, variants: Path) -> None:
-    from transformers import AutoModelForCausalLM
+IDS = torch.tensor([list(b"def quantize(model, output): ...")])
 
-    ids = torch.tensor([list(b"def quantize(model, output): ...")])
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(IDS).logits
+
+
+def test_the_quantised_model_computes_what_the_source_computes(model: Path, variants: Path) -> None:
     # Logits of unrelated models differ by about 1.4. Random weights have no outliers and few samples leave
     # GPTQ little to go by, so this tells a broken checkpoint from a sound one and says nothing on quality.
+    expected = logits(model)
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits
         for name, bound in (("w8a8", 0.1), ("w4a16", 0.8)):
-            assert relative_error(load_quantized(variants / name)(ids).logits, expected) < bound
+            assert relative_error(load_quantized(variants / name)(IDS).logits, expected) < bound
 
 
 def test_inputs_of_down_proj_are_rotated_and_activations_have_zero_points(variants: Path) -> None:
@@ -119,9 +128,7 @@ def test_the_default_recipe_on_other_architectures(tmp_path: Path, architecture:
     merge_checkpoints([(r.name, r.folder) for r in results], tmp_path / "merged")
 
 
-def test_same_inputs_give_the_same_bytes_and_so_does_the_recipe_beside_a_variant(
-    model: Path, variants: Path, tmp_path: Path
-) -> None:
+def test_same_inputs_give_the_same_bytes_and_so_does_the_recipe_beside_a_variant(model, variants, tmp_path):
     first = digests(variants)
     quantize(model, tmp_path / "again")
     assert digests(tmp_path / "again") == first
@@ -192,10 +199,9 @@ def test_generation_settings_are_kept_as_they_are(own: Path, tmp_path: Path, nam
 
 def test_calibration_on_text_and_on_messages(own: Path, tmp_path: Path) -> None:
     (own / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    text = tmp_path / "prose.txt"
-    text.write_text("A paragraph of prose.\n\nAnd another one.\n" * 20)
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello there! " * 100}]}))
+    (text := tmp_path / "prose.txt").write_text("A paragraph of prose.\n\nAnd another one.\n" * 20)
+    chat = {"messages": [{"role": "user", "content": "Hello there! " * 100}]}
+    (chats := tmp_path / "chats.jsonl").write_text(json.dumps(chat))
     by = recipe(w4a16=W4A16)
     quantize(own, tmp_path / "text", by, calibration=text)
     settings = Calibration(data=str(chats), samples=4, length=64, seed=3)
@@ -212,16 +218,61 @@ def test_calibration_on_text_and_on_messages(own: Path, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_rounding_is_learnt(model: Path, tmp_path: Path) -> None:
     arguments = {"ignore": ["lm_head"], "scheme": "W4A16", "group_size": 64}
-    by = recipe(
-        nearest={"QuantizationModifier": arguments},
-        learnt={"AutoRoundModifier": {**arguments, "iters": 8, "batch_size": 2}},
-    )
-    quantize(model, tmp_path, by)
+    learning = {"AutoRoundModifier": {**arguments, "iters": 8, "batch_size": 2}}
+    quantize(model, tmp_path, recipe(nearest={"QuantizationModifier": arguments}, learnt=learning))
     assert "auto-round" in report(tmp_path / "learnt")["made_from"]["versions"]
     nearest, learnt = (tensors(tmp_path / way) for way in ("nearest", "learnt"))
-    assert {name: (w.shape, w.dtype) for name, w in nearest.items()} == {
-        name: (w.shape, w.dtype) for name, w in learnt.items()
-    }
+    ours, others = ({name: (w.shape, w.dtype) for name, w in way.items()} for way in (nearest, learnt))
+    assert ours == others
     different = [name for name in nearest if not nearest[name].equal(learnt[name])]
     assert any(name.endswith("weight_packed") for name in different)
     assert all(name.endswith(("weight_packed", "weight_scale")) for name in different)
+
+
+HEAD = "lm_head"
+WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+
+
+def with_an_unused_row(state: StateDict) -> StateDict:
+    state[f"{HEAD}.weight"][7] = 0
+    return state
+
+
+@pytest.mark.parametrize("by", ["rtn", "default"])
+def test_build_stores_it_once(by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, transform=with_an_unused_row)
+    asked = ["build", str(model), "--output", str(tmp_path / "merged"), "--recipe", by, "--head", "int8"]
+    assert cli.main([*asked, *OPTIONS, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    tensors = tensors_of(tmp_path / "merged")
+    packed, scale = tensors[f"shared.{HEAD}.weight_packed"], tensors[f"shared.{HEAD}.weight_scale"].float()
+    integers = (packed[..., None] >> torch.arange(0, 32, 8) & 255).flatten(1) - 128
+    exact = load_file(model / "model.safetensors")[f"{HEAD}.weight"].float()
+    # A scale in bfloat16 puts the largest weight of a row up to 0.8 steps beside its integer.
+    assert ((integers * scale - exact).abs() <= 0.8 * scale).all() and (integers[7] == 0).all()
+    assert (integers.abs().amax(1)[8:] >= 126).all()
+    merged, _ = read_merged_config(tmp_path / "merged")
+    assert HEAD in merged.shared_modules
+    for name, variant in merged.variants.items():
+        section = variant.quantization_config
+        (group,) = (g for g in section["config_groups"].values() if HEAD in str(g["targets"]))
+        assert group["weights"].items() >= WEIGHTS.items() and HEAD not in section["ignore"]
+        assert (group["format"], group["input_activations"]) == ("pack-quantized", None)
+        assert result["variants"][name]["losses"]
+    again = quantize(model, tmp_path / "again", str(tmp_path / "merged-variants" / "w8a8" / "recipe.yaml"))
+    assert tensors_of(Path(again[0].folder))[f"{HEAD}.weight_packed"].equal(packed)
+
+
+@pytest.mark.parametrize(
+    ("options", "by", "said"),
+    [
+        ({"tie_word_embeddings": True}, RTN | {"head": "int8"}, "serve with a policy that has 'head: int8'"),
+        ({}, RTN | {"head": "int4"}, "give one of stored, int8"),
+        ({}, {"QuantizationModifier": {"scheme": "W8A8"}}, "'head: int8' beside the modifiers"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], by: dict[str, Any], said: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=1, **options)
+    with pytest.raises(FlexQuantError, match=said):
+        quantize(model, tmp_path / "output", recipe(w8a8=by))
+    assert not (tmp_path / "output").exists()

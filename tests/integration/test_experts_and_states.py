@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Layers that keep a state: every variant has its own, and all of them read and write one state.
+"""Mixtures of experts, and layers that keep a state: every variant has its own, and equal experts exist once.
 
-Two variants of equal weights show it exactly: whatever plans the passes take, answers are stock vLLM's.
+All variants read and write one state. Two variants of equal weights show it exactly: whatever plans the
+passes take, answers are stock vLLM's.
 """
 
 from __future__ import annotations
@@ -17,24 +18,97 @@ from typing import Any
 import pytest
 import yaml
 from vllm import SamplingParams
+from vllm.platforms import current_platform
 
+from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.cli import main
 from flexquant.merge import merge_checkpoints
 from flexquant.serving.vllm_api import MambaBase
 from tests import programs
-from tests.integration.conftest import answers, change, check_variants, engine, generate
-from tests.integration.logprobs import distance
+from tests.checkpoints import EXPERTS, MIXTURES
+from tests.conftest import rest_full
+from tests.integration.conftest import answers, change, check_variants, distance, engine, generate
 from tests.integration.test_architectures import LAYERED, OPTIONS, PROMPTS, SAMPLING, check_plans
+from tests.integration.test_precisions import has_zentorch, in_a_process
 from tests.policies import rules
 from tests.states import FAMILIES, make_variants, merge_twins
 
 pytestmark = pytest.mark.engine
+IN_16_BIT = (2, (EXPERTS,))
+"""Layers of a mixture, and what stays in 16 bit."""
+
+FIRST_IN_INT8 = rules("- {when: {phase: decode}, use: {default: w4a16, layers: {0: w8a8}}}", "- use: w8a8")
+QUANTISED_EXPERTS = rules("- {when: {phase: decode}, use: w4a8}", "- use: w8a8")
+QUANTISED_EXPERTS += "derive: {w4a8: {from: w4a16, activations: int8}}\n"
+SINGLE_COPY = QUANTISED_EXPERTS.replace("use: w8a8", "use: w4a16")
+SERVE = """
+import json, sys
+from flexquant.evaluation import engine
+from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
+from flexquant.serving.worker.worker_extension import status_of
+from vllm import SamplingParams
+
+provide_cpu_kernels()
+flexquant = {"policy": sys.argv[2]} if sys.argv[2] else {}
+with engine.engine(sys.argv[1], max_model_len=128, enforce_eager=True, flexquant=flexquant) as llm:
+    kernels = llm.apply_model(status_of)[0]["kernels"] if flexquant else {}
+    outputs = llm.generate(["a", "b c"], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    with open(sys.argv[3], "w") as file:
+        json.dump({"kernels": kernels, "answers": [list(o.outputs[0].token_ids) for o in outputs]}, file)
+"""
+
+
+@pytest.mark.parametrize("architecture", rest_full(MIXTURES, "qwen3_moe"))
+def test_plans_of_experts_equal_stock_vllm_and_layered_plans_run(architecture, tiny_merged):
+    check_plans(tiny_merged(architecture, *IN_16_BIT), FIRST_IN_INT8, "w8a8+w4a16[1]")
+
+
+def test_equal_experts_exist_once(tiny_merged):
+    merged, layers = read_merged_config(tiny_merged("qwen3_moe", *IN_16_BIT) / "merged")
+    assert {f"model.layers.{i}.mlp.experts" for i in range(layers)} <= set(merged.shared_modules)
+    with engine(tiny_merged("qwen3_moe", *IN_16_BIT) / "merged", "phase") as llm:
+        (variants,) = llm.apply_model(lambda model: [*model.variants.values()])
+        assert len({id(v.model.layers[0].mlp.experts.routed_experts) for v in variants}) == 1
+        (sizes,) = llm.apply_model(lambda model: model.weight_bytes)
+    experts_in_16_bit = layers * 8 * 3 * 128 * 64 * 2
+    assert sizes["shared"] > experts_in_16_bit > sizes["w8a8"]
+
+
+def test_a_derived_variant_takes_its_sources_expert_layers_with_shared_experts_in_int4(tiny_merged):
+    with engine(tiny_merged("qwen2_moe", *IN_16_BIT) / "merged", SINGLE_COPY, **OPTIONS) as llm:
+        (variants,) = llm.apply_model(lambda model: model.variants)
+        derived, source = (variants[name].model.layers[0] for name in ("w4a8", "w4a16"))
+        modules = ((name, module) for name, module in derived.named_modules() if module._parameters)
+        own = {name for name, module in modules if module is not source.get_submodule(name)}
+        assert own == {"self_attn.qkv_proj", "self_attn.o_proj"}
+        assert len(answers(llm, PROMPTS, **SAMPLING)) == len(PROMPTS)
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="GPUs have kernels for these experts")
+def test_int4_experts_that_would_be_w4a8_are_refused(tiny_merged, monkeypatch):
+    merged = tiny_merged("qwen3_moe", 2) / "merged"
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
+    with pytest.raises(Exception, match=r"experts.*16 bit"), engine(merged, "w4a16"):
+        pass
+
+
+@pytest.mark.skipif(not has_zentorch(), reason="AMD's zentorch is for Zen 4 and later")
+def test_quantised_experts_with_zentorch(tiny_merged, tmp_path):
+    folder, file = tiny_merged("qwen3_moe", 2), tmp_path / "policy.yaml"
+    file.write_text(QUANTISED_EXPERTS)
+    both, w8a8, stock = (
+        in_a_process(SERVE, folder / model, policy, work=tmp_path, zentorch=True)
+        for model, policy in (("merged", file), ("merged", "w8a8"), ("w8a8", ""))
+    )
+    assert "ZenCPUExpertsInt8" in both["kernels"]["w8a8"]
+    assert "ZentorchExpertsInt4" in both["kernels"]["w4a8"]
+    assert w8a8["answers"] == stock["answers"]
+
 
 OPPOSITE = yaml.safe_load(rules("- {when: {phase: decode}, use: first}", "- use: second"))
 LONG = [f"{i} is how this prompt of more tokens than a block of the cache begins, " * 4 for i in range(4)]
 MANY = {"max_tokens": 24, "ignore_eos": True}
-OTHERS = [pytest.param(kind, marks=pytest.mark.full) for kind in FAMILIES if kind != "qwen3_next"]
-families = pytest.mark.parametrize("kind", ["qwen3_next", *OTHERS])
+families = pytest.mark.parametrize("kind", rest_full(FAMILIES, "qwen3_next"))
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +150,11 @@ def caches(llm: Any) -> tuple[list[list[str]], int, int]:
 @pytest.mark.parametrize(
     ("options", "rounds"),
     [
-        pytest.param({}, 2, id="eager"),
-        pytest.param({"enforce_eager": False}, 1, id="compiled", marks=pytest.mark.full),
-        pytest.param(
-            {"enable_prefix_caching": False}, 1, id="without-prefix-caching", marks=pytest.mark.full
-        ),
+        ({}, 2),
+        pytest.param({"enforce_eager": False}, 1, marks=pytest.mark.full),
+        pytest.param({"enable_prefix_caching": False}, 1, marks=pytest.mark.full),
     ],
+    ids=["eager", "compiled", "without-prefix-caching"],
 )
 def test_a_variant_goes_on_from_the_state_that_another_wrote(kind, options, rounds, made):
     """Prompts come in chunks; in a second round most of them is in the prefix cache, states included."""
@@ -91,8 +164,7 @@ def test_a_variant_goes_on_from_the_state_that_another_wrote(kind, options, roun
             given = [answers(llm, prompts, **MANY) for prompts in asked]
             found.append((given, caches(llm), metric(llm, "prefix_cache_hits")))
     stock, twins = found
-    assert twins == stock
-    assert (stock[2] > 0) == (rounds > 1)
+    assert twins == stock and (stock[2] > 0) == (rounds > 1)
 
 
 def metric(llm: Any, name: str) -> int:
@@ -118,12 +190,8 @@ def test_answers_of_two_precisions_on_one_state_are_near_to_both(made):
         assert 0 < distance(mixed, w4a16) < 1.5 * apart
 
 
-@pytest.mark.parametrize(
-    "weights",
-    ["", pytest.param(", weights: int8", marks=pytest.mark.full)],
-    ids=["w4a8", "one-copy"],
-)
-@pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("lfm2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("weights", rest_full(("", ", weights: int8"), ""), ids=["w4a8", "one-copy"])
+@pytest.mark.parametrize("kind", rest_full(("qwen3_next", "lfm2"), "qwen3_next"))
 def test_a_derived_variant_computes_with_its_own_linears_on_the_same_state(kind, weights, made):
     """LFM2's layers call their linears where vLLM has looked the layers up by name."""
     policy = rules("- {when: {phase: decode}, use: w4a16}", "- use: derived")
@@ -133,21 +201,16 @@ def test_a_derived_variant_computes_with_its_own_linears_on_the_same_state(kind,
 
         def watch(model: Any) -> None:
             for variant in ("w4a16", "derived"):
-                for layer in layers_with_state(model.variants[variant]):
-                    for linear in linears(layer):
-                        called = {id(linear): (variant, type(linear.quant_method).__name__)}
-                        linear.register_forward_hook(
-                            lambda m, *_, called=called: calls.update([called.get(id(m))])
-                        )
+                for linear in sum(map(linears, layers_with_state(model.variants[variant])), []):
+                    called = {id(linear): (variant, type(linear.quant_method).__name__)}
+                    linear.register_forward_hook(
+                        lambda m, *_, called=called: calls.update([called.get(id(m))])
+                    )
 
         llm.apply_model(watch)
         answers(llm, ["one"], **SAMPLING)
-        (states,) = llm.apply_model(
-            lambda model: [
-                [id(layer.kv_cache) for layer in layers_with_state(variant)]
-                for variant in model.variants.values()
-            ]
-        )
+        (variants,) = llm.apply_model(lambda model: model.variants.values())
+        states = [[id(layer.kv_cache) for layer in layers_with_state(variant)] for variant in variants]
     del calls[None]
     by_variant = {variant: count for (variant, _), count in calls.items()}
     assert by_variant["w4a16"] == (SAMPLING["max_tokens"] - 1) * by_variant["derived"]
@@ -231,5 +294,4 @@ def test_a_policy_change_on_the_way_and_preemption_leave_no_trace(made):
             return tokens, metric(llm, "num_preemptions")
 
     undisturbed = serve("w8a8", None)
-    assert undisturbed[1] > 0
-    assert serve("twins", 60) == undisturbed
+    assert undisturbed[1] > 0 and serve("twins", 60) == undisturbed
