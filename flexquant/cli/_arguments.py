@@ -194,7 +194,10 @@ def study_of(args: argparse.Namespace, settings: Settings | None = None) -> Stud
 
 @contextmanager
 def progress_bar(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of (done, total) in ``unit``, or in bytes, that shows a bar on stderr in the block."""
+    """Yield a function of (done, total) in ``unit``, or in bytes, that shows a bar on a terminal's stderr.
+
+    A log gets one line.
+    """
     from tqdm import tqdm
 
     bar: tqdm | None = None
@@ -202,7 +205,10 @@ def progress_bar(title: str, unit: str = "") -> Iterator[Callable[[int, int], No
     def show(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:
-            bar = tqdm(desc=title, total=total, leave=False, unit=unit or "B", unit_scale=not unit)
+            scale = {"unit": unit or "B", "unit_scale": not unit}
+            bar = tqdm(desc=title, total=total, leave=False, disable=None, **scale)
+            if bar.disable:
+                tell(f"{title} ...")
         bar.total = total
         bar.update(done - bar.n)
 

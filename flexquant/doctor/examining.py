@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sysconfig
 import tempfile
@@ -76,6 +77,8 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
             text = "with --enable-expert-parallel, neither kernels nor memory can be examined without a start"
             yield Finding("note", "experts", text)
             return
+    if current_platform.is_cpu() and (problem := cores_problem()):
+        yield Finding("note", "cores", problem)
     if current_platform.is_cpu() and (problem := zentorch_problem()):
         yield Finding("note", "zentorch", problem)
     with built_without_weights(vllm_config) as model:
@@ -92,6 +95,19 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
         for name, variant in model.variants.items():
             yield from find_kernels(name, variant)
         yield from examine_memory(vllm_config, dict(model.variants.items()), model.routes)
+
+
+def cores_problem() -> str | None:
+    """Return what is lost where the environment gives the model all cores; None if it leaves one."""
+    bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    if not re.fullmatch(r"\d+(-\d+)?([,|]\d+(-\d+)?)*", bound):  # auto, nobind
+        return None
+    parts = (part.partition("-") for part in re.split(r"[,|]", bound))
+    cores = {core for first, _, last in parts for core in range(int(first), int(last or first) + 1)}
+    if not cores.issuperset(os.sched_getaffinity(0)):
+        return None
+    why = "leaves no core to vLLM's front end, which delays every token (on two cores twice as long)"
+    return f"VLLM_CPU_OMP_THREADS_BIND={bound} {why}; leave one out, or do not set the variable"
 
 
 def compiler_problem() -> str | None:

@@ -252,6 +252,15 @@ def test_ranks_with_data_of_their_own_share_experts(tiny_merged):
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="Triton compiles for a GPU")
+@pytest.mark.parametrize("left", [0, 1])
+def test_threads_on_all_cores_leave_none_to_the_front_end(left, merged, monkeypatch):
+    cores = sorted(os.sched_getaffinity(0))
+    bound = [f"{cores[0]}-{cores[0]}", *map(str, cores[1:])][left:]
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", ",".join(bound) or "auto")
+    found = findings(merged).get("cores", [])
+    assert [finding.level for finding in found] == ["note"][left:]
+
+
 @pytest.mark.parametrize("compiler", ["no such compiler", "false", "g++"])
 def test_a_server_that_compiles_needs_a_compiler(compiler, merged, monkeypatch):
     monkeypatch.setenv("CXX", compiler)

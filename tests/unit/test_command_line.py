@@ -227,3 +227,15 @@ def test_inspect_says_what_a_model_in_16_bit_is(tmp_path, capsys):
     for folder in (plain, tmp_path / "merged"):
         assert cli.main(["inspect", str(folder)]) == 0
         assert "  16-bit weights, 16-bit activations\n" in capsys.readouterr().out
+
+
+def test_a_log_gets_a_line_and_a_terminal_a_bar(capsys, monkeypatch):
+    def shown() -> str:
+        with _arguments.progress_bar("measuring", "size") as show:
+            for done in range(4):
+                show(done, 3)
+        return capsys.readouterr().err
+
+    assert shown() == "measuring ...\n"
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda _: True, raising=False)
+    assert "\r" in shown()
