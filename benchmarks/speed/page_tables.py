@@ -208,6 +208,18 @@ def peers(folder: str) -> str:
     return "\n\n".join(markdown([what, *columns], rows) for what, rows in (("ms", times), ("ratio", ratios)))
 
 
+def tuned(folder: str) -> str:
+    """Return a tuned policy over each static variant, on servers side by side."""
+    rows = []
+    for workload, subjects in by_workload(read_cells(RESULTS / folder), "serving").items():
+        (policy,) = (subject for subject in subjects if subject.startswith("flexquant:"))
+        metrics = LATENCIES if workload.output > 1 else LATENCIES[:1]
+        for static in (subject for subject in subjects if subject != policy):
+            found = [paired_ratios(subjects[policy], subjects[static], METRICS[m][0]) for m in metrics]
+            rows.append([f"`{workload.name}`", f"`{static}`", *[*map(interval, found), "–"][:2]])
+    return markdown(["requests", "over", "TTFT", "TPOT"], rows)
+
+
 def one_server_or_two() -> str:
     """Return W8A8 over W4A16 at the 1.5 B shape, on a server each and on one that takes both in turns."""
     apart = by_workload(read_cells(RESULTS / "1.5b-two-servers"), "serving")
@@ -223,6 +235,6 @@ def one_server_or_two() -> str:
 
 
 TABLES = (
-    *(gpu_live, gpu_ratios, cpu_ratios, kernels, int4_reads, one_copy_live, beside, int8_head, peers),
+    *(gpu_live, gpu_ratios, cpu_ratios, kernels, int4_reads, one_copy_live, beside, int8_head, peers, tuned),
     one_server_or_two,
 )

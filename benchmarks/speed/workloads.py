@@ -34,11 +34,12 @@ class Workload:
     def parse(cls, text: str) -> Workload:
         """Read what :attr:`name` writes; raise FlexQuantError for anything else."""
         match = WRITTEN.fullmatch(text)
-        if match is None or 0 in [float(number) for number in match.groups()[:5] if number]:
+        given = [float(number) for number in match.groups()[:5] if number] if match else [0.0]
+        if match is None or 0 in given or given[2] < 2:
             raise FlexQuantError(
                 f"'{text}' is not a workload; write REQUESTSxINPUT+OUTPUT, e.g. 8x1024+128 for a batch of 8, "
                 "@RATE~SPREAD for a stream, e.g. 200x1024+256@10~0.5, and /1 for requests one by one, e.g. "
-                "30x128+16/1"
+                "30x128+16/1; no number is 0, and an answer has two tokens or more"
             )
         rate, at_once = float(match[4]) if match[4] else None, int(match[5]) if match[5] else None
         return cls(int(match[1]), int(match[2]), int(match[3]), rate, float(match[6] or 0), at_once)

@@ -41,7 +41,7 @@ def test_workloads_are_read_and_named(text, workload):
 @pytest.mark.parametrize(
     "text",
     ["", "8", "8x1024", "0x8+4", "8x0+4", "8x8+0", "8x8+4@", "8x8+4@0.0", "8x8+4~1", "8x8+4@-1", "-8x8+4"]
-    + ["8x8+4 ", "8x8+4~0.5@2", "8x8+4/0", "8x8+4/", "8x8+4@1/1", "8 x 8 + 4", "8X8+4"],
+    + ["8x8+4 ", "8x8+4~0.5@2", "8x8+4/0", "8x8+4/", "8x8+4@1/1", "8 x 8 + 4", "8X8+4", "8x8+1"],
 )
 def test_what_is_no_workload_is_refused(text):
     with pytest.raises(FlexQuantError, match="is not a workload; write REQUESTSxINPUT") as caught:
