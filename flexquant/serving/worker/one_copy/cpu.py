@@ -229,9 +229,8 @@ def _scaled_product(
         exact = sums if zeros is None else sums.sub_(zeros[0] * zeros[1])
         scaled = exact.float().mul_(row).mul_(channel_scale)
     else:
-        scaled = exact_int8_linear(
-            x if zeros is None else x.int() - zeros[0], row, weights.t(), channel_scale
-        )
+        around_zero = x if zeros is None else x.int() - zeros[0]
+        scaled = exact_int8_linear(around_zero, row, weights.t(), channel_scale)
     return scaled if bias is None else scaled.add_(bias)
 
 
