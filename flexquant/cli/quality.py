@@ -11,8 +11,8 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
+import flexquant.cli._arguments as options
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli import _arguments as options
 from flexquant.errors import UsageError
 from flexquant.evaluation.inputs import Settings
 
