@@ -192,13 +192,11 @@ def _scheme(folder: Path, place: str, linears: object) -> ConfigGroup:
         raise _refusal(folder, f"weight ch_axis {weight['ch_axis']!r} in {place}")
     if inputs["dtype"] != "int8" or inputs["qscheme"] != (PER_TENSOR if static else PER_CHANNEL):
         raise _refusal(folder, f"{_described('input_tensors', inputs)} in {place}")
-    by, of = "channel" if by_channel else "tensor", "tensor" if static else "token"
-    symmetric = inputs["symmetric"] is True
-    return {
-        "weights": {**INT8, "symmetric": True, "strategy": by, "dynamic": False},
-        "input_activations": {**INT8, "symmetric": symmetric, "strategy": of, "dynamic": not static},
-        "format": "int-quantized",
-    }
+    weights: QuantizedNumbers = {**INT8, "symmetric": True, "strategy": "channel" if by_channel else "tensor"}
+    activations: QuantizedNumbers = {**INT8, "symmetric": inputs["symmetric"] is True}
+    activations["strategy"] = "tensor" if static else "token"
+    weights["dynamic"], activations["dynamic"] = False, not static
+    return {"weights": weights, "input_activations": activations, "format": "int-quantized"}
 
 
 def _of_tensor(folder: Path, place: str, linears: JsonObject, key: str) -> JsonObject:

@@ -158,7 +158,7 @@ def _has_negative_scales(source: Source) -> bool:
 
 
 def policy_to_store(requested: str | None, variants: Collection[str]) -> JsonObject | None:
-    """Return the policy to store: ``requested``, that of one variant, or None for a default that fits."""
+    """Return the policy to store: ``requested``, one variant's, or None; raise if no default fits."""
     if requested is not None:
         return load_policy(requested).document
     if len(variants) == 1:

@@ -100,10 +100,7 @@ def loss_lines(losses: Mapping[str, LossByKind], bound: float = MAX_LOSS, on: st
 
 def too_much(losses: Mapping[str, LossByKind], bound: float = MAX_LOSS) -> str:
     """Return a sentence about the variants, and texts, whose loss is above ``bound``; empty if none is."""
-    beyond = {
-        variant: [kind for kind, loss in of_variant.items() if loss.exceeds(bound)]
-        for variant, of_variant in losses.items()
-    }
+    beyond = {name: [kind for kind, loss in of.items() if loss.exceeds(bound)] for name, of in losses.items()}
     found = "; ".join(f"{variant} on {', '.join(kinds)}" for variant, kinds in beyond.items() if kinds)
     limits = f"{100 * bound:g} % of perplexity or a KL divergence of {bound:g}"
     return f"more than {limits} is lost by {found}. What helps: {HELP}" if found else ""

@@ -112,9 +112,8 @@ class NestedWeight:
 
         found = []
         for part in blocks(self.int4.shape, rows):
-            difference, exception, stored_input = (
-                load_tensor(self.stored[name], [part]) for name in (DIFFERENCE, EXCEPTION, EXCEPTION_INPUT)
-            )
+            refs = (self.stored[name] for name in (DIFFERENCE, EXCEPTION, EXCEPTION_INPUT))
+            difference, exception, stored_input = (load_tensor(ref, [part]) for ref in refs)
             weight = self.predicted(part).add_(unpack_differences(difference))
             if not bool(((weight >= LEAST) & (weight <= LARGEST)).all()):
                 raise _damaged(self.stored[DIFFERENCE], f"gives weights beyond {LEAST} to {LARGEST}")

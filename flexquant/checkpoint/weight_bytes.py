@@ -90,13 +90,12 @@ def report_checkpoint(
     shared_bytes = total_bytes(shared)
     variants = {}
     for name, own in parts.items():
-        variant, own_bytes, nested = merged.variants[name], total_bytes(own), None
+        variant, own_bytes = merged.variants[name], total_bytes(own)
         loaded = _without_copies({**shared, **own}, [variant])
         parameters = sum(math.prod(shape) for shape in logical_shapes(loaded).values())
         bits = 8 * (own_bytes + shared_bytes) / max(1, parameters)
-        if source := variant.nested_in:
-            missed = changed.get(name), added_noise.get(name)
-            nested = _nested_report(own, source, parts[source], *missed)
+        missed, source = (changed.get(name), added_noise.get(name)), variant.nested_in
+        nested = _nested_report(own, source, parts[source], *missed) if source else None
         scheme = describe_scheme(variant.quantization_config)
         variants[name] = VariantReport(scheme, own_bytes, parameters, bits, nested)
     return CheckpointReport(

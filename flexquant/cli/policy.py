@@ -140,8 +140,7 @@ def _apply(args: argparse.Namespace) -> JsonObject:
     print(f"{after} {'would replace' if args.dry_run else 'has replaced'} {before}")
     for change in answer["routes"]:
         tokens = f"{change['min_tokens']} to {change['max_tokens']} tokens"
-        plans = f"{change['before']} -> {change['after']}"
-        print(f"{change['phase']:<8}  {tokens:<22}  {plans}")
+        print(f"{change['phase']:<8}  {tokens:<22}  {change['before']} -> {change['after']}")
     if not answer["routes"]:
         print("every pass keeps its plan")
     if answer["captures_graphs"]:

@@ -11,8 +11,8 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
+import flexquant.cli._arguments as options
 from flexquant.checkpoint.model_config import JsonObject
-from flexquant.cli import _arguments as options
 from flexquant.errors import UsageError
 from flexquant.evaluation.inputs import Settings
 
@@ -30,9 +30,8 @@ def configure_eval(parser: argparse.ArgumentParser) -> None:
     options.add_rows(parser, defaults, "every")
     options.add_counts(parser, {"--answer-tokens": (defaults.answer_tokens, "most tokens of an answer")})
     questions = parser.add_mutually_exclusive_group()
-    questions.add_argument(
-        "--questions", metavar="FILE", help="questions to answer, one a line (default: 24 built-in ones)"
-    )
+    text = "questions to answer, one a line (default: 24 built-in ones)"
+    questions.add_argument("--questions", metavar="FILE", help=text)
     questions.add_argument("--no-questions", action="store_true", help="do not compare answers")
     add("--output", type=Path, metavar="DIR", help="folder for quality.json, quality.md and quality.png")
 

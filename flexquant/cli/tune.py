@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import flexquant.cli._arguments as options
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import write_text
-from flexquant.cli import _arguments as options
 from flexquant.errors import UsageError
 from flexquant.evaluation.inputs import read_rows
 from flexquant.evaluation.workers import import_ahead

@@ -171,10 +171,9 @@ def _keep_aside(numbers: str) -> str:
 def _notes(document: Evaluation) -> list[str]:
     settings, text = document["settings"], document["text"]
     versions = " ".join(f"{name} {version}" for name, version in document["versions"].items())
-    answers = (
-        f"Same answers: of {document['questions']} greedy ones of up to {settings['answer_tokens']} tokens, "
-        "and the mean share of the reference's answer before the first difference."
-    )
+    greedy = f"{document['questions']} greedy ones of up to {settings['answer_tokens']} tokens"
+    share = "the mean share of the reference's answer before the first difference"
+    answers = f"Same answers: of {greedy}, and {share}."
     notes = [
         f"{settings['samples']} rows of {text['file']} (SHA-256 {text['sha256'][:12]}), each "
         f"{settings['prompt_tokens']} tokens of prompt and {settings['tokens']} forced tokens, seed "

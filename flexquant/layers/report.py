@@ -96,9 +96,8 @@ def draw_sensitivity(document: StudyDocument) -> Figure:
         means = np.array([e.mean for e in found])
         apart = np.array([[e.mean - e.low for e in found], [e.high - e.mean for e in found]])
         places = np.arange(len(found)) + 0.3 * (number / max(1, len(columns) - 1) - 0.5)
-        axes.errorbar(
-            places, means, yerr=np.where(np.isfinite(apart), apart, 0), fmt="o", capsize=2, label=title
-        )
+        bars = np.where(np.isfinite(apart), apart, 0)
+        axes.errorbar(places, means, yerr=bars, fmt="o", capsize=2, label=title)
     axes.axhline(0, color="grey", linewidth=0.8)
     title = f"{document['checkpoint']}: each layer alone in another precision"
     axes.set(xlabel="decoder layer", ylabel="KL divergence, nats a token", title=title)

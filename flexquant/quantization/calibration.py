@@ -111,10 +111,8 @@ def _made_with(source: SourceModel, settings: Calibration) -> JsonObject:
 
 def _is_written(file: Path, expected: JsonObject, overwrite: bool) -> bool:
     """Whether ``file`` holds what :func:`_write` would; raise FlexQuantError for a file to be kept."""
-    refusal = (
-        "was made with different {}; calibrate on it as it is with --calibration FILE, replace it with "
-        "--overwrite, or choose another folder"
-    )
+    advice = "calibrate on it as it is with --calibration FILE, replace it with --overwrite"
+    refusal = "was made with different {}; " + advice + ", or choose another folder"
 
     def read(text: str) -> tuple[JsonObject, bool]:
         first, *others = map(parse_json, text.removesuffix("\n").split("\n"))

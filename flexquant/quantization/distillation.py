@@ -120,9 +120,8 @@ def _divergence(model: PreTrainedModel, teacher: PreTrainedModel, ids: torch.Ten
             expected = teacher(input_ids=ids, use_cache=False).logits
         given = model(input_ids=ids, use_cache=False).logits
     target = expected.float().log_softmax(-1).flatten(0, 1)
-    return functional.kl_div(
-        given.float().log_softmax(-1).flatten(0, 1), target, reduction="batchmean", log_target=True
-    )
+    found = given.float().log_softmax(-1).flatten(0, 1)
+    return functional.kl_div(found, target, reduction="batchmean", log_target=True)
 
 
 def _rate(step: int, steps: int) -> float:

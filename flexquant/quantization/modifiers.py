@@ -254,9 +254,8 @@ def _round_weight(weight: torch.Tensor, args: QuantizationArgs | None) -> torch.
     """Round a weight [out, in] to nearest, and dequantise it; ``args`` None leaves it unchanged."""
     if args is None:
         return weight
-    observer = Observer.load_from_registry(
-        "memoryless_minmax", base_name="weight", args=args.model_copy(update={"observer_kwargs": {}})
-    )
+    plain = args.model_copy(update={"observer_kwargs": {}})
+    observer = Observer.load_from_registry("memoryless_minmax", base_name="weight", args=plain)
     found = observer(weight).get_qparams()
     return fake_quantize(weight, found["scale"], found["zero_point"], args, found["global_scale"])
 

@@ -183,9 +183,8 @@ def kernel_notes(kernels: Mapping[str, Sequence[str]]) -> list[str]:
     notes = [f"Kernels: {told}."] if told else []
     for variant, names in kernels.items():
         for name in filter(STAND_INS.__contains__, names):
-            notes.append(
-                f"{variant} runs on {name}, {STAND_INS[name]}: its times say nothing about other machines."
-            )
+            stand_in = f"{variant} runs on {name}, {STAND_INS[name]}"
+            notes.append(f"{stand_in}: its times say nothing about other machines.")
     return notes
 
 

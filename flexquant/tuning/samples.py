@@ -63,9 +63,8 @@ class Grid:
             return self
         needed = self.context + 2 * MAX_STEPS
         if max_length <= needed:
-            problem = f"the model's sequences have at most {max_length} tokens, but tuning needs more"
-            advice = "give a model with a larger max_position_embeddings"
-            raise UsageError(f"{problem} than {needed}; {advice}")
+            problem = f"the model's sequences have at most {max_length} tokens, but tuning needs more than"
+            raise UsageError(f"{problem} {needed}; give a model with a larger max_position_embeddings")
         return self.up_to(max_tokens=min(self.prefill[-1], max_length - 1))
 
     def engine_options(self) -> JsonObject:
@@ -161,10 +160,8 @@ class Samples:
             return {key: data["run"].get(key) for key in run}, samples
 
         foreign = "is not what an interrupted run left ({}); remove it, or give another --output"
-        other = (
-            "has the samples of an interrupted run with other {}; give another --output, run that one to its "
-            "end, or replace its samples with --overwrite"
-        )
+        advice = "give another --output, run that one to its end, or replace its samples with --overwrite"
+        other = "has the samples of an interrupted run with other {}; " + advice
         return read_earlier(file, run, read, foreign=foreign, other=other) or cls()
 
 

@@ -155,7 +155,7 @@ class Skeleton:
         hidden: Tensor,
         until_cached: bool = False,
     ) -> tuple[list[tuple[str, Tensor]], Tensor | None]:
-        """Run a layer on [1, tokens, hidden]; return what it caches, and its output or None."""
+        """Run a layer on [1, tokens, hidden]; return its cache and output (None if ``until_cached``)."""
         args, kwargs = self._calls[layer]
         writes = len(self.writes(layer))
         if until_cached and not writes:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+import flexquant.serving.worker.one_copy.product as product
 from flexquant.serving.kernels.cpu_kernels import AMXW4A8LinearKernel, exact_int8_linear
 from flexquant.serving.kernels.cpu_loops import has_loops, thread_memory
 from flexquant.serving.kernels.cpu_weight_only import INNER_K_TILES, TorchCPUInt4LinearKernel
@@ -29,7 +30,6 @@ from flexquant.serving.vllm_api import (
     unpack_quantized_values_into_int32,
 )
 from flexquant.serving.vllm_api import _custom_ops as ops
-from flexquant.serving.worker.one_copy import product
 
 ZERO = 8.0
 """Value of a symmetric INT4 weight that stands for 0."""
@@ -229,9 +229,8 @@ def _scaled_product(
         exact = sums if zeros is None else sums.sub_(zeros[0] * zeros[1])
         scaled = exact.float().mul_(row).mul_(channel_scale)
     else:
-        scaled = exact_int8_linear(
-            x if zeros is None else x.int() - zeros[0], row, weights.t(), channel_scale
-        )
+        around_zero = x if zeros is None else x.int() - zeros[0]
+        scaled = exact_int8_linear(around_zero, row, weights.t(), channel_scale)
     return scaled if bias is None else scaled.add_(bias)
 
 

@@ -194,14 +194,15 @@ def _parameter_name(buffer: str) -> str:
 def product_of(kernel: MPLinearKernel, kind: type[Any], precision: str = "int8") -> Product | None:
     """Return this device's product for weights that a kernel of ``kind`` keeps; None for unknown layouts."""
     if current_platform.is_cpu():
-        from flexquant.serving.worker.one_copy import cpu
+        from flexquant.serving.worker.one_copy.cpu import CPUInt8Product, layout_of
 
-        of_cpu = cpu.layout_of(kind)
-        return None if of_cpu is None else cpu.CPUInt8Product(kernel, of_cpu)
-    from flexquant.serving.worker.one_copy import gpu
+        of_cpu = layout_of(kind)
+        return None if of_cpu is None else CPUInt8Product(kernel, of_cpu)
+    from flexquant.serving.worker.one_copy.gpu import GPUProduct
+    from flexquant.serving.worker.one_copy.gpu import layout_of as layout_on_gpu
 
-    of_gpu = gpu.layout_of(kind, kernel.config)
-    return None if of_gpu is None else gpu.GPUProduct(kernel, of_gpu, precision)
+    of_gpu = layout_on_gpu(kind, kernel.config)
+    return None if of_gpu is None else GPUProduct(kernel, of_gpu, precision)
 
 
 def is_rounded(layer: LinearBase) -> bool:
