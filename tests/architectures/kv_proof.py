@@ -217,14 +217,13 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# What the proof of one KV cache sees",
         "",
-        "`python -m tests.architectures.kv_proof` takes W8A8 of a small random model, and W4A16 of the",
-        "same model with one parameter of the first layer changed: a matrix becomes another random one of",
-        f"the same size, a vector gets N(0, {VECTOR_CHANGE}) added. Every parameter but those of MLP and",
-        "experts has its turn. A change is the largest share of its norm by which K, V or a state of any",
-        f"layer changes in transformers' own model. A merge may take what changes less than {STATED}. It",
-        "refuses every difference in what a state is computed with, which may show after thousands of",
-        "tokens. `tests/architectures/kv_proof.json` has every change. If a merge is refused, here is",
-        "[what to do](README.md#if-the-kv-caches-differ).",
+        "`python -m tests.architectures.kv_proof` pairs W8A8 of a small random model with W4A16 of the same",
+        "model in which one parameter of the first layer is changed: a matrix is random anew, a vector gets",
+        f"N(0, {VECTOR_CHANGE}) added. All parameters but those of MLP and experts have their turn. A change is",
+        "the largest share of its norm by which K, V or a state of any layer changes in transformers' model.",
+        f"A merge may take what changes less than {STATED}, but no difference in what computes a state, which may",
+        "show after thousands of tokens. `tests/architectures/kv_proof.json` has every change.",
+        "[What to do](README.md#if-the-kv-caches-differ) if a merge is refused.",
         "",
         f"transformers {versions['transformers']}, torch {versions['torch']}.",
     ]
@@ -234,8 +233,8 @@ def page(results: dict[str, Any]) -> str:
     wrong = [name for name, verdicts in folds.items() if verdicts not in ([], ["merged"])]
     lines += [
         "",
-        "Folded norms (SmoothQuant) leave a model as it is. They are merged in all architectures but those",
-        f"whose norms cannot be folded ({', '.join(without)})"
+        "Folded norms (SmoothQuant) change no cache. They are merged in all architectures but those whose",
+        f"norms cannot be folded ({', '.join(without)})"
         + (f", and refused in {', '.join(wrong)}." if wrong else "."),
         "",
         "| smallest change refused | architecture and change |",
