@@ -238,19 +238,21 @@ def page(results: dict[str, Any]) -> str:
         f"norms cannot be folded ({', '.join(without)})"
         + (f", and refused in {', '.join(wrong)}." if wrong else "."),
         "",
-        "| smallest change refused | architecture and change |",
-        "| --- | --- |",
+        "The smallest change of each architecture that is refused, by its parameter:",
+        "",
+        "| parameter | architectures | change |",
+        "| --- | --- | --- |",
     ]
     merged: list[str] = []
-    smallest: dict[str, list[str]] = {}
+    smallest: dict[str, list[float]] = {}
     for name, found in architectures:
         changes = [c for c in found if c["parameter"] != FOLD]
         least = min((c for c in changes if c["verdict"] == "refused"), key=lambda c: c["change"])
         merged += [f"{name} {c['parameter']} {c['change']:.2g}" for c in changes if c["verdict"] != "refused"]
-        smallest.setdefault(least["parameter"], []).append(
-            f"{name.removesuffix('ForCausalLM')} {least['change']:.2g}"
-        )
-    lines += [f"| `{parameter}` | {', '.join(found)} |" for parameter, found in sorted(smallest.items())]
+        smallest.setdefault(least["parameter"], []).append(least["change"])
+    for parameter, refused in sorted(smallest.items()):
+        ends = dict.fromkeys(f"{change:.2g}" for change in (min(refused), max(refused)))
+        lines.append(f"| `{parameter}` | {len(refused)} | {' to '.join(ends)} |")
     lines += ["", f"Merged with a change: {', '.join(merged)}."] if merged else []
     return "\n".join(lines) + "\n"
 
