@@ -14,15 +14,16 @@ from tests.foreign import packed
 from tests.integration.conftest import generate
 from tests.integration.logprobs import assert_equal_but_for_ties
 from tests.publishers import edits
-from tests.publishers.outcomes import MERGED, ONE_VARIANT, PAGE
+from tests.publishers.outcomes import MERGED, ONE_VARIANT, read_page
 from tests.publishers.shapes import SHAPES, Shape
 
 pytestmark = pytest.mark.engine
 PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time"]
+OUTCOMES = read_page()
 SERVED = [
     shape
     for shape in SHAPES
-    if f"| {shape.name} | {MERGED} |" in PAGE.read_text(encoding="utf-8")
+    if OUTCOMES[shape.name] == MERGED
     and (shape.form or shape.options or shape.schemes[0] is None)
     and shape.stock is not None
 ]

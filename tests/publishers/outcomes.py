@@ -24,7 +24,13 @@ checkpoints of {served} refused pairs, which
 
 {reasons}
 
-| pair | outcome |
+## Merged
+
+{pairs}
+
+## Refused
+
+| pair | reason |
 |---|---|
 """
 REASON = re.compile(r"(?:\([^)]*\)|(?!, (?:which|and vLLM|but) )[^;(])*")
@@ -66,13 +72,15 @@ def outcome_of(shape: Shape, folder: Path) -> str:
         merge_checkpoints(sources, folder / MERGED, policy=str(folder / "policy.yaml"), **shape.options)
     except FlexQuantError as e:
         reason = re.sub(rf"{re.escape(str(folder))}/?", "", str(e)).replace("|", "\\|")
-        return f"refused: {' '.join(reason.split())}"
+        return " ".join(reason.split())
     verify_checkpoint(folder / MERGED, sources)
     return MERGED
 
 
 def row(shape: Shape, outcome: str) -> str:
-    """Return a pair's row of the page, with what a refusal found, without explanation and advice."""
+    """Return a pair's line of the page, with what a refusal found, without explanation and advice."""
+    if outcome == MERGED:
+        return f"- {shape.name}"
     reason, _, _ = outcome.partition(". One ")
     found = REASON.match(reason)
     assert found is not None
@@ -81,11 +89,24 @@ def row(shape: Shape, outcome: str) -> str:
 
 def page(outcomes: dict[str, str]) -> str:
     """Return the page in Markdown; ``outcomes`` are by the name of the pair."""
-    refused = [shape.name for shape in SHAPES if outcomes[shape.name] != MERGED]
+    merged = [shape for shape in SHAPES if outcomes[shape.name] == MERGED]
+    refused = [shape for shape in SHAPES if outcomes[shape.name] != MERGED]
     head = HEAD.format(
-        merged=len(SHAPES) - len(refused),
+        merged=len(merged),
         refused=len(refused),
         served=len(refused) - len(NOT_SERVED),
         reasons="\n".join(f"- {why} ({len(names)})" for why, names in SERVED_APART.items()),
+        pairs="\n".join(row(shape, MERGED) for shape in merged),
     )
-    return head + "\n".join(row(shape, outcomes[shape.name]) for shape in SHAPES) + "\n"
+    return head + "\n".join(row(shape, outcomes[shape.name]) for shape in refused) + "\n"
+
+
+def read_page() -> dict[str, str]:
+    """Return what the page says of each pair: MERGED, or the reason for which it is refused."""
+    text = PAGE.read_text(encoding="utf-8")
+    lines, found = text.splitlines(), {}
+    for shape in SHAPES:
+        is_merged = row(shape, MERGED) in lines
+        reason = text.partition(f"| {shape.name} | ")[2].partition(" |\n")[0]
+        found[shape.name] = MERGED if is_merged else reason
+    return found
