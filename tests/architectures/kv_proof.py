@@ -238,9 +238,7 @@ def page(results: dict[str, Any]) -> str:
         f"norms cannot be folded ({', '.join(without)})"
         + (f", and refused in {', '.join(wrong)}." if wrong else "."),
         "",
-        "The smallest change of each architecture that is refused, by its parameter:",
-        "",
-        "| parameter | architectures | change |",
+        "| parameter | architectures | their smallest change refused |",
         "| --- | --- | --- |",
     ]
     merged: list[str] = []
