@@ -216,14 +216,14 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# What the proof of one KV cache sees",
         "",
-        "`python -m tests.architectures.kv_proof` takes W8A8 of a small random model, and W4A16 of the",
-        "same model with one parameter of the first layer changed: a matrix becomes another random one of",
-        f"the same size, a vector gets N(0, {VECTOR_CHANGE}) added. Every parameter but those of MLP and",
-        "experts has its turn. A change is the largest share of its norm by which K, V or a state of any",
-        f"layer changes in transformers' own model. A merge may take what changes less than {STATED}. It",
-        "refuses every difference in what a state is computed with, which may show after thousands of",
-        "tokens. `tests/architectures/kv_proof.json` has every change. If a merge is refused, here is",
-        "[what to do](README.md#if-the-kv-caches-differ).",
+        "`python -m tests.architectures.kv_proof` pairs W8A8 of a small random model with W4A16 of the same",
+        "model in which one parameter of the first layer is changed: a matrix is random anew, a vector gets",
+        f"N(0, {VECTOR_CHANGE}) added. All parameters but those of MLP and experts have their turn. A change",
+        "is the largest share of its norm by which K, V or a state of any layer changes in transformers'",
+        f"model. A merge may take what changes less than {STATED}, but no difference in what computes a",
+        "state, which may show after thousands of tokens. `tests/architectures/kv_proof.json` has every",
+        "change.",
+        "[What to do](README.md#if-the-kv-caches-differ) if a merge is refused.",
         "",
         f"transformers {versions['transformers']}, torch {versions['torch']}.",
     ]
@@ -234,18 +234,19 @@ def page(results: dict[str, Any]) -> str:
     end = f", and refused in {', '.join(wrong)}." if wrong else "."
     lines += [
         "",
-        "Folded norms (SmoothQuant) leave a model as it is. They are merged in all architectures but those",
-        f"whose norms cannot be folded ({', '.join(without)}){end}",
-        *("", "| smallest change refused | architecture and change |", "| --- | --- |"),
+        "Folded norms (SmoothQuant) change no cache. They are merged in all architectures but those whose",
+        f"norms cannot be folded ({', '.join(without)}){end}",
+        *("", "| parameter | architectures | their smallest change refused |", "| --- | --- | --- |"),
     ]
-    merged, smallest = list[str](), dict[str, list[str]]()
+    merged, smallest = list[str](), dict[str, list[float]]()
     for name, found in architectures:
         changes = [c for c in found if c["parameter"] != FOLD]
         least = min((c for c in changes if c["verdict"] == "refused"), key=lambda c: c["change"])
         merged += [f"{name} {c['parameter']} {c['change']:.2g}" for c in changes if c["verdict"] != "refused"]
-        shown = f"{name.removesuffix('ForCausalLM')} {least['change']:.2g}"
-        smallest.setdefault(least["parameter"], []).append(shown)
-    lines += [f"| `{parameter}` | {', '.join(found)} |" for parameter, found in sorted(smallest.items())]
+        smallest.setdefault(least["parameter"], []).append(least["change"])
+    for parameter, refused in sorted(smallest.items()):
+        ends = dict.fromkeys(f"{change:.2g}" for change in (min(refused), max(refused)))
+        lines.append(f"| `{parameter}` | {len(refused)} | {' to '.join(ends)} |")
     lines += ["", f"Merged with a change: {', '.join(merged)}."] if merged else []
     return "\n".join(lines) + "\n"
 

@@ -15,9 +15,9 @@ PAGE = ROOT / "flexquant" / "serving" / "ARCHITECTURES.md"
 
 SERVED, REFUSED, STOCK_FAILS, NOT_MADE, FAILS = "served", "refused", "stock vLLM fails", "not made", "fails"
 MEANINGS = {
-    SERVED: "merged and served; under each variant alone the answers are those of stock vLLM",
+    SERVED: "each variant alone answers as stock vLLM",
     REFUSED: "by FlexQuant, with this message",
-    STOCK_FAILS: "on a variant's own checkpoint, without FlexQuant, on this machine",
+    STOCK_FAILS: "on a variant's checkpoint, on this machine",
     NOT_MADE: "no small random model could be made",
     FAILS: "in FlexQuant: a mistake to mend",
 }
@@ -35,9 +35,8 @@ def page(results: dict[str, Any]) -> str:
         "",
         f"`python -m tests.architectures` tried {len(found)} of the {results['text_models']} text models of",
         f"vLLM {versions['vllm']} on a CPU: small random models, quantised to W8A8 and W4A16 (experts stay",
-        "in 16 bit), merged, served, and compared with stock vLLM on each variant's checkpoint, in tokens",
-        "and log-probabilities. A random model has the layers of the real one, not its answers.",
-        "`tests/architectures/results.json` has features and reasons in full.",
+        "in 16 bit), merged, served, and compared in tokens and log-probabilities with stock vLLM on each",
+        "variant's checkpoint. `tests/architectures/results.json` has features and reasons in full.",
         "",
         "| outcome | architectures | meaning |",
         "| --- | --- | --- |",

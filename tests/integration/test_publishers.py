@@ -15,13 +15,14 @@ from tests.conftest import rest_full
 from tests.foreign import packed
 from tests.integration.conftest import assert_alike, generate
 from tests.publishers import edits
-from tests.publishers.outcomes import MERGED, ONE_VARIANT, PAGE
+from tests.publishers.outcomes import MERGED, ONE_VARIANT, read_page
 from tests.publishers.shapes import AWQ, SHAPES, Shape
 
 pytestmark = pytest.mark.engine
 PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time"]
+OUTCOMES = read_page()
 of_interest = (s for s in SHAPES if s.stock is not None and (s.form or s.options or s.schemes[0] is None))
-SERVED = [s for s in of_interest if f"| {s.name} | {MERGED} |" in PAGE.read_text(encoding="utf-8")]
+SERVED = [s for s in of_interest if OUTCOMES[s.name] == MERGED]
 
 
 def shift_zero_points(tensors: dict[str, torch.Tensor]) -> None:

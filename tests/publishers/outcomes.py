@@ -19,12 +19,18 @@ HEAD = """\
 
 `python -m tests.publishers` merges pairs of small random checkpoints as publishers ship them
 (`tests/publishers/shapes.py`). {merged} merge: they verify bit for bit, and answer as stock vLLM does from
-each source that it serves on a CPU. {refused} are refused, here without the advice. Stock vLLM 0.32 loads
-both checkpoints of {served} refused pairs, but not of the other {not_served}. The {served}
+each source that it serves on a CPU. {refused} are refused. Stock vLLM 0.32 loads both checkpoints of
+{served} refused pairs, which
 
 {reasons}
 
-| pair | outcome |
+## Merged
+
+{pairs}
+
+## Refused
+
+| pair | reason |
 |---|---|
 """
 REASON = re.compile(r"(?:\([^)]*\)|(?!, (?:which|and vLLM|but) )[^;(])*")
@@ -62,13 +68,15 @@ def outcome_of(shape: Shape, folder: Path) -> str:
         merge_checkpoints(sources, folder / MERGED, policy=str(folder / "policy.yaml"), **shape.options)
     except FlexQuantError as e:
         reason = re.sub(rf"{re.escape(str(folder))}/?", "", str(e)).replace("|", "\\|")
-        return f"refused: {' '.join(reason.split())}"
+        return " ".join(reason.split())
     verify_checkpoint(folder / MERGED, sources)
     return MERGED
 
 
 def row(shape: Shape, outcome: str) -> str:
-    """Return a pair's row of the page, with what a refusal found, without explanation and advice."""
+    """Return a pair's line of the page, with what a refusal found, without explanation and advice."""
+    if outcome == MERGED:
+        return f"- {shape.name}"
     reason, _, _ = outcome.partition(". One ")
     found = REASON.match(reason)
     assert found is not None
@@ -77,9 +85,19 @@ def row(shape: Shape, outcome: str) -> str:
 
 def page(outcomes: dict[str, str]) -> str:
     """Return the page in Markdown; ``outcomes`` are by the name of the pair."""
-    refused = [shape.name for shape in SHAPES if outcomes[shape.name] != MERGED]
-    counts = {"merged": len(SHAPES) - len(refused), "refused": len(refused), "not_served": len(NOT_SERVED)}
-    counts["served"] = len(refused) - len(NOT_SERVED)
+    merged, refused = ([s for s in SHAPES if (outcomes[s.name] == MERGED) is one] for one in (True, False))
+    counts = {"merged": len(merged), "refused": len(refused), "served": len(refused) - len(NOT_SERVED)}
     reasons = "\n".join(f"- {why} ({len(names)})" for why, names in SERVED_APART.items())
-    head = HEAD.format(**counts, reasons=reasons)
-    return head + "\n".join(row(shape, outcomes[shape.name]) for shape in SHAPES) + "\n"
+    head = HEAD.format(**counts, reasons=reasons, pairs="\n".join(row(shape, MERGED) for shape in merged))
+    return head + "\n".join(row(shape, outcomes[shape.name]) for shape in refused) + "\n"
+
+
+def read_page() -> dict[str, str]:
+    """Return what the page says of each pair: MERGED, or the reason for which it is refused."""
+    text = PAGE.read_text(encoding="utf-8")
+    lines, found = text.splitlines(), {}
+    for shape in SHAPES:
+        is_merged = row(shape, MERGED) in lines
+        reason = text.partition(f"| {shape.name} | ")[2].partition(" |\n")[0]
+        found[shape.name] = MERGED if is_merged else reason
+    return found

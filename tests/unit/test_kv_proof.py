@@ -15,7 +15,7 @@ import pytest
 from tests.architectures import kv_proof, outcomes
 from tests.architectures.kv_proof import FOLD, Cell, cells, compared
 from tests.architectures.outcomes import FAILS, NOT_MADE, SERVED
-from tests.publishers.outcomes import MERGED, NOT_SERVED, PAGE, SERVED_APART, outcome_of, page, row
+from tests.publishers.outcomes import MERGED, NOT_SERVED, PAGE, SERVED_APART, outcome_of, page, read_page, row
 from tests.publishers.shapes import SHAPES, Shape
 from tests.stock import one_rank, refusal_of_stock
 
@@ -78,7 +78,7 @@ def test_a_pair_becomes_what_the_page_says(shape: Shape, tmp_path: Path) -> None
 
 def test_the_page_counts_its_rows() -> None:
     written = PAGE.read_text(encoding="utf-8")
-    rows = {shape.name: written.partition(f"| {shape.name} | ")[2].partition(" |\n")[0] for shape in SHAPES}
+    rows = read_page()
     assert written == page(rows)
     assert len(rows) == len(SHAPES) >= 30 and list(rows.values()).count(MERGED) >= 30
     refused = {name for name, outcome in rows.items() if outcome != MERGED}
