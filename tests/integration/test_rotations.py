@@ -21,13 +21,13 @@ from flexquant.evaluation.engine import take_policy
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from flexquant.policy.rules import load_policy
 from flexquant.serving.vllm_api import HadamardTransform
+from flexquant.serving.worker import rotations
 from flexquant.serving.worker.one_copy.methods import NestedMethod
-from flexquant.serving.worker.rotations import provide_rotations
 from tests.checkpoints import make_checkpoint, make_pair
 from tests.integration.conftest import answers, distance, edited_json, engine, generate
 from tests.integration.test_serving_errors import configure, flexquant, refusal
 from tests.policies import rules
-from tests.rotations import GROUP, make_rotated
+from tests.rotations import BLOCK, GROUP, make_rotated, rotation
 
 pytestmark = pytest.mark.engine
 
@@ -38,7 +38,8 @@ POLICIES = ["w8a8", "w4a16", "one-copy"]
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_every_way_to_its_weights_rotates_its_inputs(tmp_path: Path, compiled: bool) -> None:
-    sources = {scheme: make_rotated(tmp_path / scheme, scheme) for scheme in ("w8a8", "w4a16")}
+    signs = {"w8a8": None, "w4a16": 0}  # without random ones a loop rotates on a CPU
+    sources = {scheme: make_rotated(tmp_path / scheme, scheme, seed=seed) for scheme, seed in signs.items()}
     merge_checkpoints(sources, tmp_path / "rotated")
     merge_checkpoints(make_pair(tmp_path / "pair"), tmp_path / "plain")
     options = {"sampling": SAMPLING, "enforce_eager": not compiled}
@@ -58,11 +59,33 @@ def test_vllms_operator_is_kept_where_there_is_one(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(HadamardTransform, "forward", own)
     monkeypatch.setattr(torch.ops._C, "hadacore_transform", own, raising=False)
-    provide_rotations.__wrapped__()
+    rotations.provide_rotations.__wrapped__()
     assert HadamardTransform.forward is own
     monkeypatch.undo()
-    provide_rotations.__wrapped__()
+    rotations.provide_rotations.__wrapped__()
     assert HadamardTransform.forward is not own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", rotations.LOOP_SIZES)
+def test_the_loop_multiplies_by_hadamards_matrix(size: int, dtype: torch.dtype) -> None:
+    assert rotations._load_loop()
+    x = torch.randn(3, 7, 2 * size, generator=torch.Generator().manual_seed(0)).to(dtype)[:, ::2]
+    matrix = rotations._hadamard(size).double() / size**0.5
+    expected = (x.double().unflatten(-1, (-1, size)) @ matrix).flatten(-2)
+    found = torch.ops.flexquant_rotation.rotate(x, size)
+    assert found.dtype == dtype and found.shape == x.shape
+    torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    torch.library.opcheck(torch.ops.flexquant_rotation.rotate.default, (x, size))
+
+
+def test_hadamards_matrix_alone_has_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    hadamard = rotations._hadamard(BLOCK)
+    assert rotations._has_loop([hadamard, hadamard.bfloat16()])
+    assert not rotations._has_loop([hadamard, rotation()])
+    assert not rotations._has_loop([rotations._hadamard(8)])
+    monkeypatch.setattr(rotations, "_load_loop", lambda: False)
+    assert not rotations._has_loop([hadamard])
 
 
 def merge_one_rotated(folder: Path, output: Path) -> Path:

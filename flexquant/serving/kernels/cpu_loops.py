@@ -25,7 +25,8 @@ from flexquant.errors import said_by
 from flexquant.serving.kernels import cpu_identity
 from flexquant.serving.vllm_api import envs
 
-SOURCES = [Path(__file__).with_name(name) for name in ("int4_to_int8.cpp", "weight_only.cpp")]
+NAMES = ("int4_to_int8.cpp", "weight_only.cpp", "rotation.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in NAMES]
 # A multiplication and an addition round twice, as PyTorch's operators do, whatever the CPU.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
@@ -50,8 +51,8 @@ def has_loops() -> bool:
             _compile(folder, key)
     except (OSError, RuntimeError, ImportError, subprocess.SubprocessError) as e:
         logger.warning(
-            "FlexQuant computes by INT8 weights slowly, as its loops could not be compiled (%s); install g++ "
-            "and ninja",
+            "FlexQuant computes by INT8 weights and rotates slowly, as its loops could not be compiled (%s); "
+            "install g++ and ninja",
             said_by(e),
         )
         return False

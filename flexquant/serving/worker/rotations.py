@@ -18,8 +18,12 @@ from vllm.platforms import current_platform
 
 from flexquant.checkpoint.schemes import ROTATION
 from flexquant.errors import FlexQuantError
+from flexquant.serving.kernels.cpu_loops import has_loops
 from flexquant.serving.vllm_api import HadamardTransform
 from flexquant.serving.vllm_api import module as rotation_module
+
+LOOP_SIZES = [2**n for n in range(4, 11)]
+"""Sizes of blocks that `rotation.cpp` takes."""
 
 
 @functools.cache
@@ -45,6 +49,8 @@ def rotation_by_products() -> Callable[..., torch.Tensor]:
         if part_id not in rotation.weight.partitions:
             return x
         stored = rotation.weight.partitions[part_id]
+        if getattr(rotation, "has_loop", False):
+            return torch.ops.flexquant_rotation.rotate(x, len(stored))
         matrix = stored.t() if rotation.transforms[part_id].args.inverse else stored
         matrix = matrix if in_16_bit else matrix.float()
         blocks = x.unflatten(-1, (-1, len(matrix))).to(matrix.dtype)
@@ -97,14 +103,33 @@ class RotationLoader:
                             f"of '{path}', by which inputs are multiplied; merge again"
                         )
                     self._fill(own, deterministic_hadamard_matrix(size, torch.float32, own.device))
+                rotation.has_loop = _has_loop([*rotation.weight.partitions.values()])
 
     def _fill(self, own: torch.Tensor, matrix: torch.Tensor) -> None:
         own.data.copy_(matrix)
         self._filled.add(own.data_ptr())
 
 
+def _has_loop(matrices: list[torch.Tensor]) -> bool:
+    """Whether `rotation.cpp` rotates as these unscaled matrices do: it knows Hadamard's alone."""
+    fits = all(matrix.device.type == "cpu" and len(matrix) in LOOP_SIZES for matrix in matrices)
+    return fits and _load_loop() and all(torch.equal(m.float(), _hadamard(len(m))) for m in matrices)
+
+
+@functools.cache
+def _hadamard(size: int) -> torch.Tensor:
+    return deterministic_hadamard_matrix(size, torch.float32, torch.device("cpu"))
+
+
+@functools.cache
+def _load_loop() -> bool:
+    if has_loops():
+        torch.library.register_fake("flexquant_rotation::rotate", lambda x, size: x.new_empty(x.shape))
+    return has_loops()
+
+
 def _check_blocks(variant: str, linear: nn.Module, rotation: HadamardTransform) -> None:
-    inputs = getattr(linear, "input_size_per_partition", linear.input_size)
+    inputs: int = getattr(linear, "input_size_per_partition", linear.input_size)  # type: ignore[assignment]
     for part, own in rotation.weight.partitions.items():
         if rotation.transforms[part].args.location == "input" and inputs % len(own):
             raise FlexQuantError(
