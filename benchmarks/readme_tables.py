@@ -128,14 +128,14 @@ def head_gain() -> str:
 
 
 def token_time() -> str:
-    """Return where a token's time goes in each engine, in ms."""
+    """Return where the time of a pass goes in each engine, in ms."""
     rows = []
     for name, found in read_result("token-time.json").items():
         of, operators = found["milliseconds"], found["operators"]
         loop = of["step"] - of["forward"] - of["logits"]
         cells = of["step"], operators["products"], operators["attention"], operators["small"], loop
         rows.append([name, *(f"{ms:.1f}" for ms in cells)])
-    return markdown(["engine", "a token", "products", "attention", "small operators", "vLLM's loop"], rows)
+    return markdown(["engine", "a pass", "products", "attention", "small operators", "vLLM's loop"], rows)
 
 
 def own_cost() -> str:
