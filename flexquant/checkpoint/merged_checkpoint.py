@@ -232,8 +232,8 @@ def check_same_names(expected: Set[str], found: Set[str], expected_in: object, f
     places = ((expected - found, expected_in, found_in), (found - expected, found_in, expected_in))
     for names, has, lacks in places:
         if names:
-            found = f"{len(names)} tensor(s) that {lacks} lacks ({_listed(sorted(names))})"
-            raise FlexQuantError(f"{has} has {found}; merge it again")
+            more = f"{len(names)} tensor(s) that {lacks} lacks ({_listed(sorted(names))})"
+            raise FlexQuantError(f"{has} has {more}; merge it again")
 
 
 def compare_tensors(
