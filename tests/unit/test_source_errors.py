@@ -195,6 +195,8 @@ def test_index_and_shards_disagree(sources):
 
 
 def test_bad_config_and_no_such_folder(sources):
+    fails({**sources, "w4a16": Path("/no/such/folder")}, "no such folder: /no/such/folder")
+    fails({**sources, "w4a16": sources["w4a16"] / "config.json"}, "is not a folder")
     config = sources["w8a8"] / "config.json"
     config.write_text("{")
     fails(sources, "config.json is not valid JSON")
@@ -202,8 +204,6 @@ def test_bad_config_and_no_such_folder(sources):
     fails(sources, "expected an object")
     config.unlink()
     fails(sources, "no file 'config.json'")
-    fails({**sources, "w4a16": Path("/no/such/folder")}, "no such folder: /no/such/folder")
-    fails({**sources, "w4a16": sources["w4a16"] / "config.json"}, "is not a folder")
 
 
 def test_variant_names(sources):
