@@ -29,8 +29,9 @@ def compare_beside(ratios: Sequence[float], again: Sequence[float]) -> Compariso
 
 
 def paired_ratios(rounds: Rounds, reference: Rounds, metric: Metric) -> list[float]:
-    """Return subject over reference for every round that both have."""
-    return [metric(rounds[n]) / metric(reference[n]) for n in sorted(rounds.keys() & reference.keys())]
+    """Return subject over reference for every round that both have; an answer of one token has no TPOT."""
+    both = ((metric(rounds[n]), metric(reference[n])) for n in sorted(rounds.keys() & reference.keys()))
+    return [subject / other for subject, other in both if other]
 
 
 def second_server(subjects: dict[str, Rounds], static: str, metric: Metric) -> list[float]:

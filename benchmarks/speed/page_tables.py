@@ -213,10 +213,10 @@ def tuned(folder: str) -> str:
     rows = []
     for workload, subjects in by_workload(read_cells(RESULTS / folder), "serving").items():
         (policy,) = (subject for subject in subjects if subject.startswith("flexquant:"))
-        metrics = LATENCIES if workload.output > 1 else LATENCIES[:1]
         for static in (subject for subject in subjects if subject != policy):
-            found = [paired_ratios(subjects[policy], subjects[static], METRICS[m][0]) for m in metrics]
-            rows.append([f"`{workload.name}`", f"`{static}`", *[*map(interval, found), "–"][:2]])
+            found = [paired_ratios(subjects[policy], subjects[static], METRICS[m][0]) for m in LATENCIES]
+            cells = (interval(of_rounds) if of_rounds else "–" for of_rounds in found)
+            rows.append([f"`{workload.name}`", f"`{static}`", *cells])
     return markdown(["requests", "over", "TTFT", "TPOT"], rows)
 
 
