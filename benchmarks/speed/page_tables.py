@@ -20,9 +20,8 @@ from flexquant.evaluation.comparison import compare
 
 H100 = RESULTS / "llama-3.1-8b-h100"
 RUNS_ON_CPUS = (
-    *("smollm2-135m-avx512", "smollm2-135m-avx512-stock", "1.5b-avx512", "1.5b-avx512-stock", "0.5b-avx512"),
-    *("0.5b-avx512-stock", "1.5b-zen4", "1.5b-zen4-w4a8", "1.5b-zen4-again", "0.5b-zen4", "smollm2-135m-cpu"),
-    *("tuned-smollm2-135m-cpu", "tuned-0.5b-cpu"),
+    *("1.5b-avx512", "1.5b-avx512-stock", "0.5b-avx512-stock", "1.5b-zen4", "1.5b-zen4-w4a8"),
+    "smollm2-135m-cpu",
 )
 LATENCIES = ("TTFT ms", "TPOT ms")
 INT8_HEAD = "benchmarks/policies/int8-head.yaml"
@@ -220,21 +219,15 @@ def tuned(folder: str) -> str:
     return markdown(["requests", "over", "TTFT", "TPOT"], rows)
 
 
-def one_server_or_two() -> str:
-    """Return W8A8 over W4A16 at the 1.5 B shape, on a server each and on one that takes both in turns."""
-    apart = by_workload(read_cells(RESULTS / "1.5b-two-servers"), "serving")
-    together = read_result("1.5b-one-server.json")["cells"]
-    rows = []
-    for workload, subjects in apart.items():
-        for metric in LATENCIES:
-            of_two = paired_ratios(subjects["w8a8"], subjects["w4a16-chosen"], METRICS[metric][0])
-            of_one = ratios(together[workload.name], "w8a8", metric)
-            name = f"{metric.removesuffix(' ms')} of `{workload.name}`"
-            rows.append([name, interval(of_two), interval(of_one)])
-    return markdown(["W8A8 over W4A16", "two servers", "one server"], rows)
-
-
 TABLES = (
-    *(gpu_live, gpu_ratios, cpu_ratios, kernels, int4_reads, one_copy_live, beside, int8_head, peers, tuned),
-    one_server_or_two,
+    gpu_live,
+    gpu_ratios,
+    cpu_ratios,
+    kernels,
+    int4_reads,
+    one_copy_live,
+    beside,
+    int8_head,
+    peers,
+    tuned,
 )
