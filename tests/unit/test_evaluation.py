@@ -93,6 +93,7 @@ def test_heads_in_two_precisions_are_told_apart(subject, tmp_path):
     (tmp_path / "int8.yaml").write_text(rules("- use: w8a8") + "head: int8\n")
     runs = schedule(subject, ["w8a8", str(tmp_path / "int8.yaml")], questions_tokens=100)
     assert all(run.needs_engine for run in runs.values() if run.batch_size == 4)
+    assert runs["int8.yaml", 4].same_as is None and runs["int8.yaml", 8].same_as == ("int8.yaml", 4)
 
 
 # candidates

@@ -147,6 +147,17 @@ def test_notes_of_kernels_rounds_and_what_is_not_loaded():
     assert note.startswith("w4a16 is never chosen and so not loaded, which leaves 1.9 MiB")
 
 
+@pytest.mark.parametrize(("count", "is_told"), [(2, False), (3, True)])
+def test_a_third_of_the_sizes_may_be_undecided(count, is_told):
+    samples = measured(crossing_at(11), sizes=(1, 64))
+    for size in range(2, 2 + count):
+        for variant, seconds in (("w8a8", 1.0), ("w4a16", 3.0)):
+            samples.add(variant, "prefill", size, seconds)
+            samples.add(variant, "prefill", size, 2.0)
+    with pytest.raises(FlexQuantError, match="at 3 of 7 sizes") if is_told else nullcontext():
+        check_decidable(samples, VARIANTS)
+
+
 def test_few_undecided_sizes_are_noted():
     samples = measured(crossing_at(11))
     for variant, seconds in (("w8a8", 1.0), ("w4a16", 3.0)):

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import yaml
@@ -63,3 +64,10 @@ def test_one_content_has_one_digest_whatever_the_order_of_its_keys() -> None:
 def test_a_path_is_told_from_a_name(name: str, problem: str) -> None:
     with refused(f"^{problem}"):
         read_named(name, "flexquant.policies", "policy")
+
+
+def test_a_path_may_begin_at_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a server's options no shell expands it."""
+    (tmp_path / "mine").write_bytes(DATES)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_named("~/mine", "flexquant.policies", "policy") == (DATES, "~/mine")
