@@ -81,6 +81,7 @@ def test_derivations_under_one_name_and_heads_in_two_precisions_are_told_apart(s
     (tmp_path / "int8.yaml").write_text(rules("- use: w8a8") + "head: int8\n")
     runs = schedule(subject, ["w8a8", str(tmp_path / "int8.yaml")], questions_tokens=100)
     assert all(run.needs_engine for run in runs.values() if run.batch_size == 4)
+    assert runs["int8.yaml", 4].same_as is None and runs["int8.yaml", 8].same_as == ("int8.yaml", 4)
 
 
 def test_default_policies_are_the_variants_and_the_default_or_the_stored_one(subject, folder, tmp_path):

@@ -12,8 +12,9 @@ from pathlib import Path
 from subprocess import PIPE, CompletedProcess, Popen
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 
+from flexquant.checkpoint.built_model import nothing_fetched
 from flexquant.checkpoint.folder import find_model
 from tests import programs
 from tests.checkpoints import make_checkpoint
@@ -134,6 +135,14 @@ def test_a_path_that_is_no_id_is_not_asked_for(model, monkeypatch):
     fetch = "flexquant.checkpoint.folder._fetch"
     monkeypatch.setattr(fetch, lambda *asked: pytest.fail(f"asked for {asked}"))
     assert find_model(model) == Path(model)
+
+
+@pytest.mark.parametrize("is_offline", [True, False])
+def test_whoever_is_offline_stays_so(is_offline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    with nothing_fetched():
+        assert constants.HF_HUB_OFFLINE
+    assert is_offline == constants.HF_HUB_OFFLINE
 
 
 def test_the_home_of_nobody_is_refused():

@@ -126,6 +126,12 @@ def test_another_cache_is_caught_and_named(tmp_path, edit, architecture, where):
     assert where in found.message and "quantise both" in found.message
 
 
+def test_a_norm_without_its_projections_is_another_model(tmp_path):
+    """INT4's noise hides the change, but for the median of the columns."""
+    edit = smooth_norms(norms={"post_attention_layernorm": ()}, low=0.8, high=1.25)
+    assert "layer 0 mlp.gate_proj differs by more than" in report(tmp_path, edit).message
+
+
 def test_a_column_counts_however_small_its_inputs_are(tmp_path):
     def quiet(state: StateDict) -> StateDict:
         state[f"{LAYERS[1]}input_layernorm.weight"][::4] = 1e-4
@@ -308,6 +314,15 @@ def test_cache_scales_must_have_equal_values(tmp_path, scales, refused):
     found = check_kv_compatibility(opened(folders))
     assert found.compatible != refused
     assert refused == ("the cache scale 'model.layers.0.self_attn.k_scale' differs" in found.message)
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w4a16"])
+def test_a_cache_scale_of_one_variant_alone_is_caught(tmp_path, name):
+    folders = make_pair(tmp_path)
+    scale = {f"{LAYERS[1]}self_attn.v_scale": torch.tensor([0.5])}
+    edits.tensors(lambda state: state.update(scale))(folders[name])
+    found = check_kv_compatibility(opened(folders))
+    assert f"only '{name}' has the cache scale 'model.layers.1.self_attn.v_scale'" in found.message
 
 
 def test_the_third_source_is_compared_too_and_one_is_compatible_with_itself(tmp_path):

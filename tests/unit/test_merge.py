@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from benchmarks.merge import in_child, make_sources, merge_once
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_config import ARCHITECTURE, MergedConfig
 from flexquant.checkpoint.safetensors_io import read_header, total_bytes
-from flexquant.checkpoint.writer import plan_shards, writing_shards
+from flexquant.checkpoint.writer import plan_shards, writing_checkpoint, writing_shards
 from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, verify_checkpoint
@@ -84,6 +86,18 @@ def test_a_file_may_be_as_large_as_the_largest(sources):
     tensors = read_tensors(sources["w8a8"])
     sizes = {size: len(plan_shards([tensors], total_bytes(tensors) + size)) for size in (0, -1)}
     assert sizes == {0: 1, -1: 2}
+
+
+def test_the_room_that_is_asked_for_has_place_for_copied_files(tmp_path, monkeypatch):
+    (tokenizer := tmp_path / "tokenizer.json").write_bytes(bytes(2 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 << 20))
+    files, output = {tokenizer.name: tokenizer}, tmp_path / "merged"
+    with (
+        refused("needs 3.0 MiB of free disk space, but .* has 2.0 MiB"),
+        writing_checkpoint(output, [], files, overwrite=False),
+    ):
+        pass
+    assert not output.exists()
 
 
 def test_shards_hold_one_group_each_and_the_index_is_sorted(sources, tmp_path):

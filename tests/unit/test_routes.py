@@ -239,6 +239,11 @@ def test_whether_the_size_alone_decides(name: str) -> None:
     assert table(name, 30, 512, max_decode_tokens=64).ignores_phase() is (name in ("w8a8", "single-copy"))
 
 
+def test_a_plan_of_mixed_passes_alone_depends_on_the_phase() -> None:
+    mixed = {"when": {"phase": "mixed"}, "use": "w8a8"}
+    assert not table_of(mixed, {"use": "w4a16"}, max_decode_tokens=64).ignores_phase()
+
+
 def test_size_alone_decides_where_phases_differ_only_beyond_the_largest_decode_batch() -> None:
     decode_rule = {"when": {"phase": "decode"}, "use": "w8a8"}
     rules = [decode_rule, {"when": {"tokens": {"max": 64}}, "use": "w8a8"}, {"use": "w4a16"}]

@@ -138,6 +138,17 @@ def test_notes_of_kernels_rounds_what_is_not_loaded_and_throughput_beyond_what_w
     assert policy_file.batch_notes(samples, Goal("latency"), requests=lambda: 65) == []
 
 
+@pytest.mark.parametrize(("count", "is_told"), [(2, False), (3, True)])
+def test_a_third_of_the_sizes_may_be_undecided(count, is_told):
+    samples = measured(crossing_at(11), sizes=(1, 64))
+    for size in range(2, 2 + count):
+        for variant, seconds in (("w8a8", 1.0), ("w4a16", 3.0)):
+            samples.add(variant, "prefill", size, seconds)
+            samples.add(variant, "prefill", size, 2.0)
+    with pytest.raises(FlexQuantError, match="at 3 of 7 sizes") if is_told else nullcontext():
+        check_decidable(samples, VARIANTS)
+
+
 def test_few_undecided_sizes_are_noted_and_a_crossover_with_the_sizes_that_noise_leaves_open():
     samples = measured(crossing_at(11))
     for variant, seconds in (("w8a8", 1.0), ("w4a16", 3.0)):
