@@ -343,3 +343,10 @@ def test_file_without_suffix_is_found_unless_a_builtin_has_its_name(tmp_path, mo
         Path(name).write_text(rules("- use: fp8"))
     assert load_policy("mine").variants == ("fp8",) and load_policy("w8a8").variants == ("w8a8",)
     assert load_policy("./w8a8").variants == ("fp8",)
+
+
+def test_a_path_may_begin_at_the_users_home(tmp_path, monkeypatch):
+    """In a server's options no shell expands it."""
+    (tmp_path / "mine").write_bytes(DATES)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_named("~/mine", "flexquant.policies", "policy") == (DATES, "~/mine")

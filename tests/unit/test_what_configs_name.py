@@ -224,10 +224,3 @@ def test_a_slow_pattern_is_refused_wherever_it_stands(place, w4a16, merged, tmp_
         edits.edit_json("config.json", lambda c: pattern_in(w4a16s(c), place))(served)
     *_, found = examine(str(served), [])
     assert found.level == "problem" and re.search(refused, found.text)
-
-
-def test_a_path_may_begin_at_the_users_home(tmp_path, monkeypatch):
-    """In a server's options no shell expands it."""
-    (tmp_path / "mine").write_bytes(DATES)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert read_named("~/mine", "flexquant.policies", "policy") == (DATES, "~/mine")
