@@ -215,8 +215,8 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
             int4 = Int4Weight.of(sources[source].tensors, module)
             problem = _problem(module, schemes[name].get(module), schemes[source].get(module), int4)
             if int4 and not problem and [int4.scale.dtype] != [CASTS[dtype] for dtype in dtypes]:
-                served, casts = " or ".join(dtypes), " or ".join(CASTS)
-                problem = f"has INT4 scales in {int4.scale.dtype}, and is served in {served}, to which vLLM"
+                one, casts = " or ".join(dtypes), " or ".join(CASTS)
+                problem = f"has INT4 scales in {int4.scale.dtype}, and is served in {one}, to which vLLM"
                 problem += f" rounds them; merge with --dtype {casts}, which casts them, or"
             scale8 = tensors.get(f"{module}.{SCALE}")
             if int4 and not problem and (scale8 is None or scale8.shape != (int4.shape[0], 1)):

@@ -92,8 +92,8 @@ class PlanLosses:
         there = [variant for variant in lower if variant in variants]
         if variants[:1] != [high] or not there:
             compared = f"{file} compares {', '.join(variants)}"
-            needed = f"here {high} comes first, then {' or '.join(lower)}"
-            raise UsageError(f"{compared}, and {needed}; {ADVICE} and these variants")
+            here = f"here {high} comes first, then {' or '.join(lower)}"
+            raise UsageError(f"{compared}, and {here}; {ADVICE} and these variants")
         self._high, self._low = high, there[0]
         self._stands_for = {variant: there[0] for variant in lower if variant not in variants}
         whole = all_in(high, num_layers)

@@ -96,8 +96,8 @@ def change_policy(
 
     def check() -> tuple[ServedPolicy, JsonObject]:
         if seen is not None and before.digest not in seen:
-            problem = f"the server took {before.name} while {policy.name} was being checked"
-            raise FlexQuantError(f"{problem}; look at GET /flexquant, and apply {policy.name} again")
+            meanwhile = f"the server took {before.name} while {policy.name} was being checked"
+            raise FlexQuantError(f"{meanwhile}; look at GET /flexquant, and apply {policy.name} again")
         after = clip_to_server(model.vllm_config, model.merged, policy)
         check_caches(model.vllm_config, model.merged, after.name, before.routes, after.routes)
         if not after.routes.ignores_phase():
