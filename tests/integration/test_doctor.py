@@ -77,6 +77,7 @@ def test_kernels_backend_and_kv_cache_are_those_of_the_engine(merged):
     with engine(merged, max_model_len=256) as llm:
         (served,) = llm.apply_model(kernels_of)
         cache = llm.llm_engine.vllm_config.cache_config
+        blocks, block_size = cache.num_gpu_blocks, cache.block_size
         assert answers(llm, ["an engine after the doctor, in one process"], max_tokens=2)
     told: dict[str, set[tuple[str, int, int, str]]] = {}
     for finding in found["kernel"]:
@@ -88,7 +89,7 @@ def test_kernels_backend_and_kv_cache_are_those_of_the_engine(merged):
     if current_platform.is_cpu():
         assert found["attention"][0].details["backends"] == ["CPU_ATTN"]
         # A GPU needs memory for activations and graphs too.
-        assert found["memory"][0].details["tokens"] // cache.block_size == cache.num_gpu_blocks
+        assert found["memory"][0].details["tokens"] // block_size == blocks
     assert found["memory"][0].level == "ok" and "refused" not in found
 
 
