@@ -125,6 +125,19 @@ def test_weights_are_those_of_the_checkpoint(merged):
     assert "lm_head" not in findings(merged, *flexquant_options(head="int8"))
 
 
+def test_linears_of_odd_sizes_are_left_in_16_bit(tmp_path):
+    """Of 264 inputs; vLLM's products in INT8 take multiples of 16."""
+    folder = make_checkpoint(tmp_path / "model", "qwen2", None, intermediate_size=264)
+    (file := tmp_path / "p.yaml").write_text(
+        "derive: {int8: {from: bf16, activations: int8, weights: int8}}\n" + rules("- use: int8")
+    )
+    options = ["--config-format", "flexquant", "--additional-config"]
+    found = findings(folder, *options, json.dumps({"flexquant": {"policy": str(file)}}))
+    shapes = [s for f in found["kernel"] if f.details["variant"] == "int8" for s in f.details["shapes"]]
+    assert len(shapes) == 4
+    assert [s["name"] for s in shapes if "(16 bit)" in s["kernel"]] == ["down_proj"]
+
+
 def test_a_second_copy_of_int4_is_said(merged):
     """single-copy loads W4A16 and W4A8, the policy w4a8 W4A8 alone, and one copy has no second one."""
     said = "w4a8 is a second copy of w4a16's INT4 weights"

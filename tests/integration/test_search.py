@@ -10,6 +10,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from flexquant.tuning.policy_file import tuned_policy_document as tuned_document
 from tests.checkpoints import make_checkpoint
 from tests.conftest import STARTS
 from tests.pass_times import CROSSED, make_times
+from tests.refusals import refused
 
 pytestmark = pytest.mark.engine
 LAYERS, SAMPLES, PROMPT, TOKENS = 3, 4, 16, 6
@@ -173,6 +175,19 @@ def study(merged: Path, folder: Path) -> Study:
     subject = Subject(merged)
     variants = find_variants(subject.checkpoint.merged, None)
     return Study(subject, variants, folder / "text.txt", str(folder / "16-bit"), SETTINGS)
+
+
+def test_room_for_the_references_numbers_is_asked_for(
+    study: Study, merged: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four bytes for each token of the vocabulary, after each forced token."""
+    least = 4 * SAMPLES * TOKENS * study.subject.vocab_size
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=least - 1))
+    measuring = study.measuring(tmp_path / "kl.json", overwrite=False, progress=print)
+    with refused("of free disk space"), measuring as (_, measure):
+        measure(study.alone()[0])
+    with refused("of free disk space"):
+        evaluate(merged, folder / "text.txt", reference=folder / "16-bit", settings=SETTINGS)
 
 
 def test_without_a_reference_the_most_precise_variant_is_it(study: Study, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,14 @@ def test_what_is_finished_stays_and_what_is_gone_is_made_again(small: Path, fini
     shutil.rmtree(finished / "w4a16")
     assert kept(small, finished) == [True, False]
     assert written.stat().st_mtime_ns == time and digests(finished) == expected
+
+
+def test_what_is_finished_needs_no_room(small: Path, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    assert kept(small, finished) == [True, True]
+    shutil.rmtree(finished / "w4a16")
+    with pytest.raises(FlexQuantError, match=r"needs .* of free disk space, but .* has 0 bytes"):
+        kept(small, finished)
 
 
 def test_what_a_killed_run_left_beside_finished_variants_goes(small: Path, finished: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
@@ -103,7 +104,7 @@ class RotationLoader:
                             f"of '{path}', by which inputs are multiplied; merge again"
                         )
                     self._fill(own, deterministic_hadamard_matrix(size, torch.float32, own.device))
-                rotation.has_loop = _has_loop([*rotation.weight.partitions.values()])
+                vars(rotation)["has_loop"] = _has_loop([*rotation.weight.partitions.values()])
 
     def _fill(self, own: torch.Tensor, matrix: torch.Tensor) -> None:
         own.data.copy_(matrix)
@@ -128,8 +129,8 @@ def _load_loop() -> bool:
     return has_loops()
 
 
-def _check_blocks(variant: str, linear: nn.Module, rotation: HadamardTransform) -> None:
-    inputs: int = getattr(linear, "input_size_per_partition", linear.input_size)  # type: ignore[assignment]
+def _check_blocks(variant: str, linear: Any, rotation: HadamardTransform) -> None:
+    inputs = getattr(linear, "input_size_per_partition", linear.input_size)
     for part, own in rotation.weight.partitions.items():
         if rotation.transforms[part].args.location == "input" and inputs % len(own):
             raise FlexQuantError(
