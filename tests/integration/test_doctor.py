@@ -29,7 +29,7 @@ from flexquant.policy.rules import load_policy
 from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.vllm_api import MPLinearLayerConfig, scalar_types
 from flexquant.tuning.candidates import FROM_INT4
-from tests.checkpoints import EXPERTS, make_pair
+from tests.checkpoints import EXPERTS, make_checkpoint, make_pair
 from tests.integration.conftest import answers, edited_json, engine
 from tests.integration.live_server import flexquant_options
 from tests.policies import DERIVE_INT8, rules
