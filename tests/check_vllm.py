@@ -9,8 +9,6 @@ anything does not. Without a version, ``BY_TYPES`` are checked so, and the other
 the hidden names alone; ``flexquant/serving/VLLM_VERSIONS.md`` is written.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

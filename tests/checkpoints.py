@@ -6,8 +6,6 @@ The folders have the layout and tensor names that llmcompressor writes (compress
 merging and vLLM read them as they read a user's. Good accuracy is not the aim: llmcompressor gives that.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

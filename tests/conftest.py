@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Gives tests side by side their own cores, and counts the engines and programs that a session started."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter

@@ -5,8 +5,6 @@
 python -m tests.durations
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Write INT4 checkpoints in the formats of GPTQ and AWQ, and compare the tensors of checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """A server on this machine that answers the requests of huggingface_hub as the Hub does."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The imports of a file, for tests of what may import what."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

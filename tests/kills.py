@@ -6,8 +6,6 @@ It may leave a checkpoint as it was, whole, or not at all. What begins with a do
 and no server reads it.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Makes small random checkpoints with a head that predicts further tokens (MTP), named as publishers do."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ shows one. In merge/ the tests of a mutant can take half a minute: with ``--test
 run, and survivors have to be tried against the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ text models do not need, and without the "+cpu" that its pinned torch has only o
 that torch is still taken where pip can find one).
 """
 
-from __future__ import annotations
-
 import tomllib
 from importlib import metadata
 from pathlib import Path

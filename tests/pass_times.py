@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Made-up times of passes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from flexquant.policy.pass_times import PassTimes, Time

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Devices, GEMMs and models whose costs are predicted, and parts of their costs by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

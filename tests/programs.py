@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Starts programs for tests, in a chosen environment and bounded in time, and shows what failed ones said."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shlex

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Checkpoints whose lm_head is quantised, and the same ones with that head multiplied out."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

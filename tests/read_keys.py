@@ -5,8 +5,6 @@
 ``python -m tests.read_keys`` writes ``merge/read_keys.json``.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The commands and documents that the pages show, for the tests that run them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Expect that bad input is refused, with a message for its user."""
 
-from __future__ import annotations
-
 import pytest
 
 from flexquant.errors import FlexQuantError

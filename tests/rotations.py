@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Checkpoints as llmcompressor's QuIPModifier writes them: the inputs of down_proj are rotated, in blocks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Small checkpoints of compressed-tensors with any settings, and random settings for them."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Checkpoints whose config ties the lm_head to the embedding, with heads that their publishers left in."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

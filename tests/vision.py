@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Makes small random vision-language models, quantised by rounding to nearest, and images to ask about."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from functools import partial

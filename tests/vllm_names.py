@@ -9,8 +9,6 @@ that vLLM calls (``vllm_uses.py`` does the same with vLLM's types); and names in
 variables and attributes that vLLM gives to any object (:data:`NAMES`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@
 says after which change in vLLM or in FlexQuant it is not needed any more.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

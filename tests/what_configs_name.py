@@ -7,8 +7,6 @@ the command printed or its last error, and what was loaded or asked for. FOLDER/
 takes. The process has a package ``kernels``, which writes down whether it is asked, and no network.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

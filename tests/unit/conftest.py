@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Small checkpoints and a device, made once for the tests that only read them; a container of a kind."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

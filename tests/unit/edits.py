@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Edits of the 16-bit weights of ``make_checkpoint``: smoothings, rotations, changes of single tensors."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """W4A16 with or without zero points, and a pair of which W8A8 can be nested."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

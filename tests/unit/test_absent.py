@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What all sources lack, and what only one has: a class's parameters, and tensors that it does not read."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

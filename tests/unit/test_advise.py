@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """How to serve a model: its shape from a config.json alone, the choice and its text, `flexquant advise`."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

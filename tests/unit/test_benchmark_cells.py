@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The speed benchmarks' workloads and subjects, started servers and results."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

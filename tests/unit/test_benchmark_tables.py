@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The speed benchmarks' figures by hand, and synthetic checkpoints: equal in all schemes, read, merged."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

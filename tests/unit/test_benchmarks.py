@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The speed benchmarks' notes and refusals, order of cells, rounds that noise adds, and peers as subjects."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import signal

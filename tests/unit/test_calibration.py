@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Calibration data is read, rendered and cut as documented; the texts that come along are of many kinds."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The variants among which tuning chooses, and their memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The commands of ``flexquant policy``: what they print, and the key that apply sends to a server alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

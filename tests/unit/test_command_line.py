@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The command line: values of options, lines of stages, and what the system refuses about a user's path."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

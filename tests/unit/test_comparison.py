@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The rule for noise by hand and by tables, how often it is right; an evaluation's statistics by hand."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

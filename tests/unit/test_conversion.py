@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Checkpoints in the formats of GPTQ and AWQ become those of compressed-tensors, value by value."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The linear that stands in for oneDNN's on CPUs whose INT8 arithmetic saturates."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Every stored form of a Linear comes back as the weight it stands for, with the noise it really has."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Device files: what they say a pass costs, wrong ones, and the shipped ones against published numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import median
 

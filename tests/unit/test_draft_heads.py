@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Heads that predict further tokens (MTP) are merged from each source that has them, and split off again."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

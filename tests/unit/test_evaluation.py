@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Evaluation without an engine: the schedule, bytes, and every refusal."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What an evaluation scores step by step, and its results: table, plot, files whole or as they were."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """FORMAT.md is enough to read a merged model; each key of it is read or refused; links lead somewhere."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The benchmark of whole answers: its statistics against published and counted numbers, and its tasks."""
 
-from __future__ import annotations
-
 import math
 import random
 

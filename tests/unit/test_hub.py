@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """A Hugging Face id can stand wherever a model's folder can; a local server answers as the Hub does."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

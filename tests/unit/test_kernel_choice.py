@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """How kernels are chosen: which are tried, with what sizes, what is kept, and what a failed trial does."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import operator

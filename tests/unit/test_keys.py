@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Each kept result has a key that covers all that it depends on, and nothing else (flexquant/README.md)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What may share a KV cache and what may not, on quantised models that were folded, smoothed or rotated."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

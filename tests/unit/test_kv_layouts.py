@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The comparison of layers of other forms than Llama's: latents, fused or rotated matrices, other names."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What changes the cache is refused, folded norms are not; the pages say what the committed results do."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ At a hidden size of 128 every row is compared (test_kv_compat), at 576 one in fo
 from 2048 on one in sixteen, the fewest there are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

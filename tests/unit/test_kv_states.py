@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Which variants may share states (linear attention, state spaces, short convolutions), and which may not."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

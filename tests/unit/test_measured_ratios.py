@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What is predicted of an H200 over W8A8 is within 15 % of the committed runs on one."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Callable

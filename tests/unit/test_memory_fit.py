@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """How many layers get W8A8 of their own in a given memory, which, and what the table says of the choices."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Merging: what is written, in how much memory, and the command line."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

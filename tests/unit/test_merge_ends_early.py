@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """A merge or split that ends early leaves what was there; the next one succeeds, and nothing is half done."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

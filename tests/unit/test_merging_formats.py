@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """A merge reads checkpoints of other formats, dtypes and ages, and keeps every quantised value."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

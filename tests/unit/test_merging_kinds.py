@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Experts, latent attention, vision-language models: what is compared beside K and V, and stored once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Which variants' layers may be mixed in one plan, and whose linears take other inputs; bytes by layers."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

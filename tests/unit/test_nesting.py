@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """A nested variant's integers: what is stored, what is computed of it, and what changes."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

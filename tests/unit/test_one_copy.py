@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """A linear of INT4 weights alone multiplies as one of the nearest INT8 weights; the kernel's PTX is read."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The card says how each variant was made, as its recipe tells; a tokenizer's files come along."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatch
 from pathlib import Path
 

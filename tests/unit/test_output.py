@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """A writer that is killed anywhere leaves the old output or none, never a mixture; what is others' stays."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

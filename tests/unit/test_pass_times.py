@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Measured times of passes: read, interpolated, shown; the names of devices, the marks of findings."""
 
-from __future__ import annotations
-
 import os
 from math import sqrt
 from typing import Any

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The bytes of a token and of states, and the experts of a token, that advise counts are those of vLLM."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from math import prod

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """KV cache, experts and ranks' parts of models of many kinds, from a config.json as each writes it."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from collections import defaultdict

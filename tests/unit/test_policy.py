@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Policy documents: what is read of them, the built-in ones, which one is used, and their JSON Schema."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ The engines are stand-ins, so that a test chooses what happens between two quest
 does when it is asked is in tests/integration/test_policy_change, and two real ones are in test_data_parallel.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from argparse import Namespace

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Policy documents that are refused: which line, what is wrong, what to do; and what YAML is read as."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib import import_module

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Programs, servers and workers that are started: bounded in time, and ended with all that they began."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

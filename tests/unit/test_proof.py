@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What a proof says of its claims; what fits into the GPU, its steps, and that what was found is not lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Recipes are read, refused with line and reason, and fitted to a model, all without llmcompressor."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

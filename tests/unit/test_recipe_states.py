@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Recipes for models with states: gates stay in 16 bit, norms are folded into all that read them; why."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Every term of a predicted pass, and bytes, caches and loads, by hand for models of three kinds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import ceil, hypot
 

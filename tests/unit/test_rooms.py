@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Rooms import each other as flexquant/README.md says; the wheel holds all; what it imports is declared."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

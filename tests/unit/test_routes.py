@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-from __future__ import annotations
-
 import json
 from itertools import product
 from typing import Any

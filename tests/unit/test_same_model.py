@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Variants that any release of transformers saved merge; other models never do, processors by choice."""
 
-from __future__ import annotations
-
 import json
 import re
 from copy import deepcopy

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Tokenizers and generation settings are compared by what they do, and one of each is taken along."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Which plans a search proposes and chooses, whole searches over results, and what each layer costs."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

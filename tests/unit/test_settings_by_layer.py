@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Settings of GPTQ and AWQ, by layer and wherever they lie: each layer keeps its values and its scheme."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """From samples to a policy: intervals, ties, crossovers, objectives, bounds, and the file."""
 
-from __future__ import annotations
-
 import random
 from contextlib import nullcontext
 from dataclasses import replace

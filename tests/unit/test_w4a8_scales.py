@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """W4A8 of scales below zero, or of asymmetric weights: computed right, or refused early; W8A16's products."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What a checkpoint's files name is not loaded, fetched or run; deep, huge and slow ones are named."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
