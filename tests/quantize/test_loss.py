@@ -33,10 +33,21 @@ def tokenizer(model: Path) -> AutoTokenizer:
 
 
 def load(folder: Path) -> Any:
-    """Return a model in float32, its weights decompressed."""
+    """Return a model in float32, its weights decompressed, and inputs of down_proj rotated if they are."""
     quantised = "quantization_config" in (folder / "config.json").read_text()
     how = {"quantization_config": CompressedTensorsConfig(run_compressed=False)} if quantised else {}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
+    stored = load_file(folder / "model.safetensors")
+    for matrix in (stored[name].float() for name in stored if name.endswith("_input.weight")):
+
+        def rotated(_: Any, inputs: tuple[torch.Tensor], matrix: torch.Tensor = matrix) -> torch.Tensor:
+            blocks = inputs[0].unflatten(-1, (-1, len(matrix)))
+            return (blocks @ matrix / len(matrix) ** 0.5).flatten(-2)
+
+        for name, module in model.named_modules():
+            if name.endswith("down_proj"):
+                module.register_forward_pre_hook(rotated)
+    return model
 
 
 def test_a_model_loses_nothing_against_itself(model: Path, tokenizer: AutoTokenizer) -> None:
