@@ -210,8 +210,9 @@ async def change_policy(
     cannot take, each with the reason; nothing changes then, except on engines that the reason speaks of. It
     raises 504 if the engines do not finish in time.
     """
+    body = await read_body(request)  # outside of the lock: a body may never come to its end
     async with _one_at_a_time:
-        policy = await asyncio.to_thread(read_policy, await read_body(request), name)
+        policy = await asyncio.to_thread(read_policy, body, name)
         began = time.perf_counter()
         engine = access.merged_engine(request)
         served = await asyncio.to_thread(resolve, engine.vllm_config, policy)
