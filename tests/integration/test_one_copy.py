@@ -214,7 +214,7 @@ def write_mixed(folder: Path) -> Path:
 
 def test_layers_in_8_bit_stay_as_they_are(tmp_path: Path) -> None:
     folder = write_mixed(tmp_path)
-    found = examine(str(folder), ["--max-model-len", "64"])
+    found = [*examine(str(folder), ["--max-model-len", "64"])]
     kernels, (weights,) = ([f for f in found if f.subject == subject] for subject in ("kernel", "weights"))
     in_int8 = [f.text for f in kernels if f.details["variant"] == "w8a8-from-int4"]
     assert [text for text in in_int8 if "qkv_proj" in text and "INT8 from" not in text]
