@@ -141,6 +141,7 @@ if TYPE_CHECKING:
 
     # Goes when vLLM rotates inputs under tensor parallelism, and without an operator for it.
     from vllm.model_executor.layers.quantization.compressed_tensors.transform import module
+    from vllm.model_executor.parameter import SharedWeightParameter
 
     # Goes when vLLM times its kernels for a model's layers.
     from vllm.config import get_current_vllm_config_or_none

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flexquant.doctor.examining import examine
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.engine import take_policy
 from flexquant.merge import merge_checkpoints, split_checkpoint
@@ -105,6 +106,13 @@ def test_what_ranks_and_the_host_cannot_rotate_is_refused(tmp_path: Path) -> Non
     problem = refusal(merged, tensor_parallel_size=2, **flexquant(policy="phase"))
     assert "'w8a8', which rotates outputs, or all inputs of a linear at once, under tensor" in problem
     configure(merged, tensor_parallel_size=2, **flexquant(policy="w4a16"))
+
+
+def test_a_rank_without_whole_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.rotations.BLOCK", 256)
+    merged = merge_one_rotated(tmp_path, tmp_path / "merged")
+    *_, last = examine(str(merged), ["--tensor-parallel-size", "2", "--max-model-len", "64"])
+    assert "'model.layers.0.mlp.down_proj' in blocks of 256, and a rank has 128; choose another" in last.text
 
 
 def test_the_matrix_is_loaded_where_its_layer_is_in_no_plan(tmp_path: Path) -> None:

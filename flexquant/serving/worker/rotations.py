@@ -20,11 +20,17 @@ from vllm.platforms import current_platform
 from flexquant.checkpoint.schemes import ROTATION
 from flexquant.errors import FlexQuantError
 from flexquant.serving.kernels.cpu_loops import has_loops
-from flexquant.serving.vllm_api import HadamardTransform
+from flexquant.serving.vllm_api import HadamardTransform, SharedWeightParameter
 from flexquant.serving.vllm_api import module as rotation_module
 
 LOOP_SIZES = [2**n for n in range(4, 11)]
 """Sizes of blocks that `rotation.cpp` takes."""
+
+
+class WholeMatrix(SharedWeightParameter):
+    """The matrix of a rotation, which each rank has whole."""
+
+    tp_size = property(lambda _: 1, lambda *_: None)
 
 
 @functools.cache
@@ -36,6 +42,7 @@ def provide_rotations() -> None:
     vLLM does itself.
     """
     rotation_module.get_tensor_model_parallel_world_size = lambda: 1
+    rotation_module.SharedWeightParameter = WholeMatrix  # type: ignore[misc]
     if not hasattr(torch.ops._C, "hadacore_transform"):
         HadamardTransform.forward = rotation_by_products()  # type: ignore[method-assign]
 
