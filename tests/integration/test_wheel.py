@@ -16,6 +16,7 @@ from tests import programs
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 GPU = torch.cuda.is_available()
+NEWCOMERS = {name: value for name, value in programs.newcomers_environment().items() if name != "PYTHONPATH"}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = (python, "-m", "pip")
 
     def run(*command: object) -> None:
-        programs.run(command, timeout=900, folder=folder, environment=programs.newcomers_environment())
+        programs.run(command, timeout=900, folder=folder, environment=NEWCOMERS)
 
     run(sys.executable, "-m", "venv", folder / "venv")
     run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, programs.ROOT)
@@ -58,16 +59,15 @@ class InstalledServer(VLLMServer):
 def test_an_empty_environment_merges_reads_predicts_and_serves(installed, tiny_merged, tmp_path):
     def flexquant(*arguments: object) -> str:
         command = (installed / "flexquant", *arguments)
-        environment = programs.newcomers_environment()
-        return programs.run(command, timeout=300, folder=tmp_path, environment=environment).stdout
+        return programs.run(command, timeout=300, folder=tmp_path, environment=NEWCOMERS).stdout
 
     sources, merged = tiny_merged(), tmp_path / "merged"
     flexquant("merge", *(f"{v}={sources / v}" for v in ("w8a8", "w4a16")), "--output", merged)
     assert "default policy" in flexquant("inspect", merged)
-    assert "L4" in flexquant("advise", sources / "w4a16", "--device", "L4")
+    assert "stock W4A16" in flexquant("advise", sources / "w4a16", "--device", "l4")
     server = InstalledServer(
         *(installed, merged, ["--enforce-eager", "--max-model-len", "256"], tmp_path / "log"),
-        environment=programs.newcomers_environment(),
+        environment=NEWCOMERS,
     )
     try:
         server.wait_until_healthy()
