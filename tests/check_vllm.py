@@ -142,7 +142,7 @@ def page(problems: Mapping[str, Sequence[str]]) -> str:
         "<!-- Written by `make check-vllm`. -->",
         "# FlexQuant against vLLM's types, by version",
         "",
-        "mypy checks FlexQuant against the source of each version. `vllm_api.py` gives the reason for each",
+        "mypy checks FlexQuant against some versions' source. `vllm_api.py` gives the reason for each",
         "private name; `tests/vllm_names.py` lists names hidden from mypy, which are checked too. A test",
         f"plants {PLANTED} breaks in a copy of the installed version, and all are found.",
         "[What a new version asks for](../../tests/README.md#a-new-version-of-vllm).",

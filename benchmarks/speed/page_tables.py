@@ -179,31 +179,34 @@ def int8_head(*folders: str) -> str:
     return markdown(["model", "requests", "TTFT", "TPOT", "process, GiB"], rows)
 
 
-def peers(folder: str) -> str:
-    """Return the times of every server, medians in ms, then FlexQuant over each peer."""
-    measured = by_workload(read_cells(RESULTS / folder), "serving")
-    alone = sorted((w for w in measured if w.at_once == 1), key=lambda w: w.input)
-    together = [w for w in measured if w.at_once is None]
-    columns = {f"first of {w.input:,}": (w, "TTFT ms") for w in alone}
-    columns |= {"next": (alone[0], "TPOT ms")}
-    columns |= {f"next of {w.requests} at once": (w, "TPOT ms") for w in together}
-    subjects = list(measured[alone[0]])
-
-    def medians(subject: str) -> list[str]:
-        return [
-            format(median(get(result) for result in measured[workload][subject].values()), form)
-            for workload, metric in columns.values()
-            for get, form in [METRICS[metric]]
-        ]
-
-    def over(subject: str, peer: str) -> list[str]:
-        return [
-            interval(paired_ratios(measured[workload][subject], measured[workload][peer], METRICS[metric][0]))
-            for workload, metric in columns.values()
-        ]
-
-    times = [[f"`{subject}`", *medians(subject)] for subject in subjects]
-    ratios = [[f"`{s}` / `{p}`", *over(s, p)] for s, p in pairs(subjects) if is_peer(p)]
+def peers(*folders: str) -> str:
+    """Return servers' times, medians in ms, and FlexQuant over each peer; of several runs the latter."""
+    times, ratios = list[list[str]](), list[list[str]]()
+    columns = dict[str, tuple[Any, str]]()
+    for folder in folders:
+        cells = read_cells(RESULTS / folder)
+        measured = by_workload(cells, "serving")
+        alone = sorted((w for w in measured if w.at_once == 1), key=lambda w: w.input)
+        together = [w for w in measured if w.at_once is None]
+        columns = {f"first of {w.input:,}": (w, "TTFT ms") for w in alone}
+        columns |= {"next": (alone[0], "TPOT ms")}
+        columns |= {f"next of {w.requests} at once": (w, "TPOT ms") for w in together}
+        subjects = list(dict.fromkeys(subject for found in measured.values() for subject in found))
+        for subject in subjects:
+            row = [f"`{subject}`"]
+            for workload, metric in columns.values():
+                get, form = METRICS[metric]
+                values = [get(result) for result in measured[workload].get(subject, {}).values()]
+                row.append(format(median(values), form) if values else "–")
+            times.append(row)
+        for subject, peer in (pair for pair in pairs(subjects) if is_peer(pair[1])):
+            both = [(measured[w], METRICS[m][0]) for w, m in columns.values()]
+            found = [paired_ratios(of[subject], of.get(peer, {}), get) for of, get in both]
+            model = [cells[0]["parameters"]["model"]] if folders[1:] else []
+            name = [f"`{peer}`"] if folders[1:] else [f"`{subject}` / `{peer}`"]
+            ratios.append([*model, *name, *(interval(rounds) if rounds else "–" for rounds in found)])
+    if folders[1:]:
+        return markdown(["model", "over", *columns], ratios)
     return "\n\n".join(markdown([what, *columns], rows) for what, rows in (("ms", times), ("ratio", ratios)))
 
 
