@@ -79,8 +79,6 @@ class Factors:
 
 
 class Pair(NamedTuple):
-    """A linear's weights."""
-
     weight8: TensorRef
     scale8: TensorRef
     int4: Int4Weight

@@ -15,8 +15,6 @@ Level = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of the doctor."""
-
     level: Level
     subject: str
     text: str

@@ -225,12 +225,6 @@ def read_named(name_or_path: str, package: str, kind: str) -> tuple[bytes, str]:
         raise FlexQuantError(f"{problem}, or one of the built-in ones {known}") from e
 
 
-def load_document(name_or_path: str, package: str, kind: str, keys: Sequence[str]) -> Document:
-    """Read a built-in YAML document by name, or a file by path; raise as read_named and from_yaml do."""
-    content, source = read_named(name_or_path, package, kind)
-    return from_yaml(content, source, kind, keys)
-
-
 class Problem(ValueError):
     """A validator's error; ``at`` is the path from the validated value to the wrong place."""
 

@@ -95,8 +95,6 @@ def front(plans: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search."""
-
     document: StudyDocument
     """The study's document, with every measured plan."""
     chosen: MeasuredPlan

@@ -36,8 +36,6 @@ WIDTH = 110
 
 @dataclass(frozen=True)
 class Way:
-    """A way to serve a model."""
-
     name: str
     schemes: tuple[str, ...]
     policy: Policy

@@ -79,7 +79,6 @@ class RouteTable:
 
     @classmethod
     def from_json(cls, data: RouteTableData) -> RouteTable:
-        """Return the table that :meth:`to_json` returned as data."""
         plans = {name: Plan.from_layers(tuple(layers)) for name, layers in data["plans"].items()}
         found = data["intervals"]
         intervals = {name: [Interval(a, b, plans[plan]) for a, b, plan in found[name]] for name in found}
@@ -87,7 +86,6 @@ class RouteTable:
         return cls(intervals, derived, data["nested"], data["tokens_per_sequence"], data["head"])
 
     def to_json(self) -> RouteTableData:
-        """Return the table as JSON-able data."""
         found = self._intervals.items()
         return {
             "plans": self.layers_by_plan(),

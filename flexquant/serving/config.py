@@ -128,7 +128,6 @@ class ServedPolicy:
 
     @classmethod
     def from_json(cls, data: ServedPolicyData) -> ServedPolicy:
-        """Return the policy that :meth:`to_json` returned as data."""
         return cls(data["name"], data["digest"], RouteTable.from_json(data["routes"]))
 
     @classmethod
@@ -142,7 +141,6 @@ class ServedPolicy:
         return cls.from_json(resolved)
 
     def to_json(self) -> ServedPolicyData:
-        """Return the policy as JSON-able data."""
         return {"name": self.name, "digest": self.digest, "routes": self.routes.to_json()}
 
     def described(self) -> PolicyName:

@@ -38,8 +38,6 @@ class Range:
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen variants."""
-
     ranges: dict[str, tuple[Range, ...]]
     """Phase (``decode``, ``prefill``) -> ranges of sizes, without gaps from 1."""
 

@@ -37,8 +37,6 @@ Experts = dict[str, dict[str, str]]
 
 @dataclass
 class LayerTensors:
-    """The tensors of one decoder layer."""
-
     matrices: dict[str, str] = field(default_factory=dict)
     """Matrices: name of the module in transformers' layer -> module in the checkpoint."""
     parameters: dict[str, TensorRef] = field(default_factory=dict)

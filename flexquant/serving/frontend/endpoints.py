@@ -93,7 +93,6 @@ class FlexQuantEndpoints:
 
 
 def add_policy_route(app: FastAPI) -> None:
-    """Add ``POST /flexquant/policy``."""
     document = json_schema() | {"examples": [{"schema": SCHEMA, "rules": [{"use": "w8a8"}]}]}
     content = {kind: {"schema": document} for kind in ("application/json", "application/yaml")}
     app.add_api_route(

@@ -301,7 +301,6 @@ def new_layer(layer: Layer, kind: type[Any]) -> ReplicatedLinear:
 
 
 def bits_of(layer: Layer) -> int:
-    """Return the bits of a weight."""
     return layer.get("bits", 8 if layer["group_size"] is None else 4)
 
 

@@ -101,8 +101,6 @@ def packed_alike(values: Tensor, layout: Layout) -> Tensor:
 
 
 class CPUInt8Product(product.Product):
-    """The product of a CPU, in INT8."""
-
     def __init__(self, kernel: MPLinearKernel, layout: Layout) -> None:
         super().__init__(kernel)
         self._layout = layout
