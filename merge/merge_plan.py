@@ -64,10 +64,6 @@ class MergePlan:
             modules |= {LM_HEAD for name in modules if name.endswith(OF_TOKENS)}
         return tuple(sorted(modules))
 
-    @property
-    def tensors(self) -> dict[str, TensorRef]:
-        return {key: ref for group in self.groups.values() for key, ref in group.items()}
-
 
 def plan_merge(sources: Sequence[Source], choices: Mapping[str, str | None] = NO_CHOICE) -> MergePlan:
     """Compare the sources and return the plan; read headers, small files, and tensors that may be equal.

@@ -14,16 +14,14 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
 
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject, with_section
 from flexquant.checkpoint.safetensors_io import MAX_HEADER_BYTES, TensorRef, read_header
 from flexquant.documents import parse_json
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError, said_by
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

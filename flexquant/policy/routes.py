@@ -13,8 +13,9 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
+from typing import NamedTuple, TypedDict, TypeVar
 
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import BytesByRange, bytes_in_use
 from flexquant.documents.yaml_document import KeyPath
@@ -22,9 +23,6 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Layers, Plan
 from flexquant.policy.rules import Policy, source_of
 from flexquant.policy.schema import PHASES, Derivation, Head, Phase, parse_layers
-
-if TYPE_CHECKING:
-    from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 
 T = TypeVar("T")
 

@@ -17,8 +17,6 @@ STAND_INS = {
     "TorchCPUW4A8LinearKernel": "which multiplies W4A8 in 16 bit for want of AMX or zentorch",
 }
 """Name of a kernel that gives the right answers slowly -> what it does, as a relative clause."""
-
-
 IDENTITY = ("vendor_id", "cpu family", "model", "flags", "CPU ", "Features")
 """How lines of /proc/cpuinfo begin that are the same at every start, on x86 and on Arm."""
 

@@ -20,9 +20,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -229,13 +230,7 @@ def timed_pass(layers: Sequence[nn.Module], x: torch.Tensor) -> Callable[[], flo
             layer(x)
 
     if x.device.type == "cpu":
-
-        def timed() -> float:
-            started = time.perf_counter()
-            run()
-            return time.perf_counter() - started
-
-        return timed
+        return partial(timeit.timeit, run, number=1)
     run()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
