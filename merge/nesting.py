@@ -8,8 +8,6 @@ column of factors. Factors are fitted when a tensor of a layer is first read; we
 time.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@
 Every file has to lie inside the folder after links are followed, or in ``../../blobs/`` of the Hub's cache.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

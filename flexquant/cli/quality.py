@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The commands that measure quality: eval of policies, sensitivity of single layers, search of a plan."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from contextlib import nullcontext

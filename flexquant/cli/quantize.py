@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The commands that quantise a 16-bit model: quantize, and build, which also merges."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

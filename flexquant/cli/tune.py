@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The commands that find out how to serve: tune times variants, fit too, for a memory; advise predicts."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from dataclasses import replace

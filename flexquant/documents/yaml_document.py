@@ -6,8 +6,6 @@ A mapping of a document is a :class:`Section`, whose fields are the keys. Messag
 key, what is allowed and what to do. The same models make the JSON Schema for editors.
 """
 
-from __future__ import annotations
-
 import importlib.resources
 import json
 import re

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Refuse features of vLLM that a server does not support, by topic; `derivable` refuses derived variants."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
 

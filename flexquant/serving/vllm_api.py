@@ -8,8 +8,6 @@ say after which change in vLLM or in FlexQuant their names are not needed any mo
 mypy compare FlexQuant with the types of each supported vLLM.
 """
 
-from __future__ import annotations
-
 # ruff: noqa: F401, I001  (imported for others, and grouped by reason)
 
 import ast

@@ -6,8 +6,6 @@ A linear whose inputs are rotated answers as one without, also in one copy; what
 checkpoint is that a split gives back.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """``flexquant doctor``: what it says without loading weights is what an engine then does."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@
 And bytes of weights: what a process holds for them, whatever kernel packed them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

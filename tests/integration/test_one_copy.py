@@ -5,8 +5,6 @@
 INT4 is served from one copy of the weights. The large passes of a model in 16 bit compute in 8 bit.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

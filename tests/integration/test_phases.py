@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What a pass holds, read where vLLM's attention metadata builders are told of it: those of many devices."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from itertools import accumulate

@@ -6,8 +6,6 @@ W4A8's arithmetic, a checkpoint of one copy, and what is refused. On a CPU each 
 others, with AMD's zentorch and without it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

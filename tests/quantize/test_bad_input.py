@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Models, data and machines that cannot work are refused with what was found, and nothing is left behind."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable

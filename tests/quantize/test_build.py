@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """`flexquant build` and `flexquant quantize`: what they print and leave, whatever interrupts them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import multiprocessing

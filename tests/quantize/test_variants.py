@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What is in a variant's folder: schemes, what was smoothed, a head, files; equal inputs give equal bytes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

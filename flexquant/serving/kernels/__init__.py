@@ -7,8 +7,6 @@
 ``cpu_kernels`` has the kernels that vLLM lacks on CPUs, and ``gpu_kernels`` those for W4A8 on GPUs.
 """
 
-from __future__ import annotations
-
 import platform
 from pathlib import Path
 

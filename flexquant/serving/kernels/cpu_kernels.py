@@ -12,8 +12,6 @@
 :func:`provide_cpu_kernels` puts them in the place of vLLM's, each with a condition for deleting it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -7,8 +7,6 @@ in blocks, [outputs / width, inputs, width] (width 1 without the loops), where a
 too.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from abc import abstractmethod

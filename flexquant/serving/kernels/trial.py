@@ -10,8 +10,6 @@ A result is a file in vLLM's cache folder, so that the next start, and the other
 same kernels. To time them anew, delete the folder ``flexquant/kernels`` there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

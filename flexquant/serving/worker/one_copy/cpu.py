@@ -9,8 +9,6 @@ oneDNN multiply (``torch._int_mm``), and scales the sums. The loops around the p
 outputs at once, but far more slowly.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from dataclasses import dataclass

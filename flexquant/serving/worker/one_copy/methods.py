@@ -7,8 +7,6 @@ quantise a weight's row. On a GPU each pass does so, into memory that all layers
 16-bit weights in oneDNN's layout alone, so that the start makes a copy in INT8, for vLLM's kernel of W8A8.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
