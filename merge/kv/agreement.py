@@ -159,8 +159,8 @@ def sum_products(a: ScaledMatrix, b: ScaledMatrix) -> MatrixSums:
     column_sums *= torch.stack(weights)
     bb = rows[2]
     noise = torch.cat(noise_parts).double() + bb * (2 * STORAGE_NOISE**2 / 3)
-    sums = (Sums(*terms[:3], terms[3] + terms[4]) for terms in (rows, column_sums))
-    return MatrixSums(*sums, noise)
+    of_rows, of_columns = (Sums(aa, ab, bb, aabb + bbbb) for aa, ab, bb, aabb, bbbb in (rows, column_sums))
+    return MatrixSums(of_rows, of_columns, noise)
 
 
 def _sums_of_chunk(
