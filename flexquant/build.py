@@ -7,8 +7,6 @@ bytes. A finished variant is not quantised again; a finished checkpoint is only 
 served.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence

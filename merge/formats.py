@@ -7,8 +7,6 @@ format (`packed_formats`, `eight_bit_formats`) returns the scheme of each quanti
 their new names.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Plan what the merged checkpoint holds, and refuse sources that are not variants of one model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,10 +61,6 @@ class MergePlan:
         if not self.own_heads:
             modules |= {LM_HEAD for name in modules if name.endswith(OF_TOKENS)}
         return tuple(sorted(modules))
-
-    @property
-    def tensors(self) -> dict[str, TensorRef]:
-        return {key: ref for group in self.groups.values() for key, ref in group.items()}
 
 
 def plan_merge(sources: Sequence[Source], choices: Mapping[str, str | None] = NO_CHOICE) -> MergePlan:

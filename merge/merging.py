@@ -103,7 +103,8 @@ def merge_checkpoints(
         if missed:
             provenance |= {"changed_integers": changed, "added_noise": added_noise}
         write_json(stage / PROVENANCE_FILE, provenance)
-        report = report_checkpoint(merged, plan.num_layers, plan.tensors, changed, added_noise)
+        tensors = {key: ref for group in groups for key, ref in group.items()}
+        report = report_checkpoint(merged, plan.num_layers, tensors, changed, added_noise)
         (stage / "README.md").write_text(make_card(report, plan.sources, provenance, files), encoding="utf-8")
     return report
 

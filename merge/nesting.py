@@ -8,16 +8,15 @@ column of factors. Factors are fitted when a tensor of a layer is first read; we
 time.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
 from flexquant.checkpoint.draft_heads import drafts
@@ -50,10 +49,7 @@ from flexquant.merge.nested_fit import (
 )
 from flexquant.merge.packed_formats import of_rows
 
-if TYPE_CHECKING:
-    from compressed_tensors.quantization import QuantizationScheme
-
-Scheme = tuple["QuantizationScheme", str]
+Scheme = tuple[QuantizationScheme, str]
 """How a linear is quantised, and the format in which it is stored."""
 Nested = Literal["near", "exact"]
 """What a merge does with integers that are out of reach: takes the nearest, or refuses the variants."""
@@ -79,8 +75,6 @@ class Factors:
 
 
 class Pair(NamedTuple):
-    """A linear's weights."""
-
     weight8: TensorRef
     scale8: TensorRef
     int4: Int4Weight

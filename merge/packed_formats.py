@@ -13,8 +13,6 @@ unsigned integers,
   stores them minus one.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

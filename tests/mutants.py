@@ -24,13 +24,13 @@ ROOMS = {
     "flexquant/policy": ("cli_policy memory_fit pass_times policy policy_refusals routes"),
     "flexquant/checkpoint": (
         "absent foreign_errors format heads hub merge merge_ends_early merging_kinds mixing origins output "
-        "same_model same_tokenizer settings_by_layer source_errors split_verify what_configs_name"
+        "same_model same_tokenizer settings_by_layer source_errors split_verify staged_file what_configs_name"
     ),
     "merge": (
         "absent conversion dequantize draft_heads foreign_errors heads kv_compat kv_layouts kv_proof "
-        "kv_sampling kv_states merge merge_ends_early merging_formats merging_kinds mixing nesting "
-        "nesting_refusals origins quark_format same_model same_tokenizer settings_by_layer source_errors "
-        "split_verify"
+        "kv_sampling kv_states merge merge_ends_early merging_formats merging_kinds mixing nested_fit "
+        "nesting nesting_refusals origins quark_format same_model same_tokenizer settings_by_layer "
+        "source_errors split_verify"
     ),
     "flexquant/serving/worker": "heads keys one_copy pass_records w4a8_scales",
 }

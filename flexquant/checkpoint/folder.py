@@ -5,8 +5,6 @@
 Every file has to lie inside the folder after links are followed, or in ``../../blobs/`` of the Hub's cache.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -14,16 +12,14 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
 
 from flexquant.checkpoint.model_config import SECTIONS, JsonObject, with_section
 from flexquant.checkpoint.safetensors_io import MAX_HEADER_BYTES, TensorRef, read_header
 from flexquant.documents import parse_json
 from flexquant.documents.results import hash_file
 from flexquant.errors import FlexQuantError, said_by
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -29,13 +29,11 @@ from flexquant.checkpoint.folder import (
 )
 from flexquant.checkpoint.merged_config import CONFIG_FILE, SHARED_PREFIX, MergedConfig, read_model_config
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.nested import NestedWeight, nested_weights, with_weights
 from flexquant.checkpoint.safetensors_io import TensorRef, Tensors, read_chunks
 from flexquant.checkpoint.writer import MAX_THREADS, Progress, Result, results_of
 from flexquant.documents.results import digest_of, hash_file
 from flexquant.errors import FlexQuantError
-
-if TYPE_CHECKING:
-    from flexquant.checkpoint.nested import NestedWeight
 
 PROVENANCE_FILE = "flexquant_provenance.json"
 SCHEMA: Literal["flexquant.provenance/v1"] = "flexquant.provenance/v1"
@@ -147,19 +145,14 @@ class MergedCheckpoint:
     def variant_tensors(self, name: str) -> dict[str, TensorRef]:
         """Return a variant's tensors as served, by original key; raise FlexQuantError for unfit parts."""
         stored = self._stored(name)
-        if not (nested := self.nested_weights(name)):
-            return stored
-        from flexquant.checkpoint.nested import with_weights
-
-        return with_weights(stored, nested)
+        nested = self.nested_weights(name)
+        return with_weights(stored, nested) if nested else stored
 
     def nested_weights(self, name: str) -> dict[str, NestedWeight]:
         """Return the INT8 weights that are computed, by original key; raise as `variant_tensors` does."""
         source = self.merged.variants[name].nested_in
         if source is None:
             return {}
-        from flexquant.checkpoint.nested import nested_weights  # torch
-
         if not (found := nested_weights(self._stored(name), self._stored(source))):
             problem = f"variant '{name}' of {self.folder} has nested_in '{source}'"
             raise FlexQuantError(f"{problem}, but no differences to its weights; merge it again")

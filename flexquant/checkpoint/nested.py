@@ -114,7 +114,7 @@ class NestedWeight:
         for part in blocks(self.int4.shape, rows):
             refs = (self.stored[name] for name in (DIFFERENCE, EXCEPTION, EXCEPTION_INPUT))
             difference, exception, stored_input = (load_tensor(ref, [part]) for ref in refs)
-            weight = self.predicted(part).add_(unpack_differences(difference))
+            weight = self.predicted(part).add_(unpack_nibbles(difference)).add_(LOWEST)
             if not bool(((weight >= LEAST) & (weight <= LARGEST)).all()):
                 raise _damaged(self.stored[DIFFERENCE], f"gives weights beyond {LEAST} to {LARGEST}")
             inputs = stored_input.long()
@@ -194,13 +194,6 @@ def predict(values: Tensor, scale: Tensor, row: Tensor, column: Tensor) -> Tenso
 def scaled(values: Tensor, scale: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """Return the same before it is rounded to integers."""
     return (values * (scale * row.unsqueeze(-1))).flatten(1).mul_(column)
-
-
-def unpack_differences(stored: Tensor) -> Tensor:
-    """Return differences, int8 [rows, inputs], from U8 [rows, inputs / 2]."""
-    import torch
-
-    return unpack_nibbles(stored).to(torch.int8) + LOWEST
 
 
 def unpack_nibbles(stored: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ back if the new one cannot take its place, or at the next run after a kill. A fi
 touched, and what appears at its place meanwhile stays, unless it may be replaced.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Match names against regular expressions that anybody may have written, in a process with a time limit."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -6,8 +6,6 @@ A few threads each take one tensor at a time, of which a chunk is in memory, or 
 caller can do other work meanwhile, and can cancel.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -8,8 +8,6 @@ Results for people go to stdout and progress to stderr; with ``--json`` the dict
 line of stdout.
 """
 
-from __future__ import annotations
-
 import argparse
 import codecs
 import errno

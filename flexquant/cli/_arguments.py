@@ -18,7 +18,8 @@ from flexquant.checkpoint.output import staged_file
 from flexquant.checkpoint.safetensors_io import CASTS
 from flexquant.checkpoint.writer import DEFAULT_SHARD_SIZE
 from flexquant.errors import FlexQuantError, UsageError
-from flexquant.evaluation.inputs import Settings
+from flexquant.evaluation.inputs import Settings, Subject
+from flexquant.tuning.candidates import find_variants
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -181,9 +182,7 @@ def add_study(parser: argparse.ArgumentParser, files: str) -> None:
 
 def study_of(args: argparse.Namespace, settings: Settings | None = None) -> Study:
     """Return the study of the options, or in other ``settings``; raise FlexQuantError for bad inputs."""
-    from flexquant.evaluation.inputs import Subject
     from flexquant.layers.sensitivity import Study
-    from flexquant.tuning.candidates import find_variants
 
     if settings is None:
         settings = Settings((args.batch_size,), args.samples, args.prompt_tokens, args.tokens, args.seed)

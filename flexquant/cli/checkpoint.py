@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The commands around a merged checkpoint: convert, merge, inspect, doctor, verify, split."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import asdict

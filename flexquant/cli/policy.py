@@ -11,8 +11,6 @@ flexquant policy apply http://127.0.0.1:8000 my-policy.yaml
 flexquant policy schema > policy.schema.json   # for editors: they complete and check policies with it
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The commands that measure quality: eval of policies, sensitivity of single layers, search of a plan."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from contextlib import nullcontext
@@ -13,8 +11,12 @@ from pathlib import Path
 
 import flexquant.cli._arguments as options
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.output import write_text
 from flexquant.errors import UsageError
-from flexquant.evaluation.inputs import Settings
+from flexquant.evaluation.inputs import Settings, read_questions
+from flexquant.evaluation.report import draw_quality, format_quality_table, writable_folder, write_results
+from flexquant.policy.plans import describe_layers
+from flexquant.policy.rules import choose_policy
 
 
 def configure_eval(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +57,6 @@ def eval_policies(args: argparse.Namespace) -> JsonObject:
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.evaluation.evaluating import evaluate
-    from flexquant.evaluation.inputs import read_questions
-    from flexquant.evaluation.report import draw_quality, format_quality_table, writable_folder, write_results
 
     questions: list[str] | None = [] if args.no_questions else None
     if args.questions:
@@ -88,8 +88,6 @@ def sensitivity(args: argparse.Namespace) -> JsonObject:
       flexquant sensitivity model-merged --text text.txt --variants w8a8,w4a16 --samples 16 --output results
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from flexquant.checkpoint.output import write_text
-    from flexquant.evaluation.report import writable_folder
     from flexquant.layers.report import draw_sensitivity, format_sensitivity_table
 
     study = options.study_of(args)
@@ -130,12 +128,8 @@ def search(args: argparse.Namespace) -> JsonObject:
       flexquant search out --text text.txt --policy tuned.yaml --output results --layers 8
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from flexquant.checkpoint.output import write_text
-    from flexquant.evaluation.report import writable_folder
     from flexquant.layers import report
     from flexquant.layers.searching import Budget, Search
-    from flexquant.policy.plans import describe_layers
-    from flexquant.policy.rules import choose_policy
 
     budget = Budget(args.max_kl, args.max_slowdown, args.layers)
     study = options.study_of(args)

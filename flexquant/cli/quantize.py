@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The commands that quantise a 16-bit model: quantize, and build, which also merges."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
@@ -17,9 +15,10 @@ from flexquant.checkpoint.measured_loss import MAX_LOSS, PROMPT_TOKENS, LossByKi
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import format_bytes, format_report
 from flexquant.cli._arguments import add_shard_size, parse_names, parse_number, parse_seed, pick
+from flexquant.documents.yaml_document import builtin_names
 from flexquant.policy.schema import Head
 from flexquant.quantization.quantizing import STAGES_BEFORE_VARIANTS, quantize_variants
-from flexquant.quantization.recipe import DEFAULT_RECIPE, UNROTATED, Recipe, builtin_recipes, load_recipe
+from flexquant.quantization.recipe import DEFAULT_RECIPE, PACKAGE, UNROTATED, Recipe, load_recipe
 from flexquant.quantization.report import QuantizedVariant
 
 
@@ -50,7 +49,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = f"how each variant is made: {', '.join(builtin_recipes())}, or a YAML file (default: "
+    text = f"how each variant is made: {', '.join(builtin_names(PACKAGE))}, or a YAML file (default: "
     text += f"{DEFAULT_RECIPE})"
     add("--recipe", metavar="NAME|FILE", help=text)
     text = "text or .jsonl file, folder of them, dataset id, or 'self': text of which the model writes "

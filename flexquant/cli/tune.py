@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The commands that find out how to serve: tune times variants, fit too, for a memory; advise predicts."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,14 +12,16 @@ import flexquant.cli._arguments as options
 from flexquant.checkpoint.merged_config import read_merged_config
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import write_text
+from flexquant.documents.yaml_document import builtin_names
 from flexquant.errors import UsageError
 from flexquant.evaluation.inputs import read_rows
 from flexquant.evaluation.workers import import_ahead
 from flexquant.planning.advising import advice_to_json, format_advice, try_ways
-from flexquant.planning.device import builtin_devices, load_device
+from flexquant.planning.device import PACKAGE, load_device
 from flexquant.planning.planned_model import PlannedModel
 from flexquant.planning.roofline import Batches
 from flexquant.policy.rules import Policy
+from flexquant.tuning.candidates import find_variants
 from flexquant.tuning.measure import Measurement
 from flexquant.tuning.objectives import OBJECTIVES, Goal, decide, parse_slo
 from flexquant.tuning.policy_file import TuningFiles, TuningResult, draw_times, policy_text, tuned_policy
@@ -58,7 +58,7 @@ def configure_advise(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "folder or Hugging Face id of the model, of which only config.json is read"
     add("config", metavar="MODEL", help=text)
-    text = f"built-in device ({', '.join(builtin_devices())}) or device file"
+    text = f"built-in device ({', '.join(builtin_names(PACKAGE))}) or device file"
     add("--device", required=True, metavar="NAME|FILE", help=text)
     text = "requests that arrive at once, one number for each load (default: 1,8,32)"
     add("--concurrency", type=options.parse_counts, default=(1, 8, 32), metavar="LIST", help=text)
@@ -121,8 +121,6 @@ def tune(args: argparse.Namespace) -> JsonObject:
         raise UsageError("--max-quality-loss and --text need each other; give both or neither")
     if args.reference is not None and args.text is None:
         raise UsageError("--reference is what --text is measured against; give --text too")
-
-    from flexquant.tuning.candidates import find_variants
 
     goal, output = _read_goal(args)
     variants = find_variants(read_merged_config(args.folder)[0], args.variants)

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """`flexquant doctor`: check how ``vllm serve`` would run a merged checkpoint, without loading weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,8 +13,6 @@ Level = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of the doctor."""
-
     level: Level
     subject: str
     text: str

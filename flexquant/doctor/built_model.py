@@ -2,21 +2,20 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Say which kernels run a model that is built without weights, and whether it fits into memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import SHARED
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import describe_bytes, format_bytes, head_remark
 from flexquant.doctor import Finding
+from flexquant.policy.routes import RouteTable
 from flexquant.serving.kernels.cpu_kernels import REPLACED
 from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import (
@@ -40,11 +39,6 @@ from flexquant.serving.vllm_api import (
 )
 from flexquant.serving.worker.int8_head import Int8HeadMethod
 from flexquant.serving.worker.weight_memory import IN_16_BIT, WeightMemory, multiplied, to_be_packed
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from flexquant.policy.routes import RouteTable
 
 
 def find_kernels(variant: str, model: nn.Module) -> Iterator[Finding]:

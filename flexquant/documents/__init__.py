@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Files that people write and FlexQuant reads: by name or path, with the line of every key."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ A mapping of a document is a :class:`Section`, whose fields are the keys. Messag
 key, what is allowed and what to do. The same models make the JSON Schema for editors.
 """
 
-from __future__ import annotations
-
 import importlib.resources
 import json
 import re
@@ -223,12 +221,6 @@ def read_named(name_or_path: str, package: str, kind: str) -> tuple[bytes, str]:
     except OSError as e:
         problem = f"{name_or_path}: the {kind} file cannot be read ({e.strerror}); give the path of a file"
         raise FlexQuantError(f"{problem}, or one of the built-in ones {known}") from e
-
-
-def load_document(name_or_path: str, package: str, kind: str, keys: Sequence[str]) -> Document:
-    """Read a built-in YAML document by name, or a file by path; raise as read_named and from_yaml do."""
-    content, source = read_named(name_or_path, package, kind)
-    return from_yaml(content, source, kind, keys)
 
 
 class Problem(ValueError):

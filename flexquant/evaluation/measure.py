@@ -24,7 +24,6 @@ from flexquant.errors import FlexQuantError
 if TYPE_CHECKING:
     from vllm import LLM
 
-
 Item = TypeVar("Item")
 PROCESSOR = "flexquant.evaluation.forced_decoding:ForcedDecoding"
 EXTRA_ARGS_KEY = "flexquant_evaluation"

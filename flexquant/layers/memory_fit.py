@@ -106,7 +106,6 @@ class PlanLosses:
 
     @property
     def note(self) -> str:
-        """What the numbers are."""
         which = "".join(f", {low} in place of {v}" for v, low in self._stands_for.items())
         what = f"KL: of decoding by the plan for prompts, nats a token, from {self.file.name}{which}"
         return f"{what}; ~ is the sum of layers that were measured alone."

@@ -8,8 +8,6 @@ The gain of several layers together is not the sum of their gains alone. So the 
 precision to the highest, each with one layer raised beyond the plan before, are proposals that are measured.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,8 +93,6 @@ def front(plans: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search."""
-
     document: StudyDocument
     """The study's document, with every measured plan."""
     chosen: MeasuredPlan

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Choose how to serve a model on a device, by the latencies predicted for each way, and say why."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
@@ -36,8 +34,6 @@ WIDTH = 110
 
 @dataclass(frozen=True)
 class Way:
-    """A way to serve a model."""
-
     name: str
     schemes: tuple[str, ...]
     policy: Policy

@@ -40,8 +40,8 @@ from flexquant.documents.yaml_document import (
     Problem,
     Section,
     Text,
-    builtin_names,
-    load_document,
+    from_yaml,
+    read_named,
     read_section,
     says,
     show,
@@ -223,15 +223,10 @@ class Device(Section):
         return self.kernels[scheme]
 
 
-def builtin_devices() -> list[str]:
-    """Return the sorted names of the devices that come with FlexQuant."""
-    return builtin_names(PACKAGE)
-
-
 def load_device(name_or_path: str) -> Device:
     """Load a device by name or path; raise FlexQuantError for an unknown name, missing and absurd numbers."""
-    document = load_document(name_or_path, PACKAGE, "device", ("schema", "memory_gb_per_s"))
-    return parse_device(document, name_or_path)
+    content, source = read_named(name_or_path, PACKAGE, "device")
+    return parse_device(from_yaml(content, source, "device", ("schema", "memory_gb_per_s")), name_or_path)
 
 
 def parse_device(document: Document, name: str) -> Device:

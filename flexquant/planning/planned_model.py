@@ -49,8 +49,6 @@ REPLICATED = frozenset(
 """Last parts of the names of linears that every rank has whole."""
 QKV = frozenset(("qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv"))
 """Last parts of the names of linears of queries, keys and values; no rank has less than a KV head of them."""
-
-
 Built = tuple["PretrainedConfig", list[LayerCache], dict[str, tuple[int, ...]], set[str]]
 
 

@@ -113,7 +113,6 @@ class PassTimes(Section):
         return sum(_interpolate(curves[variant], size) * count / number for variant, count in counts)
 
     def only(self, variants: Collection[str]) -> PassTimes:
-        """Return the times of these variants alone."""
         curves = {"decode": self.decode, "prefill": self.prefill}
         kept = {phase: {name: of[name] for name in of if name in variants} for phase, of in curves.items()}
         return self.model_copy(update=kept)

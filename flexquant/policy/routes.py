@@ -13,8 +13,9 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
+from typing import NamedTuple, TypedDict, TypeVar
 
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.weight_bytes import BytesByRange, bytes_in_use
 from flexquant.documents.yaml_document import KeyPath
@@ -22,9 +23,6 @@ from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Layers, Plan
 from flexquant.policy.rules import Policy, source_of
 from flexquant.policy.schema import PHASES, Derivation, Head, Phase, parse_layers
-
-if TYPE_CHECKING:
-    from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 
 T = TypeVar("T")
 
@@ -79,7 +77,6 @@ class RouteTable:
 
     @classmethod
     def from_json(cls, data: RouteTableData) -> RouteTable:
-        """Return the table that :meth:`to_json` returned as data."""
         plans = {name: Plan.from_layers(tuple(layers)) for name, layers in data["plans"].items()}
         found = data["intervals"]
         intervals = {name: [Interval(a, b, plans[plan]) for a, b, plan in found[name]] for name in found}
@@ -87,7 +84,6 @@ class RouteTable:
         return cls(intervals, derived, data["nested"], data["tokens_per_sequence"], data["head"])
 
     def to_json(self) -> RouteTableData:
-        """Return the table as JSON-able data."""
         found = self._intervals.items()
         return {
             "plans": self.layers_by_plan(),

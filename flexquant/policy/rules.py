@@ -6,8 +6,6 @@
 :mod:`flexquant.policy.routes` what depends on the model. Nothing in this room imports torch or vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -8,8 +8,6 @@ The rest is real text, about as much of each kind: of ``flexquant.documents.corp
 languages that the model knows, and Python's documentation.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import platform

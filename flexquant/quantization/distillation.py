@@ -7,8 +7,6 @@ together, to minimise the KL divergence of the next token to the 16-bit model's 
 the second stage of EfficientQAT (arXiv 2407.11062). Bytes and kernels do not change.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ nearest. Inputs are observed at the linears: down_proj's is not up_proj's output
 gate.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Load a model, quantise it in memory with llmcompressor's modifiers, save it, and explain failures."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -25,7 +25,6 @@ The context lasts as long as the stage, and yields a function of (units done, un
 
 
 def no_stage(title: str, **unit: str) -> AbstractContextManager[None]:
-    """Show no stage."""
     return nullcontext()
 
 

@@ -57,7 +57,6 @@ class _Job:
     """Calibration rows; None for a recipe that needs none."""
 
     def title(self, finished: bool) -> str:
-        """Return what its stage is called."""
         name = self.variant.recipe.name
         if finished:
             return f"{name}: {self.folder} is finished, and kept"

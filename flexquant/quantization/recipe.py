@@ -23,7 +23,6 @@ from flexquant.documents.yaml_document import (
     Positive,
     Section,
     Text,
-    builtin_names,
     from_yaml,
     read_named,
     read_section,
@@ -132,11 +131,6 @@ class Recipe:
         if head is None:
             return self
         return replace(self, variants={name: replace(v, head=head) for name, v in self.variants.items()})
-
-
-def builtin_recipes() -> list[str]:
-    """Return the sorted names of the recipes that come with FlexQuant."""
-    return builtin_names(PACKAGE)
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:

@@ -5,8 +5,6 @@
 Neither holds a time or a path of this machine, so equal inputs give equal bytes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@
 openings.yaml holds requests and first words of texts, for English and the languages that a model may know.
 """
 
-from __future__ import annotations
-
 import importlib.resources
 import itertools
 from collections.abc import Callable, Iterator, Sequence

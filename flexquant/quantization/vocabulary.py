@@ -267,8 +267,6 @@ class Rounding(Quantizer):
 
 
 class GPTQ(Rounding):
-    """GPTQ."""
-
     block_size: Positive = 128
     dampening_frac: Annotated[Share, says("give a number from 0 to 1")] = 0.01
     actorder: Annotated[Literal["static", "weight"], says("give one of static, weight, null")] | None = None

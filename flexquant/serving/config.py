@@ -14,9 +14,11 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
+from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
@@ -28,9 +30,7 @@ from flexquant.policy.rules import Policy, choose_policy
 from flexquant.policy.schema import Head
 from flexquant.serving.derivable import check_derivable
 from flexquant.serving.refusals import has_one_head, refusals
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+from flexquant.serving.vllm_api import get_pp_indices
 
 OPTIONS_KEY = "flexquant"
 """Key of ``additional_config`` with the user's options."""
@@ -128,7 +128,6 @@ class ServedPolicy:
 
     @classmethod
     def from_json(cls, data: ServedPolicyData) -> ServedPolicy:
-        """Return the policy that :meth:`to_json` returned as data."""
         return cls(data["name"], data["digest"], RouteTable.from_json(data["routes"]))
 
     @classmethod
@@ -142,7 +141,6 @@ class ServedPolicy:
         return cls.from_json(resolved)
 
     def to_json(self) -> ServedPolicyData:
-        """Return the policy as JSON-able data."""
         return {"name": self.name, "digest": self.digest, "routes": self.routes.to_json()}
 
     def described(self) -> PolicyName:
@@ -233,8 +231,6 @@ def choose_graph_mode(vllm_config: VllmConfig, merged: MergedConfig, routes: Rou
 
     After a FULL graph, which calls no model, a model with several lm_heads would not know which one to use.
     """
-    from vllm.config import CUDAGraphMode
-
     if vllm_config.compilation_config.cudagraph_mode is None and not has_one_head(merged, routes):
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
@@ -261,16 +257,12 @@ def find_compiled_code_again() -> None:
     itself, for all plans. A value that the user has set stays. Delete this once all supported vLLMs load
     their form.
     """
-    from vllm.platforms import current_platform
-
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
 def check_pipeline(vllm_config: VllmConfig, merged: MergedConfig) -> None:
     """Refuse pipeline parallelism for a base model that lacks it, and ranks without a decoder layer."""
-    from flexquant.serving.vllm_api import get_pp_indices
-
     model, ranks = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
     if ranks == 1:
         return

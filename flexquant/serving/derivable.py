@@ -5,8 +5,6 @@
 The front end asks before it starts workers, and a worker for what only it sees: its device and the scales.
 """
 
-from __future__ import annotations
-
 from compressed_tensors.quantization import ActivationOrdering, QuantizationArgs
 from vllm.platforms import current_platform
 

@@ -7,8 +7,6 @@ checkpoint. A merged checkpoint has several such configs, and prefixes before th
 draft gets the config of the variant that has the heads, and a loader that leaves the prefixes out.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Generator
 from dataclasses import replace

@@ -2,12 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Refuse features of vLLM that a server does not support, by topic; `derivable` refuses derived variants."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
 
+from torch.nn import ModuleDict
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from flexquant.checkpoint.merged_config import VISION_ARCHITECTURES, MergedConfig
@@ -16,9 +15,7 @@ from flexquant.checkpoint.module_names import HEAD, OF_TOKENS
 from flexquant.checkpoint.schemes import rotates_in_blocks, rotates_in_passes
 from flexquant.policy.routes import RouteTable
 from flexquant.serving import draft_heads
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from flexquant.serving.vllm_api import envs, is_breakable_cudagraph_enabled
 
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "dflash", "medusa", "mtp")
 DRAFTS_FROM_TARGET = ("eagle", "eagle3", "dflash", "mtp")
@@ -41,8 +38,6 @@ def refusals(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) 
 
 
 def _of_model(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
-    from torch.nn import ModuleDict
-
     model = vllm_config.model_config
     if any(hasattr(ModuleDict, name) for name in merged.variants):
         what = f"variants named like an attribute of torch.nn.ModuleDict, among {', '.join(merged.variants)}"
@@ -164,10 +159,6 @@ def _of_speculation(vllm_config: VllmConfig, merged: MergedConfig, routes: Route
 
 
 def _of_passes(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
-    from vllm.config import CompilationMode, CUDAGraphMode
-
-    from flexquant.serving.vllm_api import envs, is_breakable_cudagraph_enabled
-
     if envs.VLLM_BATCH_INVARIANT and len(routes.plans) > 1:
         what = "VLLM_BATCH_INVARIANT=1 under a policy with several plans, among which the other requests of a"
         one = f"choose a policy that uses one variant throughout, of {', '.join(routes.layers)}"

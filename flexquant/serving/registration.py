@@ -29,9 +29,11 @@ from flexquant.checkpoint.merged_config import (
     VISION_ARCHITECTURES,
     MergedConfig,
     StoredVariant,
+    as_merged,
     served_architecture,
+    why_not_served,
 )
-from flexquant.checkpoint.model_config import JsonObject, reads_more_than_text
+from flexquant.checkpoint.model_config import JsonObject, reads_more_than_text, with_section
 from flexquant.checkpoint.schemes import LinearSchemes
 from flexquant.errors import FlexQuantError
 from flexquant.serving.vllm_api import (
@@ -112,9 +114,6 @@ class SingleVariantParser(HFConfigParser):
         code_revision: str | None = None,
         **options: Any,
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
-        from flexquant.checkpoint.merged_config import as_merged, why_not_served
-        from flexquant.checkpoint.model_config import with_section
-
         found, config = super().parse(model, trust_remote_code, revision, code_revision, **options)
         settings = partial(get_hf_file_to_dict, model=model, revision=revision)
         whole = with_section(found, f"{model}/config.json", settings)

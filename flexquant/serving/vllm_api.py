@@ -10,8 +10,6 @@ mypy compare FlexQuant with the types of each supported vLLM.
 
 # ruff: noqa: F401, I001  (imported for others, and grouped by reason)
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +18,8 @@ if TYPE_CHECKING:
     # Goes when FlexQuant is a part of vLLM.
     from vllm.distributed.parallel_state import get_world_group
     from vllm.distributed.utils import get_pp_indices
+    from vllm.model_executor.kernels.linear import init_int8_linear_kernel
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
     from vllm.model_executor.models.interfaces import (
@@ -79,10 +79,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
-
-    # Goes when FlexQuant is a part of vLLM.
-    from vllm.model_executor.kernels.linear import init_int8_linear_kernel
-    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
     # Goes when vLLM rounds a 16-bit lm_head to INT8.
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod

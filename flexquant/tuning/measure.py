@@ -5,8 +5,6 @@
 All that later steps need of a run is here: its samples, its kernels, its memory and where it was made.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack

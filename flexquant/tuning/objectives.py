@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Decide from samples which variant runs passes of which size, for a goal such as latency or bounds."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +36,6 @@ class Range:
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen variants."""
-
     ranges: dict[str, tuple[Range, ...]]
     """Phase (``decode``, ``prefill``) -> ranges of sizes, without gaps from 1."""
 

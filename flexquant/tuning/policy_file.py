@@ -65,8 +65,6 @@ class TuningFiles:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """Result of a run."""
-
     document: JsonObject
     """The policy as data."""
     decision: Decision

@@ -48,7 +48,6 @@ class Grid:
 
     @property
     def passes(self) -> list[tuple[str, int]]:
-        """Phase and size of every pass."""
         return [*(("decode", size) for size in self.decode), *(("prefill", size) for size in self.prefill)]
 
     def up_to(self, max_batch: int | None = None, max_tokens: int | None = None) -> Grid:

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 import torch
 
@@ -117,17 +116,6 @@ def scale_difference(variant: Source, reference: Source) -> str:
     return ""
 
 
-class Closest(TypedDict):
-    """The comparison of a projection's matrices that came closest to its bound."""
-
-    variant: str
-    layer: int
-    relative_error: float
-    allowed: float
-    nearest_bound: str
-    share_of_bound: float
-
-
 @dataclass
 class KVReport:
     """Result of the comparison. The first source is the reference for all others."""
@@ -140,8 +128,8 @@ class KVReport:
     """Groups of variants whose layers can be mixed; a variant that was not compared is alone in its group."""
     rescaled: list[str] = field(default_factory=list)
     """Variants with a linear that is scaled or rotated against the first variant's: no LoRA fits both."""
-    worst: dict[str, Closest] = field(default_factory=dict)
-    """By the name of the projection."""
+    worst: dict[str, JsonObject] = field(default_factory=dict)
+    """Name of a projection -> the comparison of its matrices that came closest to its bound."""
 
     @property
     def compatible(self) -> bool:
@@ -168,14 +156,14 @@ class KVReport:
     def note(self, pair: Pair, layer: int, found: LayerComparison) -> None:
         """Add one layer's comparison; called in the order of the layers."""
         for projection, agreement in found.agreements:
-            entry = Closest(
-                variant=pair.variant.source.name,
-                layer=layer,
-                relative_error=round(agreement.error.measured, 5),
-                allowed=round(agreement.error.allowed, 5),
-                nearest_bound=str(agreement.worst),
-                share_of_bound=round(agreement.worst.ratio, 4),
-            )
+            entry = {
+                "variant": pair.variant.source.name,
+                "layer": layer,
+                "relative_error": round(agreement.error.measured, 5),
+                "allowed": round(agreement.error.allowed, 5),
+                "nearest_bound": str(agreement.worst),
+                "share_of_bound": round(agreement.worst.ratio, 4),
+            }
             if entry["share_of_bound"] >= self.worst.get(projection, entry)["share_of_bound"]:
                 self.worst[projection] = entry
         difference = found.cache_difference or found.residual_difference

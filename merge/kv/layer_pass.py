@@ -7,8 +7,6 @@ the other. Rounding parameters to their dtype explains a part of the difference;
 than float32 arithmetic explains, passes with randomly rounded parameters estimate that part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Tell a layer's modules with a matrix apart, and answer in their place where nothing is computed with it."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from functools import cache

@@ -13,8 +13,6 @@ The norm runs in transformers' code for both variants; the factors between its o
 the lm_head's columns, and what is left may differ by rounding alone.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Executor
 from dataclasses import dataclass
 

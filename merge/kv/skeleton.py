@@ -7,8 +7,6 @@ arguments of every decoder layer. From then on layers run one by one with the ca
 biases, sinks ...), and what a layer writes into its cache is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from copy import copy

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Sort the tensors of one variant by decoder layer and by their use in transformers' layer, and read them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,8 +35,6 @@ Experts = dict[str, dict[str, str]]
 
 @dataclass
 class LayerTensors:
-    """The tensors of one decoder layer."""
-
     matrices: dict[str, str] = field(default_factory=dict)
     """Matrices: name of the module in transformers' layer -> module in the checkpoint."""
     parameters: dict[str, TensorRef] = field(default_factory=dict)

@@ -9,8 +9,6 @@ since a model class that fails may leave vLLM in any state; it is forked, so tha
 The results are written after each, and from them the page, flexquant/serving/ARCHITECTURES.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

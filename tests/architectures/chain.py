@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Takes one architecture from a random model to its answers: made, quantised, merged, served, compared."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -16,8 +16,6 @@ vLLM does not serve on a CPU. The results lie in tests/architectures/kv_proof.js
 the page about them in merge/KV_PROOF.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

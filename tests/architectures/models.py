@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Makes small random models of vLLM's text architectures, from transformers' classes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

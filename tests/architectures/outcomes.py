@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The possible outcomes of an architecture, the file that keeps them, and the page that shows them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from textwrap import shorten

@@ -5,8 +5,6 @@
 Random bytes hardly ever get past a parser; these documents reach the code that reads the values behind it.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -8,8 +8,6 @@ begins with the inputs in sound/. A finding ends it with the exception and leave
 folder. Bounds: 5 seconds an input, and 2.5 GiB for the process.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

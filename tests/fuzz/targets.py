@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The readers of other people's files: each understands what it is given, or raises FlexQuantError."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@
 Changed documents are made from the sound ones in sound/.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

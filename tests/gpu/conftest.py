@@ -8,8 +8,6 @@ On an NVIDIA GPU of compute capability 8.0 or newer; without one, on software gr
 a process of its own: ``TRITON_INTERPRET=1 pytest tests/gpu``.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

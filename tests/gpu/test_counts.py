@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Trace and metrics have every step of vLLM's scheduler with its tokens and sequences, and no other."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

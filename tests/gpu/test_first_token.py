@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The benchmark of the first token exchanges what it says, and finds a delay that is planted in one mode."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

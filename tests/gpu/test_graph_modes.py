@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Compiled and captured, a constant policy is the static checkpoint, in every graph mode of both runners."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.gpu.conftest import ON_GPU, RUNNERS, generate

@@ -6,8 +6,6 @@ After sleep, variants, what one copy computes with, and graphs stay. Under VLLM_
 a request has the log-probabilities that it has alone.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

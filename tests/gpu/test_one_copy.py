@@ -6,8 +6,6 @@ Marlin's is packed here by vLLM's own functions in Python, Humming's as its ``pr
 compares both with what the kernels themselves keep.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Every graph holds the plan of the policy, all are there before the first request, and nothing moves."""
 
-from __future__ import annotations
-
 import pytest
 from vllm.compilation.counter import compilation_counter
 

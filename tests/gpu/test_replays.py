@@ -5,8 +5,6 @@
 Another policy while requests are under way: graphs hold its plans from the next step, or it is refused.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from pathlib import Path

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """`flexquant tune` times engines that are compiled and replay CUDA graphs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

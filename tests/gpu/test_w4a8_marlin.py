@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """W4A8 derived for one variant: right by every kernel, and by Marlin what stock vLLM computes for all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

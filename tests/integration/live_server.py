@@ -5,8 +5,6 @@
 Every test leaves the policy ``phase`` behind. Whoever kills the server leaves the next one to start again.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import urllib.request

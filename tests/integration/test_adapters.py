@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """LoRA adapters over a merged checkpoint: under every plan what stock vLLM makes of adapter and variant."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ Layered plans run, over one KV cache. And what only some architectures have: mod
 vLLM, passes unlike Llama's, an lm_head that is tied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path

@@ -7,8 +7,6 @@ live server, and `python -m benchmarks prove` in miniature, so that it works the
 a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import urllib.request

@@ -5,8 +5,6 @@
 And `vllm serve org/merged`, which fetches a merged checkpoint as any model; a local server is the Hub.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics

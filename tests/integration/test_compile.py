@@ -7,8 +7,6 @@ default on GPUs: vLLM's own backend, which splits the graph at attention, compil
 and keeps them on disk, under names that two plans of one model must not share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial

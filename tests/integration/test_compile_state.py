@@ -5,8 +5,6 @@
 And on a CPU, where FlexQuant leaves compiled code to Inductor's cache, no code either.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

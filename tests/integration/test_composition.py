@@ -5,8 +5,6 @@
 Prefix caching and chunked prefill come last: routes change between writing and reading the KV cache.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from itertools import pairwise

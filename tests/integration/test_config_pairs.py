@@ -5,8 +5,6 @@
 vLLM builds its own model of a config, without weights; all that it reads for that is noted.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

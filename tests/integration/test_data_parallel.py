@@ -6,8 +6,6 @@ And one model on two machines, as vLLM starts it: a command on each, which reads
 Both machines are this one: two commands in two folders, which meet at the loopback interface.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

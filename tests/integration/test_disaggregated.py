@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Prefill and decode in two servers of one merged checkpoint, as the example does it, and its proxy."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The examples, and every command that the README shows, run as they stand."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -6,8 +6,6 @@ All variants read and write one state. Two variants of equal weights show it exa
 passes take, answers are stock vLLM's.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

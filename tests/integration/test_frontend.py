@@ -6,8 +6,6 @@ Workers get the table, and never look at the policy's file. With ``verify``, a c
 merge wrote is refused. What vLLM switches by a checkpoint's quantisation is as for the variants' own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

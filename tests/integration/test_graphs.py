@@ -6,8 +6,6 @@ No graph is captured here. vLLM's V1 dispatcher and V2 manager say, from the con
 they capture and which of them a pass is padded to; FlexQuant's table says which plans it captures at a size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """An lm_head that is stored quantised, or made INT8 as it is loaded, answers as stock vLLM's does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Hostile callers, by hand and by Schemathesis, cannot break a server's routes or keep others waiting."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

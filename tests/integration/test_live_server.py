@@ -5,8 +5,6 @@
 And how its policy is changed while it answers.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

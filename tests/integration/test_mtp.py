@@ -26,14 +26,7 @@ from flexquant.merge.merge_plan import check_parameters
 from flexquant.serving.draft_heads import LOAD_FORMAT
 from flexquant.serving.vllm_api import initialize_model, set_default_torch_dtype
 from flexquant.serving.worker.weights import mark, unwritten
-from tests.integration.conftest import (
-    Answers,
-    answers,
-    assert_alike,
-    engine,
-    every_plan_of,
-    take_policy,
-)
+from tests.integration.conftest import Answers, answers, assert_alike, engine, every_plan_of, take_policy
 from tests.integration.test_serving_errors import configure, refusal
 from tests.integration.test_vision import WITH_TORCHVISION
 from tests.mtp import KINDS, is_of_head, make_mtp_pair

@@ -6,8 +6,6 @@ A real Prometheus, which scrapes the server, answers the queries of every panel.
 names a folder, pictures of the status page are left there.
 """
 
-from __future__ import annotations
-
 import http
 import json
 import math

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What a pass holds, read where vLLM's attention metadata builders are told of it: those of many devices."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from itertools import accumulate
@@ -188,13 +186,13 @@ def test_whose_pass_it_is_after_serving_has_begun(vllm_config: VllmConfig) -> No
         observer.read(observed.step(query_lengths, **options), sum(query_lengths))
         return observer.state
 
-    observer.expect(own=True)
+    observer.next_is_own = True
     assert state([5]) == PassState.WARM_UP, "a prompt of vLLM's own"
-    observer.expect(own=False)
+    observer.next_is_own = False
     assert [state([5]), state([1])] == [PassState.SCHEDULED] * 2
-    observer.expect(own=True)
+    observer.next_is_own = True
     assert [state([5]), state([1])] == [PassState.IN_STEP] * 2
-    observer.expect(own=False)
+    observer.next_is_own = False
     assert state([1], capture=True) == PassState.IN_STEP
     with observer.capturing():
         assert state([1, 1]) == state([5]) == PassState.CAPTURE, "even if waiting requests describe it"

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Pipeline-parallel ranks: each holds half of the layers of every variant, and takes the same routes."""
 
-from __future__ import annotations
-
 import pytest
 
 from flexquant.merge import merge_checkpoints

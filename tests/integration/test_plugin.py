@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The plugin's manners: harmless where it is not wanted."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@
 A live server is asked in test_live_server, and engines with CUDA graphs in tests/gpu/test_replays.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

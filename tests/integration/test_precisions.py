@@ -6,8 +6,6 @@ W4A8's arithmetic, a checkpoint of one copy, and what is refused. On a CPU each 
 others, with AMD's zentorch and without it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -28,14 +26,7 @@ from flexquant.serving.worker.w4a8 import find_kernels, int4_scheme, use_8bit_ac
 from tests import programs
 from tests.checkpoints import make_checkpoint, make_pair
 from tests.conftest import rest_full
-from tests.integration.conftest import (
-    answers,
-    bytes_of_int4_group,
-    distance,
-    engine,
-    generate,
-    records_of,
-)
+from tests.integration.conftest import answers, bytes_of_int4_group, distance, engine, generate, records_of
 from tests.integration.test_serving_errors import flexquant, refusal
 from tests.policies import rules
 

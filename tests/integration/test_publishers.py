@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Pairs of other formats answer under each variant's policy as stock vLLM answers from the source itself."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from pathlib import Path
 

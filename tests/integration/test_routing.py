@@ -5,8 +5,6 @@
 On a live ``vllm serve`` with concurrent requests too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What a layer costs is what an evaluation of its plan says; a search writes the policy of the best plan."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

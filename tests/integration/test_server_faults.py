@@ -6,8 +6,6 @@ And one whose clock jumps by more than a year, with Debian's libfaketime, which 
 and ``flexquant eval`` and ``tune`` where the disk is full when they write what they found.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

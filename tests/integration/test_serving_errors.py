@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What cannot be served is refused before anything is loaded, in one sentence."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

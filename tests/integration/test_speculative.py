@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Speculative decoding: whatever drafts, the tokens are those that the policy gives without."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import json
 import multiprocessing

@@ -5,8 +5,6 @@
 As processes of vLLM's own, and as Ray's actors.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

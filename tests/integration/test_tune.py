@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """`flexquant tune` and `fit`: real engines timed, a policy written, a run that goes on after a stop."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Vision-language models: prompts with images under each variant alone, in layered plans, over HTTP."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import io

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The wheel in an empty environment, with nothing but what it declares: merge, inspect, advise and serve."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

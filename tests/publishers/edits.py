@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What tools and people change in a checkpoint folder, as functions of the folder."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Merge each pair, and write the page of the outcomes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

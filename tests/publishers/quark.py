@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Checkpoints in INT8 as AMD's Quark exports them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """One small random model, quantised once by the default recipe, for tests that only look at the result."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

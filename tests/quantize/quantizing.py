@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Quantises with few samples, holds recipes as data, and reads back what was written into a folder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from contextlib import AbstractContextManager, nullcontext

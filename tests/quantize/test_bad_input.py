@@ -2,8 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Models, data and machines that cannot work are refused with what was found, and nothing is left behind."""
 
-from __future__ import annotations
-
+import importlib.util
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import pytest
 import torch
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
+from flexquant import cli
 from flexquant.errors import FlexQuantError
 from tests import programs
 from tests.checkpoints import StateDict, make_checkpoint
@@ -161,6 +161,17 @@ def test_arguments_that_llmcompressor_refuses_are_explained(model: Path, tmp_pat
     arguments = {**RTN["QuantizationModifier"], "weight_observer": "no_such_observer"}
     with pytest.raises(FlexQuantError, match="no_such_observer"):
         quantize(model, tmp_path / "variants", recipe(w8a8={"QuantizationModifier": arguments}))
+
+
+def test_without_llmcompressor(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *a: None if name == "llmcompressor" else find_spec(name, *a)
+    )
+    assert cli.main(["quantize", str(model), "--output", str(tmp_path / "variants")]) == 1
+    assert "install flexquant[quantize] in an environment of its own" in capsys.readouterr().err
 
 
 # It finds what a release of transformers loads by a name in a configuration.

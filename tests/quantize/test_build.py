@@ -2,9 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """`flexquant build` and `flexquant quantize`: what they print and leave, whatever interrupts them."""
 
-from __future__ import annotations
-
-import importlib.util
 import json
 import multiprocessing
 import re
@@ -25,7 +22,6 @@ from safetensors.torch import load_file
 from flexquant import cli
 from flexquant.merge import merge_checkpoints, verify_checkpoint
 from tests import readme
-from tests.checkpoints import make_checkpoint
 from tests.kills import kill_often
 from tests.policies import rules
 from tests.quantize.quantizing import OPTIONS, digests, report, section
@@ -326,15 +322,6 @@ def test_summary_and_json(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "kept from an earlier run" in capsys.readouterr().out
 
 
-def test_without_llmcompressor(model, tmp_path, monkeypatch, capsys):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *a: None if name == "llmcompressor" else find_spec(name, *a)
-    )
-    assert cli.main(["quantize", str(model), "--output", str(tmp_path / "variants")]) == 1
-    assert "install flexquant[quantize] in an environment of its own" in capsys.readouterr().err
-
-
 def test_the_readmes_commands(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my-model").symlink_to(model)
     monkeypatch.chdir(tmp_path)
@@ -343,12 +330,3 @@ def test_the_readmes_commands(model: Path, tmp_path: Path, monkeypatch: pytest.M
             assert cli.main([*shlex.split(shown)[1:], *OPTIONS]) == 0
     assert {p.name for p in (tmp_path / "my-variants").iterdir()} == {"calibration.jsonl", "w8a8", "w4a16"}
     assert {p.name for p in tmp_path.iterdir()} > {"my-model-merged", "my-other-variants"}
-
-
-def test_the_readmes_recipe(tmp_path):
-    # Large enough that one unit is less than the recipe's budget.
-    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=4)
-    (recipe := tmp_path / "recipe.yaml").write_text(readme.documents("flexquant.recipe/v1")[0])
-    assert cli.main(command("quantize", model, tmp_path / "variants", "--recipe", str(recipe))) == 0
-    ignored = section(tmp_path / "variants/w8a8")["ignore"]
-    assert len(ignored) > 1 and "lm_head" in ignored

@@ -7,8 +7,6 @@ itself, and routers stay in 16 bit. What expands the cached latent does too, and
 models are quantised with llm-compressor itself, as the page shows.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

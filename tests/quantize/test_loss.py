@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What quantising lost, measured on what was written and against a bound; what training of scales regains."""
 
-from __future__ import annotations
-
 from math import log
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The search for SmoothQuant's strength: what it tries and gains; GPTQ on normalised tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

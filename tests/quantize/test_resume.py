@@ -5,8 +5,6 @@
 Where files did not fit, one sentence says so, nothing is half done, and the next run succeeds.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

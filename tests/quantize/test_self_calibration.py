@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Text that the model writes to be calibrated on: how it is sampled, what is in it, and that it is kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """What is in a variant's folder: schemes, what was smoothed, a head, files; equal inputs give equal bytes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from flexquant.merge import merge_checkpoints
 from flexquant.quantization.oneshot import load_quantized
 from flexquant.quantization.recipe import SCHEMA, Calibration, load_recipe
 from flexquant.quantization.vocabulary import MODIFIERS
+from tests import readme
 from tests.checkpoints import StateDict, make_checkpoint
 from tests.foreign import config_of, tensors_of
 from tests.publishers import edits
@@ -276,3 +275,13 @@ def test_what_is_refused(options: dict[str, Any], by: dict[str, Any], said: str,
     with pytest.raises(FlexQuantError, match=said):
         quantize(model, tmp_path / "output", recipe(w8a8=by))
     assert not (tmp_path / "output").exists()
+
+
+def test_the_readmes_recipe(tmp_path: Path) -> None:
+    # Large enough that one unit is less than the recipe's budget.
+    model = make_checkpoint(tmp_path / "model", scheme=None, num_layers=4)
+    (file := tmp_path / "recipe.yaml").write_text(readme.documents("flexquant.recipe/v1")[0])
+    arguments = [str(model), "--output", str(tmp_path / "variants"), "--recipe", str(file), *OPTIONS]
+    assert cli.main(["quantize", *arguments]) == 0
+    ignored = quantizing.section(tmp_path / "variants/w8a8")["ignore"]
+    assert len(ignored) > 1 and "lm_head" in ignored

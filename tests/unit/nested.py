@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""W4A16 with or without zero points, and a pair of which W8A8 can be nested."""
+"""W4A16 with or without zero points, a pair of which W8A8 can be nested, and what is an exception."""
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
@@ -46,3 +47,9 @@ def make_nested_pair(folder: Path) -> dict[str, Path]:
         "w8a8": make_checkpoint(folder / "w8a8", scheme="w8a8", transform=in_float32(smooth_norms())),
         "w4a16": make_w4a16(folder / "w4a16", 32, symmetric=False),
     }
+
+
+def exceptions_by_the_page(missed: np.ndarray) -> np.ndarray:
+    """Return the inputs of a row's exceptions by FORMAT.md, from how far clamped integers are off."""
+    first = sorted(range(len(missed)), key=lambda i: (-abs(int(missed[i])), i))
+    return np.sort(first[: (len(missed) + 127) // 128])

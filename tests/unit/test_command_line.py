@@ -237,3 +237,16 @@ def test_a_log_gets_a_line_and_a_terminal_a_bar(capsys, monkeypatch):
     assert shown() == "measuring ...\n"
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda _: True, raising=False)
     assert "\r" in shown()
+
+
+@pytest.mark.parametrize("command", ["inspect", "split"])
+@pytest.mark.parametrize("name", ["nowhere", "empty", "broken"])
+def test_a_folder_that_is_no_merged_checkpoint_is_named_once(tmp_path, command, name, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    options = {"split": ["--variant", "w8a8", "--output", "out"]}
+    assert cli.main([command, str(tmp_path / name), *options.get(command, [])]) == 1
+    message = capsys.readouterr().err
+    assert message.count(str(tmp_path / name)) == 1
+    assert "give the folder that 'flexquant merge' wrote" in message

@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks.speed.results import ROOT, read_cells
 from benchmarks.speed.tables import kernel_results
+from flexquant.documents.yaml_document import builtin_names
 from flexquant.errors import FlexQuantError
-from flexquant.planning.device import MARLIN, Device, builtin_devices, load_device
+from flexquant.planning.device import MARLIN, PACKAGE, Device, load_device
 from flexquant.planning.planned_model import Linear, ModelShape, PlannedModel
 from flexquant.planning.roofline import linear_seconds, pass_seconds, scheme_on
 from flexquant.policy.rules import load_policy
@@ -101,7 +102,7 @@ def test_bad_device_file_is_refused(tmp_path, old, new, line, problem, advice):
     assert advice in message.partition(problem)[2]
 
 
-@pytest.mark.parametrize("name", builtin_devices())
+@pytest.mark.parametrize("name", builtin_names(PACKAGE))
 def test_every_shipped_device_predicts(model, name):
     device = load_device(name)
     for variant in ("fp8" if name == "b200" else "w8a8", "w4a16", "w8a8-from-int4"):
@@ -120,8 +121,8 @@ def test_a_scheme_without_a_kernel_is_refused(model, name, scheme):
 
 def test_a_dozen_devices_are_shipped_and_an_unknown_one_lists_them():
     names = "a10 a100 a30 b200 cpu-2-core cpu-2-core-avx512 h100 h20 h200 l20 l4 l40s rtx-4090"
-    assert builtin_devices() == names.split()
-    assert [name for name in builtin_devices() if not load_device(name).is_gpu] == names.split()[4:6]
+    assert builtin_names(PACKAGE) == names.split()
+    assert [name for name in builtin_names(PACKAGE) if not load_device(name).is_gpu] == names.split()[4:6]
     with refused("unknown device 'tpu': the built-in ones are a10, a100, a30"):
         load_device("tpu")
 

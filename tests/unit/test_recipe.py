@@ -10,10 +10,10 @@ import pytest
 import yaml
 from transformers import PretrainedConfig
 
-from flexquant.documents.yaml_document import to_yaml
+from flexquant.documents.yaml_document import builtin_names, to_yaml
 from flexquant.errors import FlexQuantError
 from flexquant.quantization import recipe as recipes
-from flexquant.quantization.recipe import SCHEMA, builtin_recipes, load_recipe, parse_recipe
+from flexquant.quantization.recipe import PACKAGE, SCHEMA, load_recipe, parse_recipe
 from flexquant.quantization.resolve import choose_group_size, resolve_variant, with_strengths
 from flexquant.quantization.source_model import default_mappings, empty_model, resolve_mappings
 from tests.architectures.models import small_config
@@ -37,7 +37,7 @@ def resolve(section: dict[str, Any], architecture: str = "llama", **config: Any)
     return resolve_variant(parse({"v": section}).variants["v"], empty_model(settings), settings.model_type)
 
 
-@pytest.mark.parametrize("name", sorted({*builtin_recipes(), *NAMED}))
+@pytest.mark.parametrize("name", sorted({*builtin_names(PACKAGE), *NAMED}))
 def test_every_shipped_recipe_fits_a_model(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.description and "w4a16" in recipe.variants

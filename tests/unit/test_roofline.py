@@ -7,9 +7,10 @@ from math import ceil, hypot
 
 import pytest
 
+from flexquant.documents.yaml_document import builtin_names
 from flexquant.planning import roofline
 from flexquant.planning.advising import find_way, kv_cache_tokens, try_ways
-from flexquant.planning.device import HUMMING, builtin_devices, load_device
+from flexquant.planning.device import HUMMING, PACKAGE, load_device
 from flexquant.planning.device import MARLIN as MARLIN_KERNEL
 from flexquant.planning.planned_model import Linear, ModelShape
 from flexquant.planning.roofline import Batch, Batches, Limits, Load, linear_seconds, pass_seconds, serve
@@ -299,7 +300,7 @@ def test_default_limits_are_those_of_vllm(monkeypatch):
         for devices in (1, 2):
             assert Limits.of(load_device("cpu-2-core"), devices) == of_vllm(devices)
     platform = type(current_platform)
-    gpus = [device for name in builtin_devices() if (device := load_device(name)).is_gpu]
+    gpus = [device for name in builtin_names(PACKAGE) if (device := load_device(name)).is_gpu]
     assert len(gpus) > 9
     for gpu in gpus:
         name, memory = f"{gpu.name} {gpu.description}", int(gpu.memory_bytes)

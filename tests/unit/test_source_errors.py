@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from flexquant.checkpoint.built_model import load_tokenizer
 from flexquant.checkpoint.folder import INDEX_FILE, SINGLE_FILE
-from flexquant.cli import main
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints
 from flexquant.merge.formats import open_source
@@ -329,19 +328,6 @@ def test_half_a_character_in_a_name_is_refused(sources):
     fails(sources, "its header is not valid JSON", "surrogates not allowed")
     (sources["w4a16"] / "config.json").write_text(f'{{"architectures": [{half}]}}')
     fails(sources, "config.json is not valid JSON", "surrogates not allowed")
-
-
-@pytest.mark.parametrize("command", ["inspect", "split"])
-@pytest.mark.parametrize("name", ["nowhere", "empty", "broken"])
-def test_a_folder_that_is_no_merged_checkpoint_is_named_once(tmp_path, command, name, capsys):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("{")
-    options = {"split": ["--variant", "w8a8", "--output", "out"]}
-    assert main([command, str(tmp_path / name), *options.get(command, [])]) == 1
-    message = capsys.readouterr().err
-    assert message.count(str(tmp_path / name)) == 1
-    assert "give the folder that 'flexquant merge' wrote" in message
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model": {"type": "no such"}}', '{"added_tokens": 3}'])

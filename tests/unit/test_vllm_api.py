@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The names of vLLM that FlexQuant relies on: in FlexQuant's own source, and in the installed vLLM's."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

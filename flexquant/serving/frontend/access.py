@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from flexquant.checkpoint.merged_config import QUANT_METHOD
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.serving.frontend.client import ADMIN_KEY, admin_key
+from flexquant.serving.registration import WORKER_EXTENSION
 
 if TYPE_CHECKING:
     from flexquant.serving.vllm_api import AsyncLLM, AsyncMPClient
@@ -61,8 +62,6 @@ def _require(given: Given, keys: list[str]) -> None:
 
 def serves_merged(engine: AsyncLLM) -> bool:
     """Whether the engine of vLLM's client ``engine`` serves a merged checkpoint with FlexQuant's workers."""
-    from flexquant.serving.registration import WORKER_EXTENSION
-
     config = engine.vllm_config
     is_merged = config.model_config.quantization == QUANT_METHOD
     return is_merged and config.parallel_config.worker_extension_cls == WORKER_EXTENSION

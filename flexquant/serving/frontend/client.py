@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Send a policy to a live server, as the client of ``POST /flexquant/policy``."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -23,6 +23,7 @@ import asyncio
 import importlib.resources
 import secrets
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
@@ -30,7 +31,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
+from fastapi.datastructures import State
 from fastapi.responses import HTMLResponse
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from flexquant.checkpoint.model_config import JsonObject
@@ -44,11 +47,6 @@ from flexquant.serving.frontend.client import admin_key
 from flexquant.serving.frontend.metrics import WorkerMetrics, add_metrics_route
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
-    from fastapi.datastructures import State
-    from vllm.config import VllmConfig
-
     from flexquant.serving.vllm_api import AsyncLLM
 
 logger = init_logger("vllm.flexquant.policy")
@@ -93,7 +91,6 @@ class FlexQuantEndpoints:
 
 
 def add_policy_route(app: FastAPI) -> None:
-    """Add ``POST /flexquant/policy``."""
     document = json_schema() | {"examples": [{"schema": SCHEMA, "rules": [{"use": "w8a8"}]}]}
     content = {kind: {"schema": document} for kind in ("application/json", "application/yaml")}
     app.add_api_route(

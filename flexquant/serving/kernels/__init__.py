@@ -7,8 +7,6 @@
 ``cpu_kernels`` has the kernels that vLLM lacks on CPUs, and ``gpu_kernels`` those for W4A8 on GPUs.
 """
 
-from __future__ import annotations
-
 import platform
 from pathlib import Path
 
@@ -17,8 +15,6 @@ STAND_INS = {
     "TorchCPUW4A8LinearKernel": "which multiplies W4A8 in 16 bit for want of AMX or zentorch",
 }
 """Name of a kernel that gives the right answers slowly -> what it does, as a relative clause."""
-
-
 IDENTITY = ("vendor_id", "cpu family", "model", "flags", "CPU ", "Features")
 """How lines of /proc/cpuinfo begin that are the same at every start, on x86 and on Arm."""
 

@@ -9,8 +9,6 @@ with as many tokens as the policy gives to that variant (:mod:`flexquant.serving
 kernel is available, nothing is timed. A kernel that the user names is taken instead.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Collection, Mapping, Sequence

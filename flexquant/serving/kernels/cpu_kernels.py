@@ -12,14 +12,12 @@
 :func:`provide_cpu_kernels` puts them in the place of vLLM's, each with a condition for deleting it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os
 import platform
 import threading
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from vllm.platforms import PlatformEnum, current_platform
@@ -27,6 +25,7 @@ from vllm.platforms import PlatformEnum, current_platform
 from flexquant.errors import FlexQuantError
 from flexquant.serving.kernels.cpu_loops import thread_memory
 from flexquant.serving.kernels.cpu_weight_only import CPUW8A16LinearKernel, TorchCPUInt4LinearKernel
+from flexquant.serving.kernels.layers import LinearKernel
 from flexquant.serving.vllm_api import (
     CPUInt8ScaledMMLinearKernel,
     CPUWNA16LinearKernel,
@@ -37,9 +36,6 @@ from flexquant.serving.vllm_api import (
     scalar_types,
 )
 from flexquant.serving.vllm_api import _custom_ops as ops
-
-if TYPE_CHECKING:
-    from flexquant.serving.kernels.layers import LinearKernel
 
 W4A16_IN = torch.float16
 """Dtype of activations for which vLLM has no W4A8 on a CPU; its W4A16 kernels accept any 16-bit dtype."""

@@ -5,8 +5,6 @@
 Without a compiler there are none, and PyTorch's operators do the same in several steps, but more slowly.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

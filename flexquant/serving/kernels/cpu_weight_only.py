@@ -7,8 +7,6 @@ in blocks, [outputs / width, inputs, width] (width 1 without the loops), where a
 too.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from abc import abstractmethod
@@ -140,12 +138,9 @@ def has_int4_loop() -> bool:
         return False
     if not hasattr(torch.ops.flexquant_weight_only, "multiply_int4"):  # the compiler knew them not
         return False
-    torch.library.register_fake("flexquant_weight_only::multiply_int4", _output_of_int4)
+    name = "flexquant_weight_only::multiply_int4"
+    torch.library.register_fake(name, lambda x, _, scales: x.new_empty((x.shape[0], scales.shape[1])))
     return True
-
-
-def _output_of_int4(x: torch.Tensor, weight: torch.Tensor, scale_and_zero: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((x.shape[0], scale_and_zero.shape[1]))
 
 
 class CPUW8A16LinearKernel(CPUWeightOnlyLinearKernel):

@@ -6,8 +6,6 @@ A derived W4A8 variant has W4A16's tensors, and vLLM's kernels for it expect the
 was quantised to W4A8: the classes here translate. A W4A16 kernel cannot read their layouts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -58,24 +58,26 @@ void unpack(const uint8_t* __restrict packed, uint8_t* __restrict values, int64_
   }
 }
 
-template <int64_t width>
+// Nested weights have a factor for each input, and a difference of 4 bits, 8 of which stands for 0.
+template <int64_t width, bool is_nested>
 void rescale(const uint8_t* __restrict values, const float* __restrict ratio, const float* __restrict zero,
-             int8_t* __restrict out, int64_t outputs, int64_t inputs) {
-  for (int64_t k = 0; k < inputs; k++, values += width, out += outputs)
-    for (int64_t n = 0; n < width; n++)
-      out[n] = static_cast<int8_t>(std::nearbyint((static_cast<float>(values[n]) - zero[n]) * ratio[n]));
-}
-
-// The same with a factor for each input, and a difference of 4 bits, 8 of which stands for 0.
-template <int64_t width>
-void correct(const uint8_t* __restrict values, const float* __restrict ratio, const float* __restrict zero,
              const float* __restrict column, const uint8_t* __restrict difference, int8_t* __restrict out,
              int64_t outputs, int64_t inputs) {
   for (int64_t k = 0; k < inputs; k++, values += width, difference += width, out += outputs)
     for (int64_t n = 0; n < width; n++) {
-      const float near = std::nearbyint((static_cast<float>(values[n]) - zero[n]) * ratio[n] * column[k]);
-      out[n] = static_cast<int8_t>(static_cast<int32_t>(near) + difference[n] - 8);
+      const float exact = (static_cast<float>(values[n]) - zero[n]) * ratio[n];
+      if constexpr (is_nested)
+        out[n] = static_cast<int8_t>(static_cast<int32_t>(std::nearbyint(exact * column[k])) + difference[n] - 8);
+      else
+        out[n] = static_cast<int8_t>(std::nearbyint(exact));
     }
+}
+
+template <bool is_nested>
+auto rescale_of(int64_t width) {
+  if (width == 64) return rescale<64, is_nested>;
+  if (width == 48) return rescale<48, is_nested>;
+  return width == 32 ? rescale<32, is_nested> : rescale<16, is_nested>;
 }
 
 // The tensors of nested weights; without these, a difference that is read by none, and no exceptions.
@@ -131,20 +133,9 @@ void int4_to_int8(const at::Tensor& packed, const at::Tensor& scale, const std::
         for (int64_t b = 0; b < width; b++) ratio[b] = scales[of_group + b] * rows[n + b];
         for (int64_t b = 0; b < width; b++) middle[b] = zeros ? zeros[(of_group + b) / 8] >> 4 * (b % 8) & 15 : 8;
         unpack(bytes + place, values, next - k, width, halves);
-        if (is_nested) {
-          unpack(own.difference + place, beside, next - k, width, halves);
-          const auto correct_block = width == 64   ? correct<64>
-                                     : width == 48 ? correct<48>
-                                     : width == 32 ? correct<32>
-                                                   : correct<16>;
-          correct_block(values, ratio, middle, own.column + k, beside, weights + k * some + n - from, some, next - k);
-          continue;
-        }
-        const auto rescale_block = width == 64   ? rescale<64>
-                                   : width == 48 ? rescale<48>
-                                   : width == 32 ? rescale<32>
-                                                 : rescale<16>;
-        rescale_block(values, ratio, middle, weights + k * some + n - from, some, next - k);
+        if (is_nested) unpack(own.difference + place, beside, next - k, width, halves);
+        const auto rescale_block = is_nested ? rescale_of<true>(width) : rescale_of<false>(width);
+        rescale_block(values, ratio, middle, own.column + k, beside, weights + k * some + n - from, some, next - k);
       }
     }
     for (int64_t n = 0; n < some; n++)

@@ -10,8 +10,6 @@ A result is a file in vLLM's cache folder, so that the next start, and the other
 same kernels. To time them anew, delete the folder ``flexquant/kernels`` there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -20,9 +18,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -229,13 +228,7 @@ def timed_pass(layers: Sequence[nn.Module], x: torch.Tensor) -> Callable[[], flo
             layer(x)
 
     if x.device.type == "cpu":
-
-        def timed() -> float:
-            started = time.perf_counter()
-            run()
-            return time.perf_counter() - started
-
-        return timed
+        return partial(timeit.timeit, run, number=1)
     run()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -301,7 +294,6 @@ def new_layer(layer: Layer, kind: type[Any]) -> ReplicatedLinear:
 
 
 def bits_of(layer: Layer) -> int:
-    """Return the bits of a weight."""
     return layer.get("bits", 8 if layer["group_size"] is None else 4)
 
 

@@ -11,7 +11,7 @@ is left over; the step's logits or the next step, whichever comes first, finds i
 
 What :class:`PassObserver` holds, by the kind of pass:
 
-    pass                           _stage     _next_is_own        _left_over           state
+    pass                           _stage     next_is_own         _left_over           state
     vLLM's warm-up                 WARM_UP    either              None                 WARM_UP
     the scheduler's                SCHEDULED  False               it, until read()     SCHEDULED
     the scheduler's, replayed      SCHEDULED  False               it, until settle()   as before
@@ -32,7 +32,9 @@ from enum import Enum, auto
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from compressed_tensors.utils import patch_attr
+from vllm.config import VllmConfig
 
 from flexquant.errors import FlexQuantError
 from flexquant.policy.schema import Phase
@@ -40,9 +42,6 @@ from flexquant.serving.vllm_api import MambaBase, subclass_attention_backend
 from flexquant.serving.worker.layers_by_name import sharers, shares_state
 
 if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
-
     from flexquant.serving.vllm_api import (
         AttentionBackend,
         CommonAttentionMetadata,
@@ -135,7 +134,7 @@ class PassObserver:
         """The scheduler's last pass, until the model is called for it or it is reported as replayed."""
         self._stage = PassState.WARM_UP
         """WARM_UP until the scheduler's first pass, which holds a prompt; then SCHEDULED, or CAPTURE."""
-        self._next_is_own = False
+        self.next_is_own = False
         """Whether the pass that vLLM describes next is its own at any stage."""
         self.state = PassState.WARM_UP
         """Whose pass :meth:`read` read last."""
@@ -187,10 +186,6 @@ class PassObserver:
             replayed, self._left_over = self._left_over, None
             self._replayed(replayed)
 
-    def expect(self, *, own: bool) -> None:
-        """Note whether the pass that vLLM describes next has requests of vLLM's own."""
-        self._next_is_own = own
-
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Treat passes in the block as vLLM's own, even if waiting requests describe them."""
@@ -202,7 +197,7 @@ class PassObserver:
         # A FULL graph's metadata has its padded size; other passes get their padded size in read().
         starts, tokens = common.query_start_loc_cpu, common.num_actual_tokens
         found = describe_pass(starts, common.max_query_len, tokens, self._tokens_per_sequence)
-        if self._next_is_own:
+        if self.next_is_own:
             return found
         if self._stage == PassState.WARM_UP and common.is_prefilling is not None:
             holds_prompt = bool(common.is_prefilling.any())  # as far as vLLM reports it
@@ -247,7 +242,7 @@ class PassObserver:
                 self.layer_names += [name for name in sharing if name not in self.layer_names]
 
             def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> object:
-                with patch_attr(observer, "_next_is_own", True):
+                with patch_attr(observer, "next_is_own", True):
                     return super().build_for_cudagraph_capture(common_attn_metadata)
 
         return subclass_attention_backend("FlexQuant", backend, ObservedBuilder)
@@ -267,7 +262,7 @@ def observed_model_state(vllm_config: VllmConfig, observer: PassObserver) -> typ
 
     class ObservedModelState(base):
         def prepare_attn(self, input_batch: InputBatch, *args: object, **options: object) -> object:
-            observer.expect(own=any(map(OF_VLLM.fullmatch, input_batch.req_ids)))
+            observer.next_is_own = any(map(OF_VLLM.fullmatch, input_batch.req_ids))
             return super().prepare_attn(input_batch, *args, **options)
 
     return ObservedModelState

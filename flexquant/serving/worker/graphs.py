@@ -49,8 +49,6 @@ logger = init_logger("vllm.flexquant.graphs")
 
 
 class PlanGraphs:
-    """The CUDA graphs of a model's plans."""
-
     def __init__(self) -> None:
         self._wrappers: dict[str, list[CUDAGraphWrapper]] = {}
         self._pieces: set[BatchDescriptor] = set()

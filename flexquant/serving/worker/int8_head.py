@@ -11,8 +11,6 @@ On a CPU a tied embedding looks its rows up in the same INT8 matrix. On a GPU, w
 it stays in 16 bit beside the head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -13,8 +13,6 @@ KV cache, and their `kv_cache` is the first layer's. vLLM also describes a pass 
 `forward_pass` has the description of the first layer given to the others.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

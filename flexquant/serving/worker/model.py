@@ -102,7 +102,6 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
             self.observer.check_phases()
 
     def _build_plans(self) -> None:
-        """Build the plans as views over the variants."""
         self._aux_layers: tuple[int, ...] | None = None
         """Layers that EAGLE-3 reads, as vLLM set them; plans that are built later get them too."""
         # Use a plain dict: plans are views, and vLLM must not see their weights a second time.
@@ -170,7 +169,6 @@ class FlexQuantForCausalLM(HybridModel, nn.Module, SupportsPP, SupportsEagle, Su
 
     @property
     def routes(self) -> RouteTable:
-        """The route table, which gives every pass its plan."""
         return self.policy.routes
 
     @property

@@ -57,7 +57,6 @@ class PassClock:
             self._idle = [self._record() for _ in range(EVENTS)]
 
     def begin(self) -> None:
-        """Note that a pass begins."""
         if self._device is None:
             self._began = time.perf_counter()
         elif isinstance(self._began, torch.Event):

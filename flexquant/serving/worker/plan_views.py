@@ -14,8 +14,6 @@ which vLLM hashes, and a model tag with that digest, which names vLLM's Inductor
 not part of the key, so another policy finds the compiled plans, unless other kernels are the fastest for it.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ On one machine the routes are always equal, since the front end resolves the pol
 several machines, each has a front end of its own, which reads its own files.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import TypeVar, cast

@@ -6,8 +6,6 @@ Linears with inputs of one size share a matrix, and a checkpoint has it under th
 layer need not be on this rank, or in any plan. vLLM leaves a matrix that it does not find as the memory was.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

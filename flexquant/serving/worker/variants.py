@@ -17,8 +17,6 @@ Only the decoder layers that some plan takes from a variant have memory. The oth
 linears and experts on the meta device, so that vLLM's classes find what they need, and are then removed.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext

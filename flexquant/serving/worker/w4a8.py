@@ -9,8 +9,6 @@ before the weights are loaded. The layer reads the same tensors from the checkpo
 another layout, which costs half a byte a weight.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -8,8 +8,6 @@ weights to oneDNN, which does not report how much it holds, so its copy counts l
 and workspaces do not count, but for the weights and scales that a variant computes in each pass.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping

@@ -6,8 +6,6 @@ vLLM makes parameters of uninitialised memory. So a few numbers of every row are
 NaN or an integer, and what still has its marks afterwards was never written.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial

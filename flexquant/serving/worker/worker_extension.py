@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 
+from torch import nn
 from vllm.logger import init_logger
 
 from flexquant import __version__
@@ -28,8 +29,6 @@ from flexquant.serving.worker.plan_views import decoder_path, is_compiled
 from flexquant.serving.worker.ranks import on_all_ranks
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from flexquant.serving.worker.graphs import Runner
     from flexquant.serving.worker.model import FlexQuantForCausalLM
 
@@ -173,7 +172,6 @@ def take(model: FlexQuantForCausalLM, after: ServedPolicy, runner: Runner) -> No
 
 def capture_again(model: FlexQuantForCausalLM, runner: Runner, before: ServedPolicy) -> None:
     """Capture CUDA graphs for the policy; if a rank fails, all return to the policy ``before``."""
-
     capture = functools.partial(model.graphs.capture_again, runner, model.vllm_config)
     drop_pieces = model.graphs.note_pieces()
     with model.observer.capturing():

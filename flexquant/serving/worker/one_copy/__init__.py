@@ -19,8 +19,6 @@ weights predict.
 Layers in other precisions, and experts, compute as in the source.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain

@@ -9,8 +9,6 @@ oneDNN multiply (``torch._int_mm``), and scales the sums. The loops around the p
 outputs at once, but far more slowly.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from dataclasses import dataclass
@@ -101,8 +99,6 @@ def packed_alike(values: Tensor, layout: Layout) -> Tensor:
 
 
 class CPUInt8Product(product.Product):
-    """The product of a CPU, in INT8."""
-
     def __init__(self, kernel: MPLinearKernel, layout: Layout) -> None:
         super().__init__(kernel)
         self._layout = layout

@@ -9,8 +9,6 @@ thread multiplies (``get_weight_perm`` in vLLM's ``marlin_utils_test.py``, ``wei
 ``process.cuh``). What differs is in :class:`Layout`; which one holds is tried on a small weight.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Write a layer's 8-bit weights on a GPU, from INT4 weights that are packed in Marlin's tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ quantise a weight's row. On a GPU each pass does so, into memory that all layers
 16-bit weights in oneDNN's layout alone, so that the start makes a copy in INT8, for vLLM's kernel of W8A8.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -290,8 +288,6 @@ def linear_from_16_bit(x: Tensor, weight: Tensor, bias: Tensor | None, precision
     return multiply_in_8_bit(x, out, scales[:, 0], bias)
 
 
-def _output(x: Tensor, weight: Tensor, *_: object) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
-
-
-register_operator(linear_from_16_bit, "CUDA", _output)
+register_operator(
+    linear_from_16_bit, "CUDA", lambda x, weight, *_: x.new_empty((x.shape[0], weight.shape[0]))
+)

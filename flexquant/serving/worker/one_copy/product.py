@@ -6,8 +6,6 @@ Nested weights are computed like those of one copy, and then corrected by differ
 exceptions. FORMAT.md has the arithmetic to the last rounding.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
