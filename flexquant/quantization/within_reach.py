@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.utils import update_offload_parameter
@@ -26,6 +26,7 @@ from flexquant.checkpoint.module_names import fused_name
 from flexquant.checkpoint.nested import (
     HIGHEST,
     LARGEST,
+    LEAST,
     LOWEST,
     Int4Weight,
     blocks,
@@ -33,7 +34,7 @@ from flexquant.checkpoint.nested import (
     predict,
 )
 from flexquant.errors import FlexQuantError
-from flexquant.merge.nested_fit import fit_column, fit_rows, shrink_rows
+from flexquant.merge.nested_fit import fit_block, fit_column
 
 FARTHEST = LARGEST - HIGHEST
 """Largest absolute prediction whose whole reach is within INT8's range."""
@@ -63,22 +64,24 @@ class GPTQWithinReach(GPTQModifier):
             by_row = (weights.type, weights.num_bits, weights.strategy) == ("int", 8, "channel")
             if by_row and (name := self._module_names[module]) in self.int4:
                 layers.setdefault(fused_name(name), []).append(module)
-        near: dict[Module, Tensor] = {}
+        near: dict[Module, _Near] = {}
         for layer in layers.values():
-            near |= self._predict(layer)
+            near |= self._fit(layer)
         observe(list(near), base_name="weight")  # whose scales were read, which forgets them
         schemes = {module: module.quantization_scheme for module in near}
-        for module, predicted in near.items():
+        for module, (predicted, widths) in near.items():
+            observer = module.weight_observer
+            observer.min_vals, observer.max_vals = observer.min_vals * widths, observer.max_vals * widths
             in_4_bits = schemes[module].weights.model_copy(update={"num_bits": 4})
             module.quantization_scheme = schemes[module].model_copy(update={"weights": in_4_bits})
             _add(module, -predicted)
         super().compress_module_list(module_list)
-        for module, predicted in near.items():
+        for module, (predicted, _) in near.items():
             module.quantization_scheme = schemes[module]
             _add(module, predicted)
 
-    def _predict(self, layer: list[Module]) -> dict[Module, Tensor]:
-        """Return the middle of the reach of each weight, [out, in], of linears that have the same inputs."""
+    def _fit(self, layer: list[Module]) -> dict[Module, _Near]:
+        """Return the reach of the weights of linears that have the same inputs."""
         scales = {m: m.weight_observer.get_qparams()["scale"].float().cpu() for m in layer}
         weights = {module: module.weight.float().cpu() / scales[module] for module in layer}
         int4: dict[Module, Int4Weight] = {module: self.int4[self._module_names[module]] for module in layer}
@@ -92,28 +95,40 @@ class GPTQWithinReach(GPTQModifier):
         column = fit_column(read, layer[0].weight.shape[1])
         found = {}
         for module, weight8 in weights.items():
-            middles = [
-                _middle(weight8[part.start : part.stop], *int4[module].read(part), column)
+            rows = [
+                _fit_rows(weight8[part.start : part.stop], *int4[module].read(part), column)
                 for part in blocks(int4[module].shape)
             ]
-            found[module] = (torch.cat(middles) * scales[module]).to(module.weight.device)
+            device = module.weight.device
+            middle, widths = (torch.cat(parts).to(device) for parts in zip(*rows, strict=True))
+            found[module] = _Near(middle * scales[module].to(device) * widths, widths)
         return found
 
 
-def _middle(weight8: Tensor, values: Tensor, scale: Tensor, column: Tensor) -> Tensor:
-    """Return the whole numbers [rows, inputs] from which differences count; arguments as of `scaled`.
+class _Near(NamedTuple):
+    """Where the reach of a linear's weights is."""
 
-    They are predictions, and of the weights that differences miss by most, which a merge stores whole, the
-    weights themselves.
+    middle: Tensor
+    """From where differences count [out, in]."""
+    widths: Tensor
+    """By what the scales of INT8 are multiplied [out, 1]."""
+
+
+def _fit_rows(weight8: Tensor, values: Tensor, scale: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the whole numbers [rows, inputs] from which differences count, and widths of steps [rows, 1].
+
+    Arguments are as of `fit_block`, with INT8 weights not rounded. The numbers are predictions, and of the
+    weights that differences miss by most, which a merge stores whole, the weights themselves.
     """
-    row = fit_rows(weight8.double(), (values * scale).flatten(1).double(), column.double())
-    row = shrink_rows(row.float().unsqueeze(1), values, scale, column)
+    rounded, one = weight8.round().clamp(LEAST, LARGEST).to(torch.int8), torch.ones(len(weight8), 1)
+    row, widths, _ = fit_block(rounded, one, values, scale, column)
+    weight8 = weight8 / widths
     predicted = predict(values, scale, row, column).clamp_(-FARTHEST, FARTHEST)
     wanted = weight8 - predicted
     missed = (wanted - wanted.clamp(LOWEST, HIGHEST)).abs()
     whole = missed.topk(count_exceptions(missed.shape[1]), dim=1).indices
     nearest = weight8.round().clamp(-FARTHEST, FARTHEST)
-    return predicted.scatter_(1, whole, nearest.gather(1, whole))
+    return predicted.scatter_(1, whole, nearest.gather(1, whole)), widths
 
 
 def _add(module: Module, change: Tensor) -> None:
