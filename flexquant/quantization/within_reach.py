@@ -50,6 +50,15 @@ def read_int4(folder: Path) -> dict[str, Int4Weight]:
     return found
 
 
+class _Near(NamedTuple):
+    """Where the reach of a linear's weights is."""
+
+    middle: Tensor
+    """From where differences count [out, in]."""
+    widths: Tensor
+    """By what the scales of INT8 are multiplied [out, 1]."""
+
+
 class GPTQWithinReach(GPTQModifier):
     """llmcompressor's GPTQ, for INT8 weights with one scale a row, which INT4 weights are to predict."""
 
@@ -103,15 +112,6 @@ class GPTQWithinReach(GPTQModifier):
             middle, widths = (torch.cat(parts).to(device) for parts in zip(*rows, strict=True))
             found[module] = _Near(middle * scales[module].to(device) * widths, widths)
         return found
-
-
-class _Near(NamedTuple):
-    """Where the reach of a linear's weights is."""
-
-    middle: Tensor
-    """From where differences count [out, in]."""
-    widths: Tensor
-    """By what the scales of INT8 are multiplied [out, 1]."""
 
 
 def _fit_rows(weight8: Tensor, values: Tensor, scale: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
