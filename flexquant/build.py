@@ -40,6 +40,7 @@ from flexquant.quantization.progress import Stage, no_stage, quiet_libraries
 from flexquant.quantization.quantizing import quantize_variants
 from flexquant.quantization.recipe import UNROTATED, Recipe
 from flexquant.quantization.report import QuantizedVariant
+from flexquant.quantization.resolve import quantizes
 from flexquant.quantization.source_model import find_folder, read_source
 from flexquant.quantization.vocabulary import ROTATES
 
@@ -92,7 +93,7 @@ def build_checkpoint(
     policy = policy or recipe.policy
     _check_policy(policy, recipe)
     if nested:
-        _check_nestable(recipe)
+        recipe = _within_reach(recipe)
     finished = output.exists() and not overwrite
     if finished:
         _check_finished(output, list(recipe.variants), policy, nested, max_shard_size)
@@ -193,13 +194,21 @@ def _check_policy(policy: str | None, recipe: Recipe) -> None:
             raise FlexQuantError(f"{problem}, {made}; choose another with --policy")
 
 
-def _check_nestable(recipe: Recipe) -> None:
-    """Raise FlexQuantError for a recipe whose variants merging would not nest, whatever the model."""
+def _within_reach(recipe: Recipe) -> Recipe:
+    """Return a recipe that rounds INT8 weights to what INT4 can nest, where it rounds by GPTQ.
+
+    Raises FlexQuantError for a recipe whose variants merging would not nest, whatever the model.
+    """
     if rotated := [name for name, variant in recipe.variants.items() if ROTATES in variant.modifiers]:
         raise FlexQuantError(
             f"the recipe '{recipe.name}' rotates inputs of '{rotated[0]}', which cannot be nested; take the "
             f"recipe '{UNROTATED}', remove {ROTATES} from yours, or build without --nested"
         )
+    eights, fours = (
+        [name for name, variant in recipe.variants.items() if quantizes(variant, "int", bits)]
+        for bits in (8, 4)
+    )
+    return recipe.nested(eights, fours[0]) if len(fours) == 1 else recipe
 
 
 def _check_mergeable(variants: Sequence[str], policy: str | None, folder: Path) -> None:

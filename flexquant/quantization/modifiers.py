@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
-"""Make llmcompressor's modifiers, and two of our own, from a resolved recipe.
+"""Make llmcompressor's modifiers, and three of our own, from a resolved recipe.
 
 `SearchedSmoothQuant` divides the activations in front of a group of linears by s and multiplies the linears'
 weights by it, s = max|x|^alpha / max|W|^(1 - alpha) for each channel (https://arxiv.org/abs/2211.10438). For
@@ -11,7 +11,7 @@ gate.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -28,9 +28,11 @@ from llmcompressor.observers import Observer
 from pydantic import PrivateAttr
 
 from flexquant.checkpoint.model_config import JsonObject
+from flexquant.checkpoint.nested import Int4Weight
 from flexquant.errors import FlexQuantError, said_by
 from flexquant.quantization.resolve import LM_HEAD, ResolvedVariant, quantization_groups
 from flexquant.quantization.vocabulary import ROTATES, split_mapping
+from flexquant.quantization.within_reach import GPTQWithinReach
 
 SMALLEST_NORM = 1e-6
 REFERENCE = 0.5
@@ -49,11 +51,19 @@ def needs_calibration(variant: ResolvedVariant) -> bool:
     return by_modifier or variant.recipe.scale_distillation is not None
 
 
-def build_modifiers(variant: ResolvedVariant, tokens: int = 0) -> list[Modifier]:
-    """Return the modifiers in order, for ``tokens`` tokens; raise FlexQuantError for arguments it refuses."""
+def build_modifiers(
+    variant: ResolvedVariant, tokens: int = 0, int4: Mapping[str, Int4Weight] | None = None
+) -> list[Modifier]:
+    """Return the modifiers in order, for ``tokens`` tokens; raise FlexQuantError for arguments it refuses.
+
+    ``int4`` has the weights by linear in which the variant is to be nested.
+    """
     recipe = variant.recipe
     try:
-        built = [_modifier(name, {**given}, variant, tokens) for name, given in recipe.modifiers.items()]
+        built = [
+            _modifier(name, {**given}, variant, tokens, int4 or {})
+            for name, given in recipe.modifiers.items()
+        ]
         _check_observers(built[-1])
         if recipe.head == "int8":
             built.append(QuantizationModifier(config_groups={"group_of_head": HEAD_IN_INT8}, ignore=[]))
@@ -62,7 +72,9 @@ def build_modifiers(variant: ResolvedVariant, tokens: int = 0) -> list[Modifier]
     return built
 
 
-def _modifier(name: str, arguments: JsonObject, variant: ResolvedVariant, tokens: int) -> Modifier:
+def _modifier(
+    name: str, arguments: JsonObject, variant: ResolvedVariant, tokens: int, int4: Mapping[str, Int4Weight]
+) -> Modifier:
     """Return one modifier of a recipe, from its own ``arguments``; raise ValueError for refused ones."""
     if name == "SmoothQuantModifier":
         given = arguments.pop("smoothing_strength")
@@ -87,6 +99,8 @@ def _modifier(name: str, arguments: JsonObject, variant: ResolvedVariant, tokens
     quantizer = {"GPTQModifier": GPTQModifier, "QuantizationModifier": QuantizationModifier}[name]
     if "first_token_weight" in kept:
         quantizer = TokenNormalizedGPTQ
+    if variant.recipe.nested_in is not None:
+        return GPTQWithinReach(config_groups=groups, int4=int4, **kept)
     return quantizer(config_groups=groups, **kept)
 
 

@@ -37,6 +37,7 @@ from transformers.models.falcon import modeling_falcon
 from flexquant.checkpoint.built_model import nothing_fetched
 from flexquant.checkpoint.folder import COPIED, GENERATION_CONFIG, find_files, read_config, read_tensors
 from flexquant.checkpoint.module_names import LAYER
+from flexquant.checkpoint.nested import Int4Weight
 from flexquant.checkpoint.safetensors_io import TensorRef, load_tensor
 from flexquant.checkpoint.schemes import FLOAT_DTYPES
 from flexquant.checkpoint.writer import Progress, copy_files, write_json
@@ -153,11 +154,15 @@ def quantize_in_memory(
     rows: Sequence[Sequence[int]] | None,
     seed: int,
     show: Progress | None,
+    int4: Mapping[str, Int4Weight] | None = None,
 ) -> tuple[PreTrainedModel, VariantRecipe, Report]:
-    """Quantise a model, calibrated on ``rows`` of token ids; return it, its recipe and search's results."""
+    """Quantise a model, calibrated on ``rows`` of token ids; return it, its recipe and search's results.
+
+    ``int4`` is an argument of :func:`~flexquant.quantization.modifiers.build_modifiers`.
+    """
     tensors = [torch.tensor(row) for row in rows or ()]
     model = load_model(source)
-    modifiers = build_modifiers(variant, sum(map(len, tensors)))
+    modifiers = build_modifiers(variant, sum(map(len, tensors)), int4)
     run_modifiers(model, tokenizer, modifiers, tensors, seed, show)
     findings: Report = {"smoothing": None, "distillation": None}
     recipe = variant.recipe

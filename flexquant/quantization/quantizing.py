@@ -32,7 +32,7 @@ from flexquant.quantization.report import (
     variant_inputs,
     write_report,
 )
-from flexquant.quantization.resolve import ResolvedVariant, resolve_variant
+from flexquant.quantization.resolve import ResolvedVariant, quantizes, resolve_variant
 from flexquant.quantization.source_model import SourceModel, empty_model, find_folder, read_source
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def quantize_variants(
         why = "since vLLM needs another compressed-tensors"
         raise FlexQuantError(f"quantising needs llmcompressor, which is not installed; {advice}, {why}")
     recipes = _choose(recipe, variants)
+    _check_nested(recipes, recipe, Path(output))
     folder = find_folder(model, progress)
     for chosen in recipes:
         target = Path(output) / chosen.name
@@ -148,7 +149,7 @@ class _Run:
         kept = self._find_finished(jobs) if resume else [False] * len(jobs)
         check_free_space(self.output, kept.count(False) * self.source.parameters * LEAST_BITS // 8)
         reference = self._reference(needed=not all(kept))
-        results = []
+        results = {}
         for job, finished in zip(jobs, kept, strict=True):
             started = time.monotonic()
             unit = " layers" if job.variant.recipe.scale_distillation is None else ""
@@ -156,11 +157,15 @@ class _Run:
                 if reference is not None and not finished:
                     self._quantize(job, reference, show)
             seconds = 0.0 if finished else time.monotonic() - started
-            results.append(read_quantized(job.variant, job.folder, finished, seconds))
-        return results
+            name = job.variant.recipe.name
+            results[name] = read_quantized(job.variant, job.folder, finished, seconds)
+        return [results[variant.recipe.name] for variant in resolved]
 
     def _jobs(self, resolved: Sequence[ResolvedVariant]) -> list[_Job]:
-        """Return a job for every variant, with calibration rows if some variant needs them."""
+        """Return a job for every variant, with calibration rows if some variant needs them.
+
+        A variant that is nested in another comes after it.
+        """
         from flexquant.quantization.calibration import calibration_rows
         from flexquant.quantization.modifiers import needs_calibration
 
@@ -172,12 +177,24 @@ class _Run:
         else:
             with self.stage("no calibration text is needed"):
                 pass
-        jobs = []
-        for variant, needs in zip(resolved, needs_data, strict=True):
+        jobs: dict[str, _Job] = {}
+        order = sorted(
+            zip(resolved, needs_data, strict=True), key=lambda found: found[0].recipe.nested_in is not None
+        )
+        for variant, needs in order:
             used, name = rows if needs else None, variant.recipe.name
-            made_from = variant_inputs(self.source, self.recipe.variants[name], used, self.settings.seed)
-            jobs.append(_Job(variant, self.output / name, made_from, used))
-        return jobs
+            given = self.source, self.recipe.variants[name], used, self.settings.seed
+            made_from = variant_inputs(*given, self._inputs_of(variant.recipe, jobs))
+            jobs[name] = _Job(variant, self.output / name, made_from, used)
+        return list(jobs.values())
+
+    def _inputs_of(self, recipe: VariantRecipe, jobs: Mapping[str, _Job]) -> Mapping[str, object] | None:
+        """Return the inputs of the variant in which one is to be nested, of this run or an earlier one."""
+        if (name := recipe.nested_in) is None:
+            return None
+        return (
+            jobs[name].made_from if name in jobs else (read_report(self.output / name) or {}).get("made_from")
+        )
 
     def _reference(self, *, needed: bool) -> Reference | None:
         """Return the 16-bit model's answers to the texts with which variants are measured; None: none are."""
@@ -214,6 +231,7 @@ class _Run:
     def _quantize(self, job: _Job, reference: Reference, show: Progress | None) -> None:
         from flexquant.quantization.loss import measure_loss
         from flexquant.quantization.oneshot import explained_memory, quantize_in_memory, save_model
+        from flexquant.quantization.within_reach import read_int4
 
         variant, settings, source = job.variant, self.settings, self.source
         calibration = None
@@ -221,7 +239,9 @@ class _Run:
             calibration = {**portable_settings(settings), "rows_sha256": digest_of(job.rows)}
         with explained_memory(f"quantising '{variant.recipe.name}'"):
             inputs = self.tokenizer, job.rows, settings.seed
-            model, resolved, findings = quantize_in_memory(variant, source, *inputs, show)
+            nested_in = variant.recipe.nested_in
+            int4 = None if nested_in is None else read_int4(self.output / nested_in)
+            model, resolved, findings = quantize_in_memory(variant, source, *inputs, show, int4)
             losses = measure_loss(model, reference)
             with staged_folder(job.folder, overwrite=self.overwrite) as stage:
                 save_model(model, source, variant, stage)
@@ -238,6 +258,19 @@ class _Run:
                     **findings,
                 }
                 write_report(stage, report)
+
+
+def _check_nested(chosen: Sequence[VariantRecipe], recipe: Recipe, output: Path) -> None:
+    """Raise FlexQuantError for a variant to be nested in what has no INT4 weights, or is not made."""
+    for variant in chosen:
+        if (name := variant.nested_in) is None:
+            continue
+        if (other := recipe.variants.get(name)) is not None and not quantizes(other, "int", 4):
+            problem = f"has nested_in: {name}, which is not quantised to INT4"
+            raise FlexQuantError(f"{variant.place} {problem}; name a variant such as W4A16, or remove it")
+        if all(name != made.name for made in chosen) and read_report(output / name) is None:
+            problem = f"has nested_in: {name}, which neither this run makes nor {output} has"
+            raise FlexQuantError(f"{variant.place} {problem}; quantise both, or remove it")
 
 
 def _choose(recipe: Recipe, names: Sequence[str] | None) -> list[VariantRecipe]:

@@ -9,7 +9,7 @@ document with every choice made. Nothing here imports torch or llmcompressor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -68,6 +68,7 @@ class VariantSection(create_model("Modifiers", __base__=Section, **_modifiers)):
     refused = ROTATIONS
     scale_distillation: Annotated[ScaleDistillation | None, says("give a mapping with the key epochs")] = None
     head: Annotated[Head, says(f"give one of {', '.join(get_args(Head))}")] = "stored"
+    nested_in: VariantName | None = None
 
 
 class RecipeSection(Section):
@@ -97,6 +98,8 @@ class VariantRecipe:
     scale_distillation: ScaleDistillation | None = None
     head: Head = "stored"
     """Precision of the lm_head: that of the model, or INT8 with one scale a row, rounded to nearest."""
+    nested_in: str | None = None
+    """The INT4 variant in which a merge can nest this one's INT8 weights; None: they are rounded freely."""
     place: str = field(default="", compare=False)
     """File, line and key, for messages."""
 
@@ -111,6 +114,8 @@ class VariantRecipe:
             section["scale_distillation"] = self.scale_distillation.model_dump()
         if self.head != "stored":
             section["head"] = self.head
+        if self.nested_in is not None:
+            section["nested_in"] = self.nested_in
         return section
 
 
@@ -131,6 +136,15 @@ class Recipe:
         if head is None:
             return self
         return replace(self, variants={name: replace(v, head=head) for name, v in self.variants.items()})
+
+    def nested(self, int8: Sequence[str], int4: str) -> Recipe:
+        """Return the recipe with the variants ``int8``, where GPTQ quantises them, nested in ``int4``."""
+        near = {
+            name: replace(self.variants[name], nested_in=self.variants[name].nested_in or int4)
+            for name in int8
+            if _can_be_nested(self.variants[name].modifiers)
+        }
+        return replace(self, variants={**self.variants, **near})
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:
@@ -156,5 +170,15 @@ def _variant(name: str, section: VariantSection, document: Document) -> VariantR
         document.fail(path, f"has the modifiers {given}; give exactly one of {allowed}, as the last one")
     if ROTATES in modifiers and list(modifiers)[-2] != ROTATES:
         document.fail(path, f"moves scales behind {ROTATES}; put it right before {quantizers[0]}")
-    distillation, head = section.scale_distillation, section.head
-    return VariantRecipe(name, modifiers, distillation, head, document.place(path))
+    if section.nested_in is not None and (section.nested_in == name or not _can_be_nested(modifiers)):
+        takes = f"GPTQModifier without first_token_weight, and no {ROTATES}"
+        document.fail(
+            path, f"has nested_in, which takes another variant's name, {takes}; correct or remove it"
+        )
+    keys = section.scale_distillation, section.head, section.nested_in
+    return VariantRecipe(name, modifiers, *keys, document.place(path))
+
+
+def _can_be_nested(modifiers: Mapping[str, JsonObject]) -> bool:
+    plain = "first_token_weight" not in modifiers.get("GPTQModifier", {"first_token_weight": 1})
+    return plain and ROTATES not in modifiers

@@ -39,12 +39,17 @@ def versions() -> dict[str, str]:
 
 
 def variant_inputs(
-    source: SourceModel, recipe: VariantRecipe, rows: Rows | None, seed: int
+    source: SourceModel,
+    recipe: VariantRecipe,
+    rows: Rows | None,
+    seed: int,
+    nested_in: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
     """Return all that determines a variant, by what messages call it: hashes, the seed, the versions.
 
-    ``rows`` is None for a recipe that needs no calibration, whose variant does not depend on the seed. What
-    only names things (the model's folder, the recipe's description, the calibration file) is no part of it.
+    ``rows`` is None for a recipe that needs no calibration, whose variant does not depend on the seed.
+    ``nested_in`` has the inputs of the variant in which this one is to be nested. What only names things (the
+    model's folder, the recipe's description, the calibration file) is no part of it.
     """
     return {
         "weights": source.weights_sha256,
@@ -53,6 +58,7 @@ def variant_inputs(
         "calibration rows": None if rows is None else digest_of(rows),
         "seed": None if rows is None else seed,
         "versions": versions(),
+        **({} if nested_in is None else {"INT4 variant": digest_of(nested_in)}),
         **source.files_sha256,
     }
 

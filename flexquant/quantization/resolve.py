@@ -299,6 +299,14 @@ def quantization_groups(arguments: JsonObject) -> dict[str, QuantizationScheme]:
     return groups
 
 
+def quantizes(recipe: VariantRecipe, kind: str, num_bits: int) -> bool:
+    """Whether a variant's recipe gives weights this type (``int`` or ``float``) and number of bits."""
+    groups = quantization_groups(recipe.modifiers[recipe.quantizer]).values()
+    return any(
+        (group.weights.type, group.weights.num_bits) == (kind, num_bits) for group in groups if group.weights
+    )
+
+
 def with_asymmetric_activations(arguments: JsonObject, model: PreTrainedModel) -> JsonObject:
     """Return a modifier's arguments, its INT8 activations by token with zero points, but for experts.
 

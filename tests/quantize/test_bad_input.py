@@ -34,6 +34,13 @@ def test_errors(model: Path, variants: Path, tmp_path: Path) -> None:
     no_variant = "'w3a3' is no variant of the recipe 'default'; it has w8a8, w4a16"
     refused(no_variant, model, output, "default", "w3a3")
     refused("no variant is chosen; the recipe has w8a8", model, output, "default", variants=[])
+    eight = {"GPTQModifier": {"scheme": "W8A8", "ignore": ["lm_head"]}}
+    for other, problem in (
+        ({"w4a16": eight}, "is not quantised to INT4; name"),
+        ({}, "neither this run makes nor"),
+    ):
+        nested = recipe(w8a8={**eight, "nested_in": "w4a16"}, **other)
+        refused(f"has nested_in: w4a16, which {problem}", model, output, nested)
     refused("no such folder", tmp_path / "missing", output)
     refused("has no file 'config.json'", tmp_path, output)
     refused("is quantised already", variants / "w8a8", output)

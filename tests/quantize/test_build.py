@@ -20,6 +20,7 @@ import yaml
 from safetensors.torch import load_file
 
 from flexquant import cli
+from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.merge import merge_checkpoints, verify_checkpoint
 from tests import readme
 from tests.kills import kill_often
@@ -71,7 +72,10 @@ def test_nested_it_is_smaller_and_its_loss_is_measured(model, built, tmp_path, c
     plain, stored = (result[key]["w8a8"] for key in ("variants", "nested_losses"))
     assert stored.keys() == plain["losses"].keys()
     for kind, loss in stored.items():
-        assert plain["losses"][kind]["kl"] < loss["kl"] < 10 * plain["losses"][kind]["kl"]
+        assert loss["kl"] == pytest.approx(plain["losses"][kind]["kl"], rel=0.1)
+    of_w8a8 = yaml.safe_load((tmp_path / "merged-variants/w8a8/recipe.yaml").read_text())["variants"]["w8a8"]
+    changed = MergedCheckpoint.open(tmp_path / "merged").provenance.changed_integers["w8a8"]
+    assert of_w8a8["nested_in"] == "w4a16" and changed < 0.02 * result["variants"]["w8a8"]["num_bytes"]
     assert "more than 0.001 % of perplexity or a KL divergence of 1e-05 is lost by " in said.out
     assert "w4a16 alone on " in said.out
     policy, alone = result["answer_losses"].values()

@@ -200,6 +200,7 @@ def test_variants_that_a_resumed_build_keeps(folders: Path, monkeypatch: pytest.
         *[("source", read_source(folders / "changed/model")), ("source", replace(model, config_sha256=""))],
         *(("source", replace(model, files_sha256=others)) for others in files),
         *[("recipe", recipes["w8a8"]), ("rows", [[1, 3]]), ("rows", None), ("seed", 1)],
+        ("nested_in", {"recipe": "another"}),
         ("flexquant.quantization.report.versions", lambda: {"flexquant": "9.9"}),
     ]
     key = partial(variant_inputs, source=model, recipe=recipes["w4a16"], rows=[[1, 2]], seed=0)

@@ -52,7 +52,8 @@ def test_every_shipped_recipe_fits_a_model(name: str) -> None:
 def test_a_file_is_read_back_as_written(tmp_path: Path) -> None:
     document: dict[str, Any] = {"schema": SCHEMA, "description": "mine", "policy": "phase"}
     document["calibration"] = {"data": "chats.jsonl", "samples": 4}
-    document["variants"] = {"int4": {**W4A16, "scale_distillation": {"epochs": 2}}, "w8a8": W8A8}
+    document["variants"] = {"int4": {**W4A16, "scale_distillation": {"epochs": 2}}}
+    document["variants"]["w8a8"] = {**W8A8, "nested_in": "int4"}
     document["made_with"] = {"anything": [1, 2]}
     file = tmp_path / "mine.yaml"
     file.write_text(to_yaml(document))
@@ -107,6 +108,14 @@ def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
     return {modifier: arguments, **W8A8}
 
 
+CANNOT_BE_NESTED = (
+    {"QuantizationModifier": {"scheme": "W8A8"}},
+    with_argument(first_token_weight=10),
+    rotating("x", 64),
+)
+NOT_NESTED = r"line 3: variants.v has nested_in, which takes another .* first_token_weight, and no QuIPMod"
+
+
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
@@ -114,6 +123,9 @@ def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
         ({**W8A8, "QuantizationModifier": {"scheme": "W8A8"}}, r"exactly one of .*, as the last one"),
         ({**W8A8, "AWQModifier": {}}, r"has the modifiers GPTQModifier, AWQModifier; .* as the last one"),
         ({"SparseGPTModifier": {}, **W8A8}, r"SparseGPTModifier is an unknown key; .* AWQModifier, QuIP"),
+        ({**W8A8, "nested_in": 4}, r"line \d+: variants.v.nested_in is 4; give the name of a variant"),
+        *(({**alone, "nested_in": "w"}, NOT_NESTED) for alone in CANNOT_BE_NESTED),
+        ({**W8A8, "nested_in": "v"}, NOT_NESTED),
         (with_argument(dampening=1), r"line \d+: .*dampening is an unknown key; .* dampening_frac, actorder"),
         (with_argument(dampening_frac="x"), r'dampening_frac is "x"; give a number from 0 to 1'),
         (with_argument(actorder="group"), r"give one of static, weight, null"),

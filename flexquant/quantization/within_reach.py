@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
+"""Round INT8 weights by GPTQ to what can be nested in the INT4 weights of another variant.
+
+A nested weight is stored as the difference to what INT4 predicts, in 4 bits; a few of each row are stored
+whole. GPTQ of the differences, on INT8's grid with 4 bits, is GPTQ of the weights within reach, since its
+corrections add up: what a weight cannot reach is made up for by the weights after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from compressed_tensors.utils import update_offload_parameter
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization.calibration import observe
+from pydantic import Field
+from torch import Tensor
+from torch.nn import Module
+
+from flexquant.checkpoint.folder import read_tensors
+from flexquant.checkpoint.module_names import fused_name
+from flexquant.checkpoint.nested import (
+    HIGHEST,
+    LARGEST,
+    LEAST,
+    LOWEST,
+    Int4Weight,
+    blocks,
+    count_exceptions,
+    predict,
+)
+from flexquant.errors import FlexQuantError
+from flexquant.merge.nested_fit import fit_block, fit_column
+
+FARTHEST = LARGEST - HIGHEST
+"""Largest absolute prediction whose whole reach is within INT8's range."""
+
+
+def read_int4(folder: Path) -> dict[str, Int4Weight]:
+    """Return the INT4 weights of a variant's folder, by linear; raise FlexQuantError if it has none."""
+    tensors = read_tensors(folder)
+    modules = [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]
+    found = {module: weight for module in modules if (weight := Int4Weight.of(tensors, module))}
+    if not found:
+        raise FlexQuantError(f"{folder} has no INT4 weights to nest in; correct 'nested_in' in the recipe")
+    return found
+
+
+class _Near(NamedTuple):
+    """Where the reach of a linear's weights is."""
+
+    middle: Tensor
+    """From where differences count [out, in]."""
+    widths: Tensor
+    """By what the scales of INT8 are multiplied [out, 1]."""
+
+
+class GPTQWithinReach(GPTQModifier):
+    """llmcompressor's GPTQ, for INT8 weights with one scale a row, which INT4 weights are to predict."""
+
+    int4: dict[str, Any] = Field(default={}, exclude=True)
+    """The INT4 weights by linear, as of :func:`read_int4`."""
+
+    def compress_module_list(self, module_list: list[Module]) -> None:
+        """Quantise linears whose inputs were seen; those without an INT4 weight as llmcompressor does."""
+        layers: dict[str, list[Module]] = {}
+        for module in module_list:
+            weights = module.quantization_scheme.weights
+            by_row = (weights.type, weights.num_bits, weights.strategy) == ("int", 8, "channel")
+            if by_row and (name := self._module_names[module]) in self.int4:
+                layers.setdefault(fused_name(name), []).append(module)
+        near: dict[Module, _Near] = {}
+        for layer in layers.values():
+            near |= self._fit(layer)
+        observe(list(near), base_name="weight")  # whose scales were read, which forgets them
+        schemes = {module: module.quantization_scheme for module in near}
+        for module, (predicted, widths) in near.items():
+            observer = module.weight_observer
+            observer.min_vals, observer.max_vals = observer.min_vals * widths, observer.max_vals * widths
+            in_4_bits = schemes[module].weights.model_copy(update={"num_bits": 4})
+            module.quantization_scheme = schemes[module].model_copy(update={"weights": in_4_bits})
+            _add(module, -predicted)
+        super().compress_module_list(module_list)
+        for module, (predicted, _) in near.items():
+            module.quantization_scheme = schemes[module]
+            _add(module, predicted)
+
+    def _fit(self, layer: list[Module]) -> dict[Module, _Near]:
+        """Return the reach of the weights of linears that have the same inputs."""
+        scales = {m: m.weight_observer.get_qparams()["scale"].float().cpu() for m in layer}
+        weights = {module: module.weight.float().cpu() / scales[module] for module in layer}
+        int4: dict[Module, Int4Weight] = {module: self.int4[self._module_names[module]] for module in layer}
+
+        def read() -> Iterator[tuple[Tensor, Tensor]]:
+            for module, weight8 in weights.items():
+                for part in blocks(int4[module].shape):
+                    values, scale = int4[module].read(part)
+                    yield weight8[part.start : part.stop].double(), (values * scale).flatten(1).double()
+
+        column = fit_column(read, layer[0].weight.shape[1])
+        found = {}
+        for module, weight8 in weights.items():
+            rows = [
+                _fit_rows(weight8[part.start : part.stop], *int4[module].read(part), column)
+                for part in blocks(int4[module].shape)
+            ]
+            device = module.weight.device
+            middle, widths = (torch.cat(parts).to(device) for parts in zip(*rows, strict=True))
+            found[module] = _Near(middle * scales[module].to(device) * widths, widths)
+        return found
+
+
+def _fit_rows(weight8: Tensor, values: Tensor, scale: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the whole numbers [rows, inputs] from which differences count, and widths of steps [rows, 1].
+
+    Arguments are as of `fit_block`, with INT8 weights not rounded. The numbers are predictions, and of the
+    weights that differences miss by most, which a merge stores whole, the weights themselves.
+    """
+    rounded, one = weight8.round().clamp(LEAST, LARGEST).to(torch.int8), torch.ones(len(weight8), 1)
+    row, widths, _ = fit_block(rounded, one, values, scale, column)
+    weight8 = weight8 / widths
+    predicted = predict(values, scale, row, column).clamp_(-FARTHEST, FARTHEST)
+    wanted = weight8 - predicted
+    missed = (wanted - wanted.clamp(LOWEST, HIGHEST)).abs()
+    whole = missed.topk(count_exceptions(missed.shape[1]), dim=1).indices
+    nearest = weight8.round().clamp(-FARTHEST, FARTHEST)
+    return predicted.scatter_(1, whole, nearest.gather(1, whole)), widths
+
+
+def _add(module: Module, change: Tensor) -> None:
+    weight: Tensor = module.weight
+    update_offload_parameter(module, "weight", (weight.float() + change).to(weight.dtype))
