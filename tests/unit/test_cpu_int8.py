@@ -125,3 +125,29 @@ def test_the_compiler_knows_its_result():
     x, weight = torch.zeros(3, 64, dtype=torch.int8), torch.zeros(16, 64, dtype=torch.int8)
     scales = torch.ones(3, 1), torch.ones(1, 16)
     torch.library.opcheck(torch.ops.flexquant.exact_int8_linear.default, (x, scales[0], weight, scales[1]))
+
+
+BUSY_THREADS = """
+import os, torch
+from pathlib import Path
+from flexquant.serving.kernels.cpu_loops import has_loops
+
+def busy():
+    stats = [file.read_text().rpartition(")")[2].split() for file in Path("/proc/self/task").glob("*/stat")]
+    return sorted((int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK") for stat in stats)
+
+assert has_loops()
+torch.set_num_threads(2)
+weight, scale = torch.ones(64, 4096, 64, dtype=torch.int8), torch.ones(4096)
+before = busy()[-2]
+for _ in range(2000):
+    torch.ops.flexquant_weight_only.multiply(torch.ones(1, 4096, dtype=torch.bfloat16), weight, scale)
+    if busy()[-2] > before + 0.5:
+        break
+print(busy()[-2] > before + 0.5)
+"""
+
+
+def test_a_loop_takes_the_threads_that_pytorch_has():
+    done = programs.run([sys.executable, "-c", BUSY_THREADS], timeout=300)
+    assert done.stdout.splitlines()[-1] == "True"

@@ -105,7 +105,7 @@ def test_trials_of_kernels(is_cpu: bool, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_compiled_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu.cpp").write_text("other loops")
-    new = {"SOURCES": [tmp_path / "cpu.cpp"], "FLAGS": [], "torch.__version__": ""}
+    new = {"SOURCES": [tmp_path / "cpu.cpp"], "FLAGS": [], "OPENMP": [], "torch.__version__": ""}
     new |= {"cpu_identity": lambda: ["sse"]}
     assert_whole(cpu_loops.loops_key, [(f"{cpu_loops.__name__}.{n}", v) for n, v in new.items()], monkeypatch)
 

@@ -27,6 +27,8 @@ NAMES = ("int4_to_int8.cpp", "weight_only.cpp", "rotation.cpp")
 SOURCES = [Path(__file__).with_name(name) for name in NAMES]
 # A multiplication and an addition round twice, as PyTorch's operators do, whatever the CPU.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+OPENMP = ["-fopenmp"]
+"""Without it PyTorch's headers compile ``at::parallel_for`` for one thread."""
 
 logger = init_logger("vllm.flexquant.cpu")
 
@@ -34,7 +36,7 @@ logger = init_logger("vllm.flexquant.cpu")
 def loops_key() -> JsonObject:
     """Return what the compiled loops depend on."""
     sources = [source.read_text(encoding="utf-8") for source in SOURCES]
-    return {"sources": sources, "flags": FLAGS, "torch": torch.__version__, "cpu": cpu_identity()}
+    return {"sources": sources, "flags": FLAGS + OPENMP, "torch": torch.__version__, "cpu": cpu_identity()}
 
 
 @functools.cache
@@ -90,8 +92,8 @@ def _compile(folder: Path, key: str) -> None:
         )
     # A folder of this process's own: PyTorch's lock in it would outlive a process that is killed.
     with tempfile.TemporaryDirectory(dir=folder if is_kept else None) as build:
-        sources = [str(source) for source in SOURCES]
-        load("loops", sources, extra_cflags=FLAGS, build_directory=build, is_python_module=False)
+        flags = {"extra_cflags": FLAGS + OPENMP, "extra_ldflags": OPENMP, "is_python_module": False}
+        load("loops", [str(source) for source in SOURCES], build_directory=build, **flags)
         if is_kept:
             library = next(Path(build).glob("*.so"))
             library.chmod(0o755)
