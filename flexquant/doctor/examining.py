@@ -106,7 +106,9 @@ def cores_problem() -> str | None:
     cores = {core for first, _, last in parts for core in range(int(first), int(last or first) + 1)}
     if not cores.issuperset(os.sched_getaffinity(0)):
         return None
-    why = "leaves no core to vLLM's front end (on two cores prompts took half the time, and small models' next "
+    why = (
+        "leaves no core to vLLM's front end (on two cores prompts took half the time, and small models' next "
+    )
     why += "tokens up to 1.2 times as long)"
     return f"VLLM_CPU_OMP_THREADS_BIND={bound} {why}; if answers matter more, leave one out"
 

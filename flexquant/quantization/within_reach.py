@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from compressed_tensors.utils import update_offload_parameter
 from llmcompressor.modifiers.gptq import GPTQModifier
-from llmcompressor.modifiers.quantization.calibration import observe
 from pydantic import Field
 from torch import Tensor
 from torch.nn import Module
@@ -74,13 +73,14 @@ class GPTQWithinReach(GPTQModifier):
             if by_row and (name := self._module_names[module]) in self.int4:
                 layers.setdefault(fused_name(name), []).append(module)
         near: dict[Module, _Near] = {}
+        observed = {m: m.weight_observer.get_statistics() for layer in layers.values() for m in layer}
         for layer in layers.values():
             near |= self._fit(layer)
-        observe(list(near), base_name="weight")  # whose scales were read, which forgets them
         schemes = {module: module.quantization_scheme for module in near}
         for module, (predicted, widths) in near.items():
-            observer = module.weight_observer
-            observer.min_vals, observer.max_vals = observer.min_vals * widths, observer.max_vals * widths
+            for name, value in observed[module].items():  # which observers forget when scales are read
+                is_end = name in ("min_vals", "max_vals")
+                setattr(module.weight_observer, name, value * widths if is_end else value)
             in_4_bits = schemes[module].weights.model_copy(update={"num_bits": 4})
             module.quantization_scheme = schemes[module].model_copy(update={"weights": in_4_bits})
             _add(module, -predicted)
