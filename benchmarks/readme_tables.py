@@ -94,6 +94,18 @@ def nesting(*files: str) -> str:
     return markdown([*header, "perplexity: W8A8", "nested"], rows)
 
 
+def default_recipe() -> str:
+    """Return what W8A8 lost by two recipes: means over the kinds of text, and the largest of one."""
+    rows = []
+    for model, recipes in read_result("default-recipe.json")["losses"].items():
+        cells = []
+        for kinds in recipes.values():
+            kl, change = ([loss[what] for loss in kinds.values()] for what in ("kl", "perplexity"))
+            cells.append(f"{fmean(change):+.1%}, {fmean(kl):.4f} ({max(change):+.1%}, {max(kl):.4f})")
+        rows.append([model, *cells])
+    return markdown(["model", *(f"`{recipe}`" for recipe in recipes)], rows)
+
+
 def policies_by_text(folder: str) -> str:
     """Return a row for each text on which the same policies were evaluated."""
     found: dict[str, list[list[str]]] = {}
@@ -179,7 +191,18 @@ def merging() -> str:
 
 
 TABLES = (
-    *(policies, policies_by_text, methods, nesting, generation, head_gain, token_time, own_cost, merging),
+    *(
+        policies,
+        policies_by_text,
+        methods,
+        nesting,
+        default_recipe,
+        generation,
+        head_gain,
+        token_time,
+        own_cost,
+        merging,
+    ),
     *page_tables.TABLES,
 )
 

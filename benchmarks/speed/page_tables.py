@@ -14,15 +14,11 @@ from benchmarks.speed.comparing import compare_beside, paired_ratios, pairs, sec
 from benchmarks.speed.live_policies import ratios
 from benchmarks.speed.results import read_cells
 from benchmarks.speed.serving import START
-from benchmarks.speed.subjects import STATIC, is_peer
-from benchmarks.speed.tables import METRICS, RATIOS, by_workload, kernel_results
+from benchmarks.speed.subjects import is_peer
+from benchmarks.speed.tables import METRICS, by_workload, kernel_results
 from flexquant.evaluation.comparison import compare
 
 H100 = RESULTS / "llama-3.1-8b-h100"
-RUNS_ON_CPUS = (
-    *("1.5b-avx512", "1.5b-avx512-stock", "0.5b-avx512-stock", "1.5b-zen4", "1.5b-zen4-w4a8"),
-    "smollm2-135m-cpu",
-)
 LATENCIES = ("TTFT ms", "TPOT ms")
 INT8_HEAD = "benchmarks/policies/int8-head.yaml"
 ONE_COPY = {"SmolLM2-135M": "smollm2", "0.5 B": "0.5b", "1.5 B": "1.5b"}
@@ -66,18 +62,6 @@ def gpu_ratios() -> str:
         for policy, static in pairs(subjects)
     ]
     return markdown(["requests", "over", "TTFT", "TPOT"], rows)
-
-
-def cpu_ratios() -> str:
-    """Return FlexQuant over each static subject, for every run on a CPU: the ends of the ratios."""
-    rows = []
-    for folder in RUNS_ON_CPUS:
-        measured = by_workload(read_cells(RESULTS / folder), "serving")
-        for static in STATIC:
-            found = {metric: over(measured, static, metric) for metric in RATIOS}
-            ends = [f"{min(ratios):.2f}–{max(ratios):.2f}" for ratios in found.values() if ratios]
-            rows += [[f"[{folder}](results/{folder})", f"`{static}`", *ends]] if ends else []
-    return markdown(["run", "over", *(metric.removesuffix(" ms") for metric in RATIOS)], rows)
 
 
 def over(measured: Any, static: str, metric: str) -> list[float]:
@@ -225,7 +209,6 @@ def tuned(folder: str) -> str:
 TABLES = (
     gpu_live,
     gpu_ratios,
-    cpu_ratios,
     kernels,
     int4_reads,
     one_copy_live,
