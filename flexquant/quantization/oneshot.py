@@ -154,12 +154,9 @@ def quantize_in_memory(
     rows: Sequence[Sequence[int]] | None,
     seed: int,
     show: Progress | None,
-    int4: Mapping[str, Int4Weight] | None = None,
+    int4: Mapping[str, Int4Weight] | None,
 ) -> tuple[PreTrainedModel, VariantRecipe, Report]:
-    """Quantise a model, calibrated on ``rows`` of token ids; return it, its recipe and search's results.
-
-    ``int4`` is an argument of :func:`~flexquant.quantization.modifiers.build_modifiers`.
-    """
+    """Quantise a model, calibrated on ``rows`` of token ids; return it, its recipe and search's results."""
     tensors = [torch.tensor(row) for row in rows or ()]
     model = load_model(source)
     modifiers = build_modifiers(variant, sum(map(len, tensors)), int4)

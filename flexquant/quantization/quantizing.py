@@ -178,23 +178,16 @@ class _Run:
             with self.stage("no calibration text is needed"):
                 pass
         jobs: dict[str, _Job] = {}
-        order = sorted(
-            zip(resolved, needs_data, strict=True), key=lambda found: found[0].recipe.nested_in is not None
-        )
-        for variant, needs in order:
+        each = zip(resolved, needs_data, strict=True)
+        for variant, needs in sorted(each, key=lambda found: found[0].recipe.nested_in is not None):
             used, name = rows if needs else None, variant.recipe.name
             given = self.source, self.recipe.variants[name], used, self.settings.seed
-            made_from = variant_inputs(*given, self._inputs_of(variant.recipe, jobs))
-            jobs[name] = _Job(variant, self.output / name, made_from, used)
+            int4, nested_in = variant.recipe.nested_in, None
+            if int4 is not None:
+                made = jobs[int4].made_from if int4 in jobs else None
+                nested_in = made or (read_report(self.output / int4) or {}).get("made_from")
+            jobs[name] = _Job(variant, self.output / name, variant_inputs(*given, nested_in), used)
         return list(jobs.values())
-
-    def _inputs_of(self, recipe: VariantRecipe, jobs: Mapping[str, _Job]) -> Mapping[str, object] | None:
-        """Return the inputs of the variant in which one is to be nested, of this run or an earlier one."""
-        if (name := recipe.nested_in) is None:
-            return None
-        return (
-            jobs[name].made_from if name in jobs else (read_report(self.output / name) or {}).get("made_from")
-        )
 
     def _reference(self, *, needed: bool) -> Reference | None:
         """Return the 16-bit model's answers to the texts with which variants are measured; None: none are."""

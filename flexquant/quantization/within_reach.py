@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from compressed_tensors.utils import update_offload_parameter
 from llmcompressor.modifiers.gptq import GPTQModifier
 from pydantic import Field
 from torch import Tensor
-from torch.nn import Module
 
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.module_names import fused_name
@@ -35,6 +34,8 @@ from flexquant.checkpoint.nested import (
 from flexquant.errors import FlexQuantError
 from flexquant.merge.nested_fit import fit_block, fit_column
 
+Linear = Any
+"""A linear with the scheme and the observers of llmcompressor."""
 FARTHEST = LARGEST - HIGHEST
 """Largest absolute prediction whose whole reach is within INT8's range."""
 
@@ -49,68 +50,61 @@ def read_int4(folder: Path) -> dict[str, Int4Weight]:
     return found
 
 
-class _Near(NamedTuple):
-    """Where the reach of a linear's weights is."""
-
-    middle: Tensor
-    """From where differences count [out, in]."""
-    widths: Tensor
-    """By what the scales of INT8 are multiplied [out, 1]."""
-
-
 class GPTQWithinReach(GPTQModifier):
     """llmcompressor's GPTQ, for INT8 weights with one scale a row, which INT4 weights are to predict."""
 
     int4: dict[str, Any] = Field(default={}, exclude=True)
     """The INT4 weights by linear, as of :func:`read_int4`."""
 
-    def compress_module_list(self, module_list: list[Module]) -> None:
+    def compress_module_list(self, module_list: list[Linear]) -> None:
         """Quantise linears whose inputs were seen; those without an INT4 weight as llmcompressor does."""
-        layers: dict[str, list[Module]] = {}
+        layers: dict[str, list[Linear]] = {}
         for module in module_list:
             weights = module.quantization_scheme.weights
             by_row = (weights.type, weights.num_bits, weights.strategy) == ("int", 8, "channel")
             if by_row and (name := self._module_names[module]) in self.int4:
                 layers.setdefault(fused_name(name), []).append(module)
-        near: dict[Module, _Near] = {}
         observed = {m: m.weight_observer.get_statistics() for layer in layers.values() for m in layer}
-        for layer in layers.values():
-            near |= self._fit(layer)
+        near = {module: found for layer in layers.values() for module, found in self._fit(layer).items()}
         schemes = {module: module.quantization_scheme for module in near}
-        for module, (predicted, widths) in near.items():
+        for module, (middle, widths) in near.items():
             for name, value in observed[module].items():  # which observers forget when scales are read
                 is_end = name in ("min_vals", "max_vals")
                 setattr(module.weight_observer, name, value * widths if is_end else value)
             in_4_bits = schemes[module].weights.model_copy(update={"num_bits": 4})
             module.quantization_scheme = schemes[module].model_copy(update={"weights": in_4_bits})
-            _add(module, -predicted)
+            _add(module, -middle)
         super().compress_module_list(module_list)
-        for module, (predicted, _) in near.items():
+        for module, (middle, _) in near.items():
             module.quantization_scheme = schemes[module]
-            _add(module, predicted)
+            _add(module, middle)
 
-    def _fit(self, layer: list[Module]) -> dict[Module, _Near]:
-        """Return the reach of the weights of linears that have the same inputs."""
-        scales = {m: m.weight_observer.get_qparams()["scale"].float().cpu() for m in layer}
-        weights = {module: module.weight.float().cpu() / scales[module] for module in layer}
-        int4: dict[Module, Int4Weight] = {module: self.int4[self._module_names[module]] for module in layer}
+    def _fit(self, layer: list[Linear]) -> dict[Linear, tuple[Tensor, Tensor]]:
+        """Return from where differences count [out, in], and by what scales of INT8 are multiplied [out, 1].
 
-        def read() -> Iterator[tuple[Tensor, Tensor]]:
-            for module, weight8 in weights.items():
-                for part in blocks(int4[module].shape):
-                    values, scale = int4[module].read(part)
-                    yield weight8[part.start : part.stop].double(), (values * scale).flatten(1).double()
+        The linears have the same inputs.
+        """
+        scales = {m: m.weight_observer.get_qparams()["scale"].float() for m in layer}
 
-        column = fit_column(read, layer[0].weight.shape[1])
+        def read() -> Iterator[tuple[Linear, Tensor, Tensor, Tensor]]:
+            for module, scale8 in scales.items():
+                weight8 = (module.weight.float() / scale8).cpu()
+                int4: Int4Weight = self.int4[self._module_names[module]]
+                for part in blocks(int4.shape):
+                    yield module, weight8[part.start : part.stop], *int4.read(part)
+
+        def in_64_bit() -> Iterator[tuple[Tensor, Tensor]]:
+            for _, weight8, values, scale in read():
+                yield weight8.double(), (values * scale).flatten(1).double()
+
+        column = fit_column(in_64_bit, layer[0].weight.shape[1])
+        rows: dict[Linear, list[tuple[Tensor, Tensor]]] = {module: [] for module in layer}
+        for module, weight8, values, scale in read():
+            rows[module].append(_fit_rows(weight8, values, scale, column))
         found = {}
-        for module, weight8 in weights.items():
-            rows = [
-                _fit_rows(weight8[part.start : part.stop], *int4[module].read(part), column)
-                for part in blocks(int4[module].shape)
-            ]
-            device = module.weight.device
-            middle, widths = (torch.cat(parts).to(device) for parts in zip(*rows, strict=True))
-            found[module] = _Near(middle * scales[module].to(device) * widths, widths)
+        for module, parts in rows.items():
+            middle, widths = (torch.cat(part).to(scales[module].device) for part in zip(*parts, strict=True))
+            found[module] = middle * scales[module] * widths, widths
         return found
 
 
@@ -131,6 +125,6 @@ def _fit_rows(weight8: Tensor, values: Tensor, scale: Tensor, column: Tensor) ->
     return predicted.scatter_(1, whole, nearest.gather(1, whole)), widths
 
 
-def _add(module: Module, change: Tensor) -> None:
+def _add(module: Linear, change: Tensor) -> None:
     weight: Tensor = module.weight
     update_offload_parameter(module, "weight", (weight.float() + change).to(weight.dtype))

@@ -92,8 +92,8 @@ def _compile(folder: Path, key: str) -> None:
         )
     # A folder of this process's own: PyTorch's lock in it would outlive a process that is killed.
     with tempfile.TemporaryDirectory(dir=folder if is_kept else None) as build:
-        flags = {"extra_cflags": FLAGS + OPENMP, "extra_ldflags": OPENMP, "is_python_module": False}
-        load("loops", [str(source) for source in SOURCES], build_directory=build, **flags)
+        sources, flags = [str(source) for source in SOURCES], FLAGS + OPENMP
+        load("loops", sources, flags, extra_ldflags=OPENMP, build_directory=build, is_python_module=False)
         if is_kept:
             library = next(Path(build).glob("*.so"))
             library.chmod(0o755)
