@@ -194,6 +194,7 @@ def test_a_proof_takes_all_steps_and_says_what_was_not_shown(tmp_path: Path) -> 
     kernels = [cell["result"] for cell in cells if cell["part"] == "kernels"]
     assert [set(result) for result in kernels] == [
         {"w8a8", "w4a16", "one-copy", "nested", "w4a16@TorchCPUInt4LinearKernel"},
+        {"bf16", "w8a16"},
         {"bf16", "w4a8"},
     ]
     steps = read_steps(output)
