@@ -6,10 +6,8 @@ Rows and columns are fitted in turn, by least squares. A row of which 4 bits rea
 steps: its INT8 weights are rounded again, to a larger scale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -76,7 +74,7 @@ class Misses(NamedTuple):
         return ROUNDINGS_A_SQUARE * self.squared / self.weights
 
     @classmethod
-    def total(cls, parts: Iterable[Misses]) -> Misses:
+    def total(cls, parts: Iterable[Self]) -> Self:
         return cls(*map(sum, zip(*parts, strict=True)))
 
 

@@ -5,15 +5,13 @@
 ``flexquant_provenance.json`` has the sources, versions of tools and hashes, and no time and no absolute path.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -119,7 +117,7 @@ class MergedCheckpoint:
     provenance: Provenance
 
     @classmethod
-    def open(cls, folder: str | Path, *, published: bool = False) -> MergedCheckpoint:
+    def open(cls, folder: str | Path, *, published: bool = False) -> Self:
         """Open a merged checkpoint, or a ``published`` one; raise FlexQuantError for any other."""
         folder = find_model(folder)
         config, merged = read_model_config(folder)

@@ -6,14 +6,12 @@ A published checkpoint in INT4 or 16 bit is read as a merged one with the varian
 Nothing here imports torch or vLLM.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import Field, StrictBool, StrictStr, TypeAdapter, ValidationError
@@ -163,7 +161,7 @@ class MergedConfig:
         }
 
     @classmethod
-    def from_json(cls, section: JsonObject | None) -> MergedConfig:
+    def from_json(cls, section: JsonObject | None) -> Self:
         """Read the section; raise :class:`FlexQuantError` for none, and for a foreign or incomplete one."""
         section = section or {}
         if section.get("quant_method") != QUANT_METHOD:
@@ -176,7 +174,7 @@ class MergedConfig:
             raise FlexQuantError(f"{problem}; upgrade flexquant, or merge again with this version")
         try:
             keys = {"kv_compatibility": NOT_COMPARED, **section, "mixable": None}
-            read: MergedConfig = TypeAdapter(MergedConfig).validate_python(keys)
+            read: Self = TypeAdapter(MergedConfig).validate_python(keys)
             wrong = read._contradictions(section)
             said = (f"{of} has {key} {found!r:.100}, expected {right}" for of, key, found, right in wrong)
             problem = next(said, "")

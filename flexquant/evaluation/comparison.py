@@ -17,12 +17,11 @@ and would cover 84 % if it stopped once it excludes 1 (tests/unit/test_compariso
 error that is the same in all of them: see :meth:`Comparison.widened`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -53,7 +52,7 @@ class Comparison:
         """Whether the interval's ends differ by less than ``width``, a share of the lower one."""
         return self.rounds >= FEWEST_ROUNDS and self.high < self.low * (1 + width)
 
-    def widened(self, ratio: float) -> Comparison:
+    def widened(self, ratio: float) -> Self:
         """Widen the interval on both sides by ``ratio``, measured between things that should be equal."""
         apart = max(ratio, 1 / ratio)
         return replace(self, low=self.low / apart, high=self.high * apart)
@@ -83,7 +82,7 @@ class Effort:
 
     def changed(
         self, rounds: int | None = None, max_rounds: int | None = None, width: float | None = None
-    ) -> Effort:
+    ) -> "Effort":
         """Return a copy; None keeps a field. ``rounds`` alone also limits ``max_rounds``."""
         most = max_rounds or rounds or self.max_rounds
         return Effort(min(rounds or self.rounds, most), most, self.width if width is None else width)

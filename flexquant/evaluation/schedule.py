@@ -10,14 +10,13 @@ another plan ran than was planned.)
 Answers end one by one, so they are the same only if the policies agree on all smaller batches too.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Self
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import UsageError
@@ -118,7 +117,7 @@ class Passes:
     """Sequences in a decode pass -> number of passes."""
 
     @classmethod
-    def from_trace(cls, path: Path) -> Passes:
+    def from_trace(cls, path: Path) -> Self:
         """Count the passes in a trace file after its last header line, which describes what is served."""
         lines: list[JsonObject] = [json.loads(line) for line in path.read_text().splitlines()]
         passes = list(takewhile(lambda line: "phase" in line, reversed(lines)))

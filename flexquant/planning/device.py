@@ -25,13 +25,11 @@ split-K: it maps a largest number of tokens to output tiles of rows x columns. A
 ``call_us``. ``overlap`` 1 adds the times of bytes and operations; 2 takes the root of the sum of squares.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, WrapValidator, model_validator
 
@@ -122,7 +120,7 @@ class Kernel(Section):
     call_in_pass_seconds: float = Field(0, exclude=True)
 
     @model_validator(mode="after")
-    def _check(self) -> Kernel:
+    def _check(self) -> Self:
         given = self.model_fields_set
         pairs = ("efficiency", "flops_per_s", "tflops"), ("bandwidth", "bytes_per_s", "gb_per_s")
         for fraction, field, key in pairs:
@@ -140,7 +138,7 @@ class Rates(Section):
     fp8: Rate = 0
 
     @model_validator(mode="after")
-    def _check(self) -> Rates:
+    def _check(self) -> Self:
         for key, rate in self:
             if 0 < rate < self.bf16 / 10:
                 problem = f"is {rate / 1e12:g}, less than a tenth of the bf16 rate {self.bf16 / 1e12:g}"
@@ -185,7 +183,7 @@ class Device(Section):
     """The name or path by which it was loaded."""
 
     @model_validator(mode="after")
-    def _check(self) -> Device:
+    def _check(self) -> Self:
         memory, reserve, bandwidth = self.memory_bytes / GIB, self.reserve_bytes / GIB, self.bytes_per_s / 1e9
         if reserve > memory:
             raise Problem(f"is {reserve:g}; give a number from 0 to {memory:g} (GiB)", ["reserve_gib"])

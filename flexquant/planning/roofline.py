@@ -18,14 +18,12 @@ reach 0.6 of the rate and 0.9 of the bandwidth, and W4A16 is calibrated on publi
 Marlin (N = K = 8192), whose crossovers it predicts within the published brackets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from flexquant.planning.device import GIB, HUMMING, W4A8, W4A8_INT8, Device, Kernel
 from flexquant.planning.planned_model import Linear, ModelShape
@@ -126,7 +124,7 @@ class Limits(NamedTuple):
     sequences: int
 
     @classmethod
-    def of(cls, device: Device, devices: int = 1) -> Limits:
+    def of(cls, device: Device, devices: int = 1) -> Self:
         """Follow vLLM's ``EngineArgs.get_batch_defaults``."""
         if not device.is_gpu:
             return cls(2048 * devices, 128 * devices)

@@ -13,13 +13,11 @@ A tuned policy holds them under its key ``measured``:
         w8a8: {64: [290.9, 280.8, 300.2]}
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -91,7 +89,7 @@ class PassTimes(Section):
     """Times by variant and tokens: median, smallest, largest; milliseconds."""
 
     @model_validator(mode="after")
-    def _check(self) -> PassTimes:
+    def _check(self) -> Self:
         if set(self.decode) != set(self.prefill):
             prefill, decode = ", ".join(self.prefill), ", ".join(self.decode)
             problem = f"has the variants {prefill}, but decode_ms {decode}; give both"
@@ -112,7 +110,7 @@ class PassTimes(Section):
         counts = Counter(layers).items()
         return sum(_interpolate(curves[variant], size) * count / number for variant, count in counts)
 
-    def only(self, variants: Collection[str]) -> PassTimes:
+    def only(self, variants: Collection[str]) -> Self:
         curves = {"decode": self.decode, "prefill": self.prefill}
         kept = {phase: {name: of[name] for name in of if name in variants} for phase, of in curves.items()}
         return self.model_copy(update=kept)

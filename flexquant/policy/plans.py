@@ -2,12 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Represent a plan, the variant of every decoder layer: its name, and its form in a policy's rule."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Self
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import describe_range, describe_ranges
@@ -25,7 +24,7 @@ class Plan:
     layers: Layers
 
     @classmethod
-    def from_layers(cls, layers: Layers) -> Plan:
+    def from_layers(cls, layers: Layers) -> Self:
         base = Counter(layers).most_common(1)[0][0]
         numbers: dict[str, list[int]] = {}
         for number, variant in enumerate(layers):

@@ -7,13 +7,11 @@ rank and for every replay of a CUDA graph. vLLM's front end builds the table (:f
 the plan of each rule; workers get it as plain data (:meth:`RouteTable.to_json`).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple, TypedDict, TypeVar
+from typing import NamedTuple, Self, TypedDict, TypeVar
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.model_config import JsonObject
@@ -76,7 +74,7 @@ class RouteTable:
         """The plans that some pass can take, in the order of phases and token counts."""
 
     @classmethod
-    def from_json(cls, data: RouteTableData) -> RouteTable:
+    def from_json(cls, data: RouteTableData) -> Self:
         plans = {name: Plan.from_layers(tuple(layers)) for name, layers in data["plans"].items()}
         found = data["intervals"]
         intervals = {name: [Interval(a, b, plans[plan]) for a, b, plan in found[name]] for name in found}
@@ -98,7 +96,7 @@ class RouteTable:
         """Return name of a plan -> the variant of every decoder layer."""
         return {plan.name: list(plan.layers) for plan in self.plans}
 
-    def up_to(self, max_decode_tokens: int) -> RouteTable:
+    def up_to(self, max_decode_tokens: int) -> "RouteTable":
         """Return the table in which no decode pass has more than ``max_decode_tokens`` padded tokens."""
         rows = [row for row in self._intervals["decode"] if row.min_tokens <= max_decode_tokens]
         decode = [row._replace(max_tokens=min(row.max_tokens, max_decode_tokens)) for row in rows]

@@ -6,11 +6,9 @@ These models also make the JSON Schema with which editors complete and check a p
 schema` prints it, and ``policy.schema.json`` lies beside the built-in policies.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
@@ -91,7 +89,7 @@ class Bounds(Section):
         return {first} if self.max is None else {first, self.max * unit + 1}
 
     @model_validator(mode="after")
-    def _check(self) -> Bounds:
+    def _check(self) -> Self:
         if not self.model_fields_set:
             raise Problem("is empty; give min, max or both")
         if self.max is not None and self.min > self.max:
@@ -120,7 +118,7 @@ class When(Section):
         return tuple(phase for phase in PHASES if phase in names)
 
     @model_validator(mode="after")
-    def _check(self) -> When:
+    def _check(self) -> Self:
         if not self.model_fields_set:
             raise Problem(f"is empty; give at least one of {', '.join(type(self).model_fields)}")
         if "batch_size" in self.model_fields_set and self.phases != ("decode",):

@@ -6,8 +6,6 @@ It is measured on the first tokens of the documents of ``flexquant.documents.tex
 16-bit model answers once, and its likeliest tokens are kept; KL divergences count all others as one token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -42,7 +40,7 @@ class RowAnswers(NamedTuple):
     nll: torch.Tensor
     """Negative log-likelihood of the token that follows, fp32 [tokens], in nats."""
 
-    def after_prompt(self) -> RowAnswers:
+    def after_prompt(self) -> "RowAnswers":
         """Return what follows a prompt of PROMPT_TOKENS tokens."""
         return RowAnswers(*(part[PROMPT_TOKENS - 1 :] for part in self))
 

@@ -7,12 +7,10 @@ choices that are searched or depend on the model; the ``recipe.yaml`` in each va
 document with every choice made. Nothing here imports torch or llmcompressor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, create_model
 
@@ -131,13 +129,13 @@ class Recipe:
     policy: str | None = None
     """Name or path of the policy that suits these variants; None: the built-in default."""
 
-    def with_head(self, head: Head | None) -> Recipe:
+    def with_head(self, head: Head | None) -> Self:
         """Return the recipe with the lm_head of all variants in this precision; None: as it is."""
         if head is None:
             return self
         return replace(self, variants={name: replace(v, head=head) for name, v in self.variants.items()})
 
-    def nested(self, int8: Sequence[str], int4: str) -> Recipe:
+    def nested(self, int8: Sequence[str], int4: str) -> Self:
         """Return the recipe with the variants ``int8``, where GPTQ quantises them, nested in ``int4``."""
         near = {
             name: replace(self.variants[name], nested_in=self.variants[name].nested_in or int4)

@@ -13,11 +13,9 @@ may not move out of v_proj or k_proj, into a norm of the heads, or out of what w
 right on its own cache, and wrong on the other variants'.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Literal, TypeGuard
+from typing import Annotated, Literal, Self, TypeGuard
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -245,7 +243,7 @@ class Quantizer(Modifier):
     asymmetric_activations: Annotated[bool, Field(strict=True), says("give true or false")] = False
 
     @model_validator(mode="after")
-    def _check(self) -> Quantizer:
+    def _check(self) -> Self:
         given = self.model_fields_set
         if ("scheme" in given) == ("config_groups" in given):
             raise Problem("needs either 'scheme', such as W8A8 or W4A16, or 'config_groups'; give one")

@@ -7,8 +7,6 @@ whole. GPTQ of the differences, on INT8's grid with 4 bits, is GPTQ of the weigh
 corrections add up: what a weight cannot reach is made up for by the weights after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

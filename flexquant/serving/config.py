@@ -9,12 +9,10 @@ a policy. Workers clip the table to their server (:func:`clip_to_server`), and t
 one on each machine, compare what they received (:mod:`flexquant.serving.worker.ranks`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Self, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
@@ -59,7 +57,7 @@ class ServingOptions(BaseModel):
     """Whether variants may read one another's KV cache, though the merge found that they misread it."""
 
     @classmethod
-    def from_vllm(cls, vllm_config: VllmConfig) -> ServingOptions:
+    def from_vllm(cls, vllm_config: VllmConfig) -> Self:
         """Read the options; raise :class:`FlexQuantError` for an unknown key or a value of another type."""
         options = additional_config(vllm_config).get(OPTIONS_KEY, {})
         try:
@@ -127,11 +125,11 @@ class ServedPolicy:
     routes: RouteTable
 
     @classmethod
-    def from_json(cls, data: ServedPolicyData) -> ServedPolicy:
+    def from_json(cls, data: ServedPolicyData) -> Self:
         return cls(data["name"], data["digest"], RouteTable.from_json(data["routes"]))
 
     @classmethod
-    def from_vllm(cls, vllm_config: VllmConfig) -> ServedPolicy:
+    def from_vllm(cls, vllm_config: VllmConfig) -> Self:
         """In a worker: return the policy that the front end has resolved."""
         resolved = additional_config(vllm_config).get(RESOLVED_KEY)
         if resolved is None:

@@ -2,14 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Find the variants that tuning chooses among, the most precise first, and their memory."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from typing import Self
 
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint
 from flexquant.checkpoint.merged_config import SHARED, MergedConfig
@@ -76,7 +75,7 @@ class Memory:
     """Candidate -> variant whose weights it loads -> bytes beyond the shared weights."""
 
     @classmethod
-    def of(cls, checkpoint: MergedCheckpoint, variants: Mapping[str, Policy], devices: int) -> Memory:
+    def of(cls, checkpoint: MergedCheckpoint, variants: Mapping[str, Policy], devices: int) -> Self:
         """Read the checkpoint's headers and this machine's memory; ``find_variants`` gives ``variants``."""
         from vllm.platforms import current_platform
 

@@ -2,13 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Which sizes of passes are measured, and their times by variant, phase, size and round."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import read_earlier, write_text
@@ -50,13 +49,13 @@ class Grid:
     def passes(self) -> list[tuple[str, int]]:
         return [*(("decode", size) for size in self.decode), *(("prefill", size) for size in self.prefill)]
 
-    def up_to(self, max_batch: int | None = None, max_tokens: int | None = None) -> Grid:
+    def up_to(self, max_batch: int | None = None, max_tokens: int | None = None) -> Self:
         """Return a grid with the given largest sizes; None leaves a largest size as it is."""
         decode = self.decode if max_batch is None else _up_to(self.decode, max_batch)
         prefill = self.prefill if max_tokens is None else _up_to(self.prefill, max_tokens)
         return replace(self, decode=decode, prefill=prefill)
 
-    def fitting(self, max_length: int | None) -> Grid:
+    def fitting(self, max_length: int | None) -> Self:
         """Return a grid for sequences up to ``max_length`` tokens (None: any); UsageError if too few."""
         if max_length is None:
             return self
@@ -146,11 +145,11 @@ class Samples:
         write_text(file, json.dumps({"run": run, "seconds": self._seconds}))
 
     @classmethod
-    def load(cls, file: Path, run: JsonObject) -> Samples:
+    def load(cls, file: Path, run: JsonObject) -> Self:
         """Return what :meth:`save` wrote, or empty samples; raise UsageError for another ``run``'s."""
         run = json.loads(json.dumps(run))
 
-        def read(text: str) -> tuple[JsonObject, Samples]:
+        def read(text: str) -> tuple[JsonObject, Self]:
             data, samples = parse_json(text), cls()
             for variant, phases in data["seconds"].items():
                 for phase, curve in phases.items():

@@ -10,8 +10,6 @@ is always found if it changes every row or column, more than 16 (k - 1) consecut
 k consecutive layers; one in m rows anywhere with a probability of 1 - (1 - 1/k)^m.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -90,11 +88,11 @@ class ScaledMatrix:
     columns: Tensor
     """Factor of each column, float32 [in]."""
 
-    def times_columns(self, factors: Tensor) -> ScaledMatrix:
+    def times_columns(self, factors: Tensor) -> "ScaledMatrix":
         """Return the matrix with its columns multiplied by ``factors``, [in]."""
         return ScaledMatrix(self.chunks, self.columns * factors)
 
-    def rotated(self, rotation: Tensor) -> ScaledMatrix:
+    def rotated(self, rotation: Tensor) -> "ScaledMatrix":
         """Return the matrix times the transpose of ``rotation`` [in, in]; a row's noise is spread evenly."""
         turned, squares = self.columns[:, None] * rotation.T, self.columns**2
 
@@ -118,7 +116,7 @@ class Sums:
     Storage in bfloat16 is left out: it adds at most 0.003 to a gain's error, a tenth of the tightest bound.
     """
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Sums:
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Sums":
         return Sums(*map(function, vars(self).values()))
 
     def gains(self) -> Tensor:

@@ -12,13 +12,12 @@ that are larger or smaller on the whole. A matrix that differs by more than nois
 only plans that mix layers, and so does another residual basis.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 
@@ -139,7 +138,7 @@ class KVReport:
     def layered_plans(self) -> bool:
         return self.compatible and len(self.mixable) == 1
 
-    def refuse(self, sources: Sequence[Source], message: str) -> KVReport:
+    def refuse(self, sources: Sequence[Source], message: str) -> Self:
         """Record why sharing is refused, count all other variants as rescaled, and return self."""
         self.message, self.rescaled = message, [source.name for source in sources[1:]]
         return self

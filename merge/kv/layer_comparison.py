@@ -10,11 +10,10 @@ have factors (a fold from up_proj into down_proj), answers are multiplied by the
 further on. Routed experts are compared by tensor name, since transformers fuses their matrices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -112,7 +111,7 @@ class LayerComparison:
         self._given = dict[str, Tensor]()
         """Inputs of the variant's matrices, rotated into the reference's basis."""
 
-    def run(self) -> LayerComparison:
+    def run(self) -> Self:
         """Compare the layer and return self; raise FlexQuantError for a tensor that cannot be read."""
         self._compare_stored()
         if self.cache_difference:

@@ -108,11 +108,8 @@ def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
     return {modifier: arguments, **W8A8}
 
 
-CANNOT_BE_NESTED = (
-    {"QuantizationModifier": {"scheme": "W8A8"}},
-    with_argument(first_token_weight=10),
-    rotating("x", 64),
-)
+ROUNDED = {"QuantizationModifier": {"scheme": "W8A8"}}
+CANNOT_BE_NESTED = (ROUNDED, with_argument(first_token_weight=10), rotating("x", 64))
 NOT_NESTED = r"line 3: variants.v has nested_in, which takes another .* first_token_weight, and no QuIPMod"
 
 
