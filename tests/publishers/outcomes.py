@@ -17,8 +17,8 @@ HEAD = """\
 
 `python -m tests.publishers` merges pairs of small random checkpoints as publishers ship them
 (`tests/publishers/shapes.py`). {merged} merge: they verify bit for bit, and answer as stock vLLM does from
-each source that it serves on a CPU. {refused} are refused. In {served} of these
-stock vLLM 0.32 loads both checkpoints. They
+each source that it serves on a CPU. {refused} are refused. Stock vLLM 0.32 loads both
+checkpoints of {served} of these. They
 
 {reasons}
 
