@@ -333,4 +333,4 @@ def test_the_readmes_commands(model: Path, tmp_path: Path, monkeypatch: pytest.M
         if shown.startswith(("flexquant quantize", "flexquant build")):
             assert cli.main([*shlex.split(shown)[1:], *OPTIONS]) == 0
     assert {p.name for p in (tmp_path / "my-variants").iterdir()} == {"calibration.jsonl", "w8a8", "w4a16"}
-    assert {p.name for p in tmp_path.iterdir()} > {"my-model-merged", "my-other-variants"}
+    assert (tmp_path / "my-model-merged").is_dir()
