@@ -104,6 +104,8 @@ def peer_arguments(
         slots = max(1, min(options.max_sequences, gib * 2**30 // (shape.kv_bytes_per_token * length)))
         named = {"threads": threads, "cpu-range": f"0-{threads - 1}", "cpu-strict": 1, "flash-attn": "on"}
         named |= {"parallel": slots, "ctx-size": slots * length, "cache-ram": 0, "host": "127.0.0.1"}
+        # vLLM's client loses an answer that has a ping in it.
+        named |= {"sse-ping-interval": -1}
         command = [str(ENVIRONMENT / "bin/llama-server"), "--no-kv-unified", "--no-cache-prompt", "--no-ui"]
     named |= {"model": file, "port": port}
     return [*command, *(part for name, value in named.items() for part in (f"--{name}", str(value)))]
