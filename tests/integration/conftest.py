@@ -57,6 +57,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 WORK = Path(__file__).parents[2] / ".work"
 NAME = "SmolLM2-135M-Instruct"
+SMALL_CACHE = {"num_gpu_blocks_override": 256}
+"""Options of engines: vLLM writes zeros into a whole KV cache, which takes a third of a start."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -93,7 +95,7 @@ def engine(folder: Path | str, policy: str | None = None, **options: Any) -> Ite
 
     # Stock vLLM needs them too, for the checkpoints that merged ones are compared with.
     provide_cpu_kernels()
-    options = {"enforce_eager": True, "max_model_len": 1024, **options}
+    options = {"enforce_eager": True, "max_model_len": 1024, **SMALL_CACHE, **options}
     with (
         options_for(policy, options) as flexquant,
         in_process.engine(folder, flexquant=flexquant, **options) as llm,

@@ -18,7 +18,15 @@ from vllm.platforms import current_platform
 
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import Answers, answers, distance, engine, records_of
+from tests.integration.conftest import (
+    Answers,
+    answers,
+    distance,
+    engine,
+    every_plan_of,
+    records_of,
+    take_policy,
+)
 from tests.policies import rules
 
 pytestmark = [
@@ -170,28 +178,45 @@ def folder(tiny_merged):
 
 
 class Compiled(NamedTuple):
-    """Engines under VLLM_COMPILE, each with a cold cache of its own."""
+    """An engine under VLLM_COMPILE that began with a cold cache."""
 
     several: Run
-    w8a8: Run
-    w4a16: Run
-    layered: Run
     routes: list[dict[str, Any]]
-    """The trace of the engine ``several``."""
     cache: Path
-    """The cache that the engine ``several`` left."""
-    start_several_again: Callable[[], Run]
+    start_again: Callable[[], Run]
 
 
 @pytest.fixture(scope="module")
 def compiled(folder, tmp_path_factory):
-    caches = tmp_path_factory.mktemp("VLLM_COMPILE")
-    traced = {"flexquant": {"trace": str(caches / "routes.jsonl")}}
-    start_several = partial(run, folder / "merged", caches / "several", SEVERAL, **traced)
-    several, routes = start_several(), records_of(caches / "routes.jsonl")[1:]
-    w8a8, w4a16 = (run(folder / name, caches / name) for name in ("w8a8", "w4a16"))
-    layered = run(folder / "merged", caches / "layered", LAYERED_ALWAYS)
-    return Compiled(several, w8a8, w4a16, layered, routes, caches / "several", start_several)
+    work = tmp_path_factory.mktemp("VLLM_COMPILE")
+    traced = {"flexquant": {"trace": str(work / "routes.jsonl")}}
+    start = partial(run, folder / "merged", work / "cache", SEVERAL, **traced)
+    return Compiled(start(), records_of(work / "routes.jsonl")[1:], work / "cache", start)
+
+
+@pytest.fixture(scope="module")
+def eager(folder):
+    """Return the answers of an engine that does not compile, keyed by its policies."""
+    policies = {"several": SEVERAL, "w8a8": "w8a8", "w4a16": "w4a16", "layered": LAYERED_ALWAYS}
+    found = {}
+    with engine(folder / "merged", every_plan_of([*policies.values()]), **SIZES) as llm:
+        for name, policy in policies.items():
+            take_policy(llm, policy)
+            found[name] = answers_by_number(llm)
+    return found
+
+
+@pytest.fixture(scope="module", params=["eager", pytest.param("compiled", marks=pytest.mark.full)])
+def alone(request, eager, folder, tmp_path_factory):
+    """Return the answers of each plan where an engine has no other."""
+    if request.param == "eager":
+        return {name: found for name, found in eager.items() if name != "several"}
+    work = tmp_path_factory.mktemp("alone")
+    policies = {"w8a8": None, "w4a16": None, "layered": LAYERED_ALWAYS}
+    return {
+        name: run(folder / ("merged" if policy else name), work / name, policy).answers
+        for name, policy in policies.items()
+    }
 
 
 def test_every_pass_takes_the_policys_plan(compiled):
@@ -200,28 +225,19 @@ def test_every_pass_takes_the_policys_plan(compiled):
 
 
 @pytest.mark.parametrize(("number", "plan"), [(1, "w4a16"), (2, "layered"), (3, "w8a8")])
-def test_a_plan_among_others_computes_what_it_does_alone(compiled, number, plan):
-    """Bit by bit in a process of its own; after engines with LoRA, Inductor compiles other sums on AVX2."""
-    found, runs = compiled.several.answers[number], ("w4a16", "layered", "w8a8")
-    apart = {alone: distance(found, getattr(compiled, alone).answers[number]) for alone in runs}
+def test_a_plan_among_others_computes_what_it_does_alone(compiled, alone, number, plan):
+    """Compiled alone, it does so bit by bit; after engines with LoRA, Inductor sums otherwise on AVX2."""
+    found = compiled.several.answers[number]
+    apart = {name: distance(found, answers[number]) for name, answers in alone.items()}
     own = apart.pop(plan)
     assert own < min(apart.values()) / 2, (own, apart)
 
 
-@pytest.fixture(scope="module")
-def eager(folder):
-    """Return the answers of ``several`` without compiling."""
-    with engine(folder / "merged", SEVERAL, **SIZES) as llm:
-        return answers_by_number(llm)
-
-
-def test_a_plan_that_takes_over_reads_the_kv_cache_of_the_one_before(compiled, eager):
-    switching, w8a8 = compiled.several.answers[4], compiled.w8a8.answers[4]
-    first_of_w8a8, first_of_w4a16 = (
-        distance(switching, alone.answers[4], FIRST) for alone in (compiled.w8a8, compiled.w4a16)
-    )
+def test_a_plan_that_takes_over_reads_the_kv_cache_of_the_one_before(compiled, alone, eager):
+    switching = compiled.several.answers[4]
+    first_of_w8a8, first_of_w4a16 = (distance(switching, alone[name][4], FIRST) for name in ("w8a8", "w4a16"))
     assert first_of_w8a8 < first_of_w4a16 / 2, "prefill is w8a8's"
-    to_eager, to_w8a8 = (distance(switching, other, SECOND) for other in (eager[4], w8a8))
+    to_eager, to_w8a8 = (distance(switching, other[4], SECOND) for other in (eager["several"], alone["w8a8"]))
     assert to_eager < to_w8a8 / 2, "decode is not"
 
 
@@ -238,7 +254,7 @@ def test_plans_are_kept_apart_on_disk(compiled):
 
 
 def test_a_second_start_loads_every_plan_and_answers_the_same(compiled):
-    again = compiled.start_several_again()
+    again = compiled.start_again()
     assert again.answers == compiled.several.answers
     assert again.before_kv_cache["num_aot_artifacts_loaded"] == len(PLANS)
     assert again.before_kv_cache["num_aot_compiles"] == again.before_kv_cache["num_inductor_compiles"] == 0
@@ -289,6 +305,7 @@ def test_on_a_cpu_every_plan_computes_what_it_does_elsewhere(folder, eager, tmp_
     assert several.answers[3] == w8a8.answers[3]
     for number in (1, 2, 4):
         to_eager, to_w8a8 = (
-            distance(several.answers[number], other[number], SECOND) for other in (eager, w8a8.answers)
+            distance(several.answers[number], other[number], SECOND)
+            for other in (eager["several"], w8a8.answers)
         )
         assert to_eager < to_w8a8 / 2, number

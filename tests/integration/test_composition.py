@@ -97,7 +97,7 @@ def test_long_context(tmp_path: Path) -> None:
     merge_checkpoints(sources, tmp_path / "merged")
     prompt = {"prompt_token_ids": [(7 * i) % 251 for i in range(LONG)]}
     options = {"max_model_len": LONG + 32, "max_num_batched_tokens": 4096, "max_num_seqs": 2}
-    options |= {"more": ["phase"], "sampling": SAMPLING}
+    options |= {"more": ["phase"], "sampling": SAMPLING, "num_gpu_blocks_override": None}
     served = check_variants(tmp_path / "merged", sources, [prompt], **options)
     assert [p["plan"] for p in served[-1].passes] == ["w8a8"] * (LONG // 4096) + ["w4a16"] * (12 - 1)
 

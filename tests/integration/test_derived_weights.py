@@ -7,7 +7,6 @@ checkpoint is that a split gives back; the large passes of a model in 16 bit com
 """
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flexquant.cli import main
 from flexquant.doctor.examining import examine
 from flexquant.errors import FlexQuantError
 from flexquant.evaluation.engine import take_policy
@@ -25,7 +25,6 @@ from flexquant.serving.vllm_api import HadamardTransform, LinearBase
 from flexquant.serving.vllm_api import _custom_ops as ops
 from flexquant.serving.worker import rotations
 from flexquant.serving.worker.one_copy.methods import NestedMethod
-from tests import programs
 from tests.checkpoints import make_checkpoint, make_pair
 from tests.integration.conftest import answers, distance, edited_json, engine, generate
 from tests.integration.test_serving_errors import configure, flexquant, refusal
@@ -251,21 +250,25 @@ def test_short_prompts_and_answers_are_those_of_the_model(model: Path) -> None:
     assert taken == {("prefill", "bf16"), ("prefill", "int8-from-16-bit"), ("decode", "bf16")}
 
 
-def test_in_int8_16_bit_weights_answer_as_their_rounded_checkpoint(model: Path, tmp_path: Path) -> None:
-    (stock,) = generate(write_rounded(model, tmp_path / "w8a8"), None, PROMPTS, LONG, sampling=SAMPLING)
+@pytest.fixture(scope="module")
+def rounded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rounded(model, tmp_path_factory.mktemp("rounded") / "w8a8")
+
+
+def test_in_int8_16_bit_weights_answer_as_their_rounded_checkpoint(model: Path, rounded: Path) -> None:
+    (stock,) = generate(rounded, None, PROMPTS, LONG, sampling=SAMPLING)
     for policy in (FROM_16_BIT, INT8_TWICE):
         (ours,) = generate(model, [policy], PROMPTS, LONG, sampling=SAMPLING)
         assert ours.answers == stock.answers
 
 
-def test_merged_beside_a_variant_in_int8_it_answers_alike(model: Path, tmp_path: Path) -> None:
-    sources = {"bf16": model, "w8a8": write_rounded(model, tmp_path / "w8a8")}
-    merge_checkpoints(sources, tmp_path / "merged", policy="w8a8")
+def test_merged_beside_a_variant_in_int8_it_answers_alike(model: Path, rounded: Path, tmp_path: Path) -> None:
+    merge_checkpoints({"bf16": model, "w8a8": rounded}, tmp_path / "merged", policy="w8a8")
     policies = ["prefill-8-bit", "w8a8", rules('- use: {default: w8a8, layers: {"0": bf16}}')]
     merged = generate(tmp_path / "merged", policies, PROMPTS, LONG, sampling=SAMPLING)
     from_16_bit, stored, mixed = merged
     (alone,) = generate(model, ["prefill-8-bit"], PROMPTS, LONG, sampling=SAMPLING)
-    (stock,) = generate(tmp_path / "w8a8", None, PROMPTS, LONG, sampling=SAMPLING)
+    (stock,) = generate(rounded, None, PROMPTS, LONG, sampling=SAMPLING)
     assert (from_16_bit.answers, stored.answers) == (alone.answers, stock.answers)
     assert 0 < distance(mixed.answers[1], stored.answers[1]) < 0.2
 
@@ -326,9 +329,7 @@ def test_fp8_is_refused_on_a_cpu(model: Path) -> None:
     assert "which is for GPUs; choose a policy without it" in said
 
 
-def test_commands_read_a_16_bit_model(model: Path) -> None:
-    command = [sys.executable, "-m", "flexquant"]
-    shown = programs.run([*command, "inspect", model], timeout=120)
-    assert "16 bit" in shown.stdout
-    examined = programs.run([*command, "doctor", model], timeout=120, status=None)
-    assert "int8-from-16-bit" in examined.stdout, examined.stdout + examined.stderr
+def test_commands_read_a_16_bit_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, said in (("inspect", "16 bit"), ("doctor", "int8-from-16-bit")):
+        main([command, str(model)])
+        assert said in capsys.readouterr().out

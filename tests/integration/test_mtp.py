@@ -52,7 +52,11 @@ FIRST = 3
 """Steps whose drafts are compared: later ones follow tokens that may differ by a tie."""
 QUANTISED = [(), BOTH, ("w4a16",)]
 """In which variants heads are quantised."""
-EVERY_KIND = [pytest.param(name, marks=WITH_TORCHVISION if name == "Qwen3.5" else []) for name in KINDS]
+DAILY = ("MiMo", "DeepSeek", "Qwen3-Next")
+"""Kinds whose heads are a module, one layer more, and one behind layers with a state."""
+OTHERS = [name for name in KINDS if name not in (*DAILY, "Qwen3.5")]
+EVERY_KIND = [*DAILY, pytest.param("Qwen3.5", marks=WITH_TORCHVISION)]
+EVERY_KIND += [pytest.param(name, marks=pytest.mark.full) for name in OTHERS]
 Drafts = list[list[list[int]]]
 
 

@@ -8,6 +8,7 @@ others, with AMD's zentorch and without it.
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file
 from torch import nn
+from vllm import envs
 from vllm.platforms import current_platform
 
 from flexquant.errors import FlexQuantError
@@ -226,6 +228,8 @@ def in_a_process(program: str, *arguments: object, work: Path, zentorch: bool, *
     """Return what a program writes into its last argument: vLLM's platform depends on what is installed."""
     environment, reply = programs.newcomers_environment() | variables, work / "reply.json"
     environment |= {"VLLM_CACHE_ROOT": str(work / "cache"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if (known := Path(envs.VLLM_CACHE_ROOT, "modelinfos")).is_dir():  # what a process of vLLM's own finds out
+        shutil.copytree(known, work / "cache" / "modelinfos", dirs_exist_ok=True)
     if zentorch:
         paths = filter(None, [str(ZENTORCH), environment.get("PYTHONPATH")])
         environment["PYTHONPATH"] = os.pathsep.join(paths)

@@ -34,7 +34,7 @@ def expected_plan(phase: str, sequences: int) -> str:
 
 def request_lengths() -> list[tuple[int, int]]:
     """Return (tokens of prompt, tokens to generate): so many that more than 32 are answered at a time."""
-    return [(3 + 37 * i % 200, 300 + 5 * i) for i in range(48)]
+    return [(3 + 37 * i % 200, 100 + 3 * i) for i in range(48)]
 
 
 @pytest.fixture(scope="module")
