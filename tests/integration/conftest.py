@@ -58,7 +58,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 WORK = Path(__file__).parents[2] / ".work"
 NAME = "SmolLM2-135M-Instruct"
 SMALL_CACHE = {"num_gpu_blocks_override": 256}
-"""Options of engines: vLLM writes zeros into a whole KV cache, which takes a third of a start."""
+"""Options of engines on CPUs: vLLM writes zeros into a whole KV cache, which takes a third of a start."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -91,11 +91,14 @@ def options_for(policy: str | None, options: dict[str, Any]) -> Iterator[dict[st
 @contextmanager
 def engine(folder: Path | str, policy: str | None = None, **options: Any) -> Iterator[LLM]:
     """Yield an in-process engine on ``folder``, freed on leaving; ``policy`` is for merged checkpoints."""
+    from vllm.platforms import current_platform
+
     from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 
     # Stock vLLM needs them too, for the checkpoints that merged ones are compared with.
     provide_cpu_kernels()
-    options = {"enforce_eager": True, "max_model_len": 1024, **SMALL_CACHE, **options}
+    small = SMALL_CACHE if current_platform.is_cpu() else {}
+    options = {"enforce_eager": True, "max_model_len": 1024, **small, **options}
     with (
         options_for(policy, options) as flexquant,
         in_process.engine(folder, flexquant=flexquant, **options) as llm,

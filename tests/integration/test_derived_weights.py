@@ -330,6 +330,7 @@ def test_fp8_is_refused_on_a_cpu(model: Path) -> None:
 
 
 def test_commands_read_a_16_bit_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command, said in (("inspect", "16 bit"), ("doctor", "int8-from-16-bit")):
-        main([command, str(model)])
-        assert said in capsys.readouterr().out
+    assert main(["inspect", str(model)]) == 0
+    assert "16 bit" in capsys.readouterr().out
+    main(["doctor", str(model)])
+    assert "int8-from-16-bit" in capsys.readouterr().out

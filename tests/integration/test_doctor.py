@@ -5,6 +5,7 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -20,6 +21,7 @@ from tests.checkpoints import EXPERTS, make_checkpoint
 from tests.integration.conftest import answers, edited_json, engine
 from tests.integration.live_server import flexquant_options
 from tests.policies import rules
+from tests.programs import run
 
 LENGTH, OVERRIDE = ["--max-model-len", "256"], "--hf-overrides"
 BY_NAME = ["auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy"]
@@ -227,11 +229,11 @@ def test_the_command_takes_what_vllm_serve_gets(merged, capsys, monkeypatch):
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
 
 
-def test_the_command_tells_a_folder_that_is_no_checkpoint(tmp_path, merged, capsys):
+def test_the_command_tells_a_folder_that_is_no_checkpoint(tmp_path, merged):
     broken = shutil.copytree(merged, tmp_path / "broken")
     (broken / "config.json").write_text("{")
-    assert main(["doctor", str(broken), "--json"]) == 1
-    said = capsys.readouterr().out
-    result = json.loads(said.splitlines()[-1])
+    program = Path(sys.executable).parent / "flexquant"
+    done = run([program, "doctor", broken, "--json"], timeout=120, status=1)
+    result = json.loads(done.stdout.splitlines()[-1])
     assert result["failed"] and result["findings"][-1]["subject"] == "refused"
-    assert "config.json" in said
+    assert "config.json" in done.stdout

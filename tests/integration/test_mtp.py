@@ -53,7 +53,7 @@ FIRST = 3
 QUANTISED = [(), BOTH, ("w4a16",)]
 """In which variants heads are quantised."""
 DAILY = ("MiMo", "DeepSeek", "Qwen3-Next")
-"""Kinds whose heads are a module, one layer more, and one behind layers with a state."""
+"""The head is a module, a layer behind the last, and a module of a model with states."""
 OTHERS = [name for name in KINDS if name not in (*DAILY, "Qwen3.5")]
 EVERY_KIND = [*DAILY, pytest.param("Qwen3.5", marks=WITH_TORCHVISION)]
 EVERY_KIND += [pytest.param(name, marks=pytest.mark.full) for name in OTHERS]

@@ -258,6 +258,7 @@ def test_peers_have_the_threads_and_the_kv_cache_of_vllms_worker():
     command = peer_arguments(LLAMA_CPP, Path("Q4_0.gguf"), OPTIONS, SHAPES["0.5b"], 80)
     told = dict(zip(command[4::2], command[5::2], strict=True))
     assert told["--model"] == "Q4_0.gguf" and told["--flash-attn"] == "on"
+    assert told["--sse-ping-interval"] == "-1"
     assert told["--threads"] == "2" and told["--cpu-range"] == "0-1"
     assert int(told["--parallel"]) == 2**30 // bytes_of_a_sequence
     assert int(told["--ctx-size"]) == int(told["--parallel"]) * 2048
