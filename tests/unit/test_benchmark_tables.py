@@ -5,6 +5,7 @@
 import json
 import math
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
+from benchmarks import readme_tables
 from benchmarks.speed import kernels, tables
 from benchmarks.speed.comparing import compare_beside
 from benchmarks.speed.models import open_model
@@ -257,3 +259,8 @@ def test_synthetic_variants_merge_and_without_weights_say_the_same(tmp_path: Pat
     assert configs[0] == configs[1]
     kept = [(s.base_architecture, s.variants, s.mixable, set(s.shared_modules)) for s in sections]
     assert kept[0] == kept[1] and len(AutoTokenizer.from_pretrained(empty)) == TINY.vocabulary
+
+
+def test_the_pages_have_what_the_results_say(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["readme_tables", "--check"])
+    assert readme_tables.main() == 0
