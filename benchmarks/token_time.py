@@ -112,7 +112,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON file to add to")
     args = parser.parse_args()
     results = json.loads(args.output.read_text()) if args.output.is_file() else {}
-    name = " ".join([Path(args.model).name, Path(args.policy or "stock").name, *["eager"] * args.eager])
+    model = args.model.removesuffix("/merged-w8a8-w4a16")
+    name = " ".join([Path(model).name, Path(args.policy or "stock").name, *["eager"] * args.eager])
     name += f", prompt of {args.prompt}" if args.prompt else ""
     results[name] = origin("benchmarks.token_time") | measure(
         args.model, args.policy, args.eager, args.prompt

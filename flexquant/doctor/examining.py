@@ -109,7 +109,7 @@ def cores_problem() -> str | None:
     why = (
         "leaves no core to vLLM's front end (on two cores prompts took half the time, and small models' next "
     )
-    why += "tokens up to 1.2 times as long)"
+    why += "tokens up to 1.3 times as long)"
     return f"VLLM_CPU_OMP_THREADS_BIND={bound} {why}; if answers matter more, leave one out"
 
 

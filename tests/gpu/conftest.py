@@ -61,9 +61,7 @@ RUNNERS_HERE = list(RUNNERS) if ON_GPU else ["V2" if INTERPRETED else "V1"]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = Path(__file__).parent
     # No worker begins the longest file here when the others have nothing left.
-    items.sort(
-        key=lambda item: 0 if folder not in item.path.parents else 1 + (item.path.stem != "test_replays")
-    )
+    items.sort(key=lambda i: 0 if folder not in i.path.parents else 1 + (i.path.stem != "test_replays"))
     here = [item for item in items if folder in item.path.parents]
     for item in here if not ON_GPU else []:
         parameters = getattr(item, "callspec", None)
