@@ -41,6 +41,7 @@ from tests.integration.conftest import (  # noqa: E402
     Answers,
     answers,
     count_engines,  # noqa: F401
+    freeze_modules,  # noqa: F401
     options_for,
 )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import json
 import os
 import tempfile
@@ -75,6 +76,21 @@ def count_engines(pytestconfig: pytest.Config) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineCore, "__init__", counted)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def freeze_modules() -> Iterator[None]:
+    """Keep imported modules frozen: vLLM thaws them at each engine's end, and collects for a second."""
+    import vllm.v1.engine.core  # noqa: F401 - imports most of vLLM
+
+    gc.collect()
+    gc.freeze()
+    thaw = gc.unfreeze
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+    thaw()
 
 
 @contextmanager

@@ -228,8 +228,9 @@ def in_a_process(program: str, *arguments: object, work: Path, zentorch: bool, *
     """Return what a program writes into its last argument: vLLM's platform depends on what is installed."""
     environment, reply = programs.newcomers_environment() | variables, work / "reply.json"
     environment |= {"VLLM_CACHE_ROOT": str(work / "cache"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if (known := Path(envs.VLLM_CACHE_ROOT, "modelinfos")).is_dir():  # what a process of vLLM's own finds out
-        shutil.copytree(known, work / "cache" / "modelinfos", dirs_exist_ok=True)
+    for known in ("modelinfos", "flexquant/loops"):  # all but trials, which a test reads
+        if Path(envs.VLLM_CACHE_ROOT, known).is_dir():
+            shutil.copytree(Path(envs.VLLM_CACHE_ROOT, known), work / "cache" / known, dirs_exist_ok=True)
     if zentorch:
         paths = filter(None, [str(ZENTORCH), environment.get("PYTHONPATH")])
         environment["PYTHONPATH"] = os.pathsep.join(paths)
