@@ -41,20 +41,26 @@ QUANTISED_EXPERTS += "derive: {w4a8: {from: w4a16, activations: int8}}\n"
 SINGLE_COPY = QUANTISED_EXPERTS.replace("use: w8a8", "use: w4a16")
 SERVE = """
 import json, sys
-from flexquant.evaluation import engine
+from flexquant.evaluation.engine import engine, take_policy
 from flexquant.serving.kernels.cpu_kernels import provide_cpu_kernels
 from flexquant.serving.worker.worker_extension import status_of
 from vllm import SamplingParams
 
-provide_cpu_kernels()
-flexquant = {"policy": sys.argv[2]} if sys.argv[2] else {}
-with engine.engine(sys.argv[1], max_model_len=128, enforce_eager=True, flexquant=flexquant) as llm:
-    kernels = llm.apply_model(status_of)[0]["kernels"] if flexquant else {}
-    if flexquant:
-        engine.take_policy(llm, "w8a8", {"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}]})
+def answers(llm):
     outputs = llm.generate(["a", "b c"], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
-    with open(sys.argv[3], "w") as file:
-        json.dump({"kernels": kernels, "answers": [list(o.outputs[0].token_ids) for o in outputs]}, file)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+merged, policy, static, reply = sys.argv[1:]
+options = {"max_model_len": 128, "enforce_eager": True}
+provide_cpu_kernels()
+with engine(merged, flexquant={"policy": policy}, **options) as llm:
+    found = {"kernels": llm.apply_model(status_of)[0]["kernels"]}
+    take_policy(llm, "w8a8", {"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}]})
+    found["served"] = answers(llm)
+with engine(static, **options) as llm:
+    found["stock"] = answers(llm)
+with open(reply, "w") as file:
+    json.dump(found, file)
 """
 
 
@@ -96,13 +102,10 @@ def test_int4_experts_that_would_be_w4a8_are_refused(tiny_merged, monkeypatch):
 def test_quantised_experts_with_zentorch(tiny_merged, tmp_path):
     folder, file = tiny_merged("qwen3_moe", 2), tmp_path / "policy.yaml"
     file.write_text(QUANTISED_EXPERTS)
-    both, stock = (
-        in_a_process(SERVE, folder / model, policy, work=tmp_path, zentorch=True)
-        for model, policy in (("merged", file), ("w8a8", ""))
-    )
-    assert "ZenCPUExpertsInt8" in both["kernels"]["w8a8"]
-    assert "ZentorchExpertsInt4" in both["kernels"]["w4a8"]
-    assert both["answers"] == stock["answers"]
+    found = in_a_process(SERVE, folder / "merged", file, folder / "w8a8", work=tmp_path, zentorch=True)
+    assert "ZenCPUExpertsInt8" in found["kernels"]["w8a8"]
+    assert "ZentorchExpertsInt4" in found["kernels"]["w4a8"]
+    assert found["served"] == found["stock"]
 
 
 OPPOSITE = yaml.safe_load(rules("- {when: {phase: decode}, use: first}", "- use: second"))

@@ -77,7 +77,7 @@ def tell(rank: int, meeting: str, tensor_parallel: int) -> dict[str, str]:
 @pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_both_ranks_refuse_what_one_has_otherwise_and_fail_where_one_does(tmp_path, tensor_parallel):
     asked = f"file://{tmp_path}/store", tensor_parallel
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as ranks:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as ranks:
         first, second = (ranks.submit(tell, rank, *asked) for rank in range(2))
         said = first.result(timeout=300)
         assert said == second.result(timeout=300)
