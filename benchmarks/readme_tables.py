@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.generation.results import table as answers_table
-from benchmarks.result import RESULTS, markdown, read_result
+from benchmarks.result import RESULTS, markdown, model_name, read_result
 from benchmarks.speed import page_tables
 
 PAGES = sorted(RESULTS.parent.glob("*.md"))
@@ -157,7 +157,7 @@ def own_cost() -> str:
         percents = (f"{100 * (found[end] - 1):+.2f} %" for end in ("ratio", "low", "high"))
         rows.append(
             [
-                model.removesuffix("/merged-w8a8-w4a16").rpartition("/")[2],
+                model_name(model),
                 f"{found['pass_ms']:.1f}",
                 *percents,
             ]
@@ -213,7 +213,8 @@ def main() -> int:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         written = BLOCK.sub(lambda m: f"{m[1]}{tables[m[2]](*m[3].split())}\n{m[4]}", text)
-        wrong |= written != text
+        comments = re.findall("^<!--", text, re.MULTILINE)
+        wrong |= written != text or len(comments) != 2 * len(BLOCK.findall(text))
         if "--check" not in sys.argv[1:]:
             page.write_text(written, encoding="utf-8")
     return int(wrong and "--check" in sys.argv[1:])

@@ -33,6 +33,12 @@ def read_result(name: str) -> dict[str, Any]:
     return found
 
 
+def model_name(folder: str) -> str:
+    """Return the name of a checkpoint's folder; of a synthetic model's, that of the folder around it."""
+    path = Path(folder)
+    return path.parent.name if path.name.startswith("merged-") else path.name
+
+
 def write_result(file: Path, document: Any) -> None:
     """Write a document as JSON with a record a line."""
     file.write_text(_lines(document) + "\n", encoding="utf-8")

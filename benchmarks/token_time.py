@@ -21,7 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.own_cost import Decoding
-from benchmarks.result import origin, write_result
+from benchmarks.result import model_name, origin, write_result
 from flexquant.evaluation.engine import engine
 
 if TYPE_CHECKING:
@@ -112,8 +112,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON file to add to")
     args = parser.parse_args()
     results = json.loads(args.output.read_text()) if args.output.is_file() else {}
-    model = args.model.removesuffix("/merged-w8a8-w4a16")
-    name = " ".join([Path(model).name, Path(args.policy or "stock").name, *["eager"] * args.eager])
+    name = " ".join([model_name(args.model), Path(args.policy or "stock").name, *["eager"] * args.eager])
     name += f", prompt of {args.prompt}" if args.prompt else ""
     results[name] = origin("benchmarks.token_time") | measure(
         args.model, args.policy, args.eager, args.prompt

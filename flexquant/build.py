@@ -33,6 +33,7 @@ from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoi
 from flexquant.merge.formats import open_source
 from flexquant.merge.merge_plan import plan_merge
 from flexquant.merge.merging import policy_to_store
+from flexquant.merge.nesting import find_pair
 from flexquant.merge.sidecar_plan import plan_sidecars
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import Policy, choose_policy
@@ -40,7 +41,7 @@ from flexquant.quantization.progress import Stage, no_stage, quiet_libraries
 from flexquant.quantization.quantizing import quantize_variants
 from flexquant.quantization.recipe import UNROTATED, Recipe
 from flexquant.quantization.report import QuantizedVariant
-from flexquant.quantization.resolve import quantizes
+from flexquant.quantization.resolve import schemes_of
 from flexquant.quantization.source_model import find_folder, read_source
 from flexquant.quantization.vocabulary import ROTATES
 
@@ -80,9 +81,9 @@ def build_checkpoint(
     """Quantise ``model`` by ``recipe``, merge the variants into ``output``, and verify it against them.
 
     The variants stay in ``variants_folder`` (default: ``output`` with ``-variants`` appended). ``policy``, a
-    built-in name or a file, replaces the recipe's. ``nested`` stores W8A8 as ``near`` does in
-    :func:`merge_checkpoints`. ``overwrite`` replaces folders that other inputs made. ``progress``,
-    ``verbose`` and ``quantizing`` are arguments of
+    built-in name or a file, replaces the recipe's. ``nested`` rounds W8A8 to what INT4 reaches, and stores it
+    as ``near`` does in :func:`merge_checkpoints`. ``overwrite`` replaces folders that other inputs made.
+    ``progress``, ``verbose`` and ``quantizing`` are arguments of
     :func:`~flexquant.quantization.quantizing.quantize_variants`; STAGES_AFTER_QUANTISING stages follow its.
 
     Raises FlexQuantError as the steps do, before the first for a policy or output that is not possible.
@@ -93,7 +94,7 @@ def build_checkpoint(
     policy = policy or recipe.policy
     _check_policy(policy, recipe)
     if nested:
-        recipe = _within_reach(recipe)
+        recipe = recipe_to_nest(recipe)
     finished = output.exists() and not overwrite
     if finished:
         _check_finished(output, list(recipe.variants), policy, nested, max_shard_size)
@@ -194,8 +195,8 @@ def _check_policy(policy: str | None, recipe: Recipe) -> None:
             raise FlexQuantError(f"{problem}, {made}; choose another with --policy")
 
 
-def _within_reach(recipe: Recipe) -> Recipe:
-    """Return a recipe that rounds INT8 weights to what INT4 can nest, where it rounds by GPTQ.
+def recipe_to_nest(recipe: Recipe) -> Recipe:
+    """Return a recipe that rounds W8A8's weights to what INT4 can nest, where it rounds by GPTQ.
 
     Raises FlexQuantError for a recipe whose variants merging would not nest, whatever the model.
     """
@@ -204,11 +205,7 @@ def _within_reach(recipe: Recipe) -> Recipe:
             f"the recipe '{recipe.name}' rotates inputs of '{rotated[0]}', which cannot be nested; take the "
             f"recipe '{UNROTATED}', remove {ROTATES} from yours, or build without --nested"
         )
-    eights, fours = (
-        [name for name, variant in recipe.variants.items() if quantizes(variant, "int", bits)]
-        for bits in (8, 4)
-    )
-    return recipe.nested(eights, fours[0]) if len(fours) == 1 else recipe
+    return recipe.nested(*find_pair({name: schemes_of(v) for name, v in recipe.variants.items()}))
 
 
 def _check_mergeable(variants: Sequence[str], policy: str | None, folder: Path) -> None:

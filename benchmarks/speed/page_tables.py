@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.proof.report import LIVE_POLICIES, RIVAL_POLICIES, read_document
 from benchmarks.result import RESULTS, markdown, read_result
-from benchmarks.speed.comparing import compare_beside, paired_ratios, pairs, second_server
+from benchmarks.speed.comparing import paired_ratios, pairs
 from benchmarks.speed.live_policies import ratios
 from benchmarks.speed.results import read_cells
 from benchmarks.speed.serving import START
@@ -62,19 +62,6 @@ def gpu_ratios() -> str:
         for policy, static in pairs(subjects)
     ]
     return markdown(["requests", "over", "TTFT", "TPOT"], rows)
-
-
-def over(measured: Any, static: str, metric: str) -> list[float]:
-    """Return FlexQuant's ratio to a static subject for every kind of requests."""
-    get = METRICS[metric][0]
-    return [
-        compare_beside(
-            paired_ratios(subjects[policy], subjects[static], get), second_server(subjects, static, get)
-        ).ratio
-        for subjects in measured.values()
-        for policy, other in pairs(subjects)
-        if other == static
-    ]
 
 
 def kernels(folder: str) -> str:

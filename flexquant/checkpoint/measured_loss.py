@@ -81,7 +81,8 @@ def loss_table(losses: Mapping[str, LossByKind]) -> list[list[str]]:
         for of_variant in losses.values():
             loss = of_variant.get(kind)
             same = "" if loss is None or loss.same_top is None else f"{100 * loss.same_top:.1f} %"
-            cells += [loss.growth(), _number(loss.kl), same] if loss else [""] * 3
+            kl = "not finite" if loss is None or loss.kl is None else f"{loss.kl:.3f}"
+            cells += [loss.growth(), kl, same] if loss else [""] * 3
         rows.append([kind, *cells])
     return rows
 
@@ -106,7 +107,3 @@ def too_much(losses: Mapping[str, LossByKind], bound: float = MAX_LOSS) -> str:
 
 def dump_losses(losses: Mapping[str, LossByKind]) -> dict[str, Any]:
     return {name: {kind: x.model_dump() for kind, x in kinds.items()} for name, kinds in losses.items()}
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.3f}"

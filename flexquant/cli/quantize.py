@@ -39,8 +39,8 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, metavar="DIR", help="merged checkpoint to write")
     add("--variants-folder", metavar="DIR", help="where the variants stay (default: DIR-variants)")
     add("--policy", metavar="NAME|FILE", help="policy to store as the default (default: the recipe's)")
-    text = "store W8A8 as what INT4 lacks for it, as 'flexquant merge --nested' does, and measure what "
-    text += f"it lost so (default recipe: {UNROTATED})"
+    text = "round W8A8 to what INT4 reaches, store it as what INT4 lacks for it, and measure what it lost so "
+    text += f"(default recipe: {UNROTATED})"
     add("--nested", action="store_true", help=text)
     add("--overwrite", action="store_true", help="replace existing folders that other inputs made")
     _add_recipe(parser)

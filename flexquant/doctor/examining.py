@@ -98,7 +98,7 @@ def _examine_with_vllm(folder: str, arguments: Sequence[str]) -> Iterator[Findin
 
 
 def cores_problem() -> str | None:
-    """Return what it costs where the environment gives the model all cores; None if it leaves one."""
+    """Return what it means that the environment gives the model all cores; None if it leaves one."""
     bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     if not re.fullmatch(r"\d+(-\d+)?([,|]\d+(-\d+)?)*", bound):  # auto, nobind
         return None
@@ -106,10 +106,8 @@ def cores_problem() -> str | None:
     cores = {core for first, _, last in parts for core in range(int(first), int(last or first) + 1)}
     if not cores.issuperset(os.sched_getaffinity(0)):
         return None
-    why = (
-        "leaves no core to vLLM's front end (on two cores prompts took half the time, and small models' next "
-    )
-    why += "tokens up to 1.3 times as long)"
+    why = "leaves no core to vLLM's front end; two cores, both bound, took 0.5 to 0.8 of one core's time for "
+    why += "prompts, and up to 1.3 times as long for a small model's next tokens"
     return f"VLLM_CPU_OMP_THREADS_BIND={bound} {why}; if answers matter more, leave one out"
 
 

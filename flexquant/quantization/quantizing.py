@@ -18,6 +18,7 @@ from flexquant.checkpoint.output import check_free_space, prepare_output, remove
 from flexquant.checkpoint.writer import Progress
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
+from flexquant.merge.nesting import is_w4a16, is_w8a8
 from flexquant.quantization.progress import Stage, no_stage, quiet_libraries
 from flexquant.quantization.recipe import Calibration, Recipe, VariantRecipe
 from flexquant.quantization.report import (
@@ -32,7 +33,7 @@ from flexquant.quantization.report import (
     variant_inputs,
     write_report,
 )
-from flexquant.quantization.resolve import ResolvedVariant, quantizes, resolve_variant
+from flexquant.quantization.resolve import ResolvedVariant, resolve_variant, schemes_of
 from flexquant.quantization.source_model import SourceModel, empty_model, find_folder, read_source
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def quantize_variants(
     ``stage`` is entered for each stage. Libraries' output is discarded unless ``verbose``.
 
     Equal inputs give equal bytes on one machine with one number of threads. A folder appears only when
-    complete, with ``recipe.yaml``, which reproduces it, and a report.
+    complete, with a report and ``recipe.yaml``, which reproduces it, beside the variant of ``nested_in``.
 
     Raises FlexQuantError, with nothing calibrated or deleted, for unusable inputs, an output that may not be
     replaced, too little disk space, and without llmcompressor; later if activations are not finite or memory
@@ -145,6 +146,7 @@ class _Run:
 
     def quantize(self, resolved: Sequence[ResolvedVariant], resume: bool) -> list[QuantizedVariant]:
         """Make the variants; with ``resume`` those that no earlier run has finished."""
+        self._check_made_before(resolved)
         jobs = self._jobs(resolved)
         kept = self._find_finished(jobs) if resume else [False] * len(jobs)
         check_free_space(self.output, kept.count(False) * self.source.parameters * LEAST_BITS // 8)
@@ -160,6 +162,18 @@ class _Run:
             name = job.variant.recipe.name
             results[name] = read_quantized(job.variant, job.folder, finished, seconds)
         return [results[variant.recipe.name] for variant in resolved]
+
+    def _check_made_before(self, resolved: Sequence[ResolvedVariant]) -> None:
+        """Raise FlexQuantError for INT4 weights to nest in that an earlier run made of another model."""
+        from flexquant.quantization.within_reach import read_int4
+
+        recipes = [variant.recipe for variant in resolved]
+        for name in {r.nested_in for r in recipes if r.nested_in} - {r.name for r in recipes}:
+            folder = self.output / name
+            if (read_report(folder) or {})["made_from"].get("weights") != self.source.weights_sha256:
+                problem = f"{folder} was made from another model than {self.source.folder}"
+                raise FlexQuantError(f"{problem}; quantise '{name}' anew, or choose another folder")
+            read_int4(folder)
 
     def _jobs(self, resolved: Sequence[ResolvedVariant]) -> list[_Job]:
         """Return a job for every variant, with calibration rows if some variant needs them.
@@ -254,16 +268,19 @@ class _Run:
 
 
 def _check_nested(chosen: Sequence[VariantRecipe], recipe: Recipe, output: Path) -> None:
-    """Raise FlexQuantError for a variant to be nested in what has no INT4 weights, or is not made."""
+    """Raise FlexQuantError for a variant to be nested that is not W8A8, or in what is not W4A16 or there."""
     for variant in chosen:
         if (name := variant.nested_in) is None:
             continue
-        if (other := recipe.variants.get(name)) is not None and not quantizes(other, "int", 4):
-            problem = f"has nested_in: {name}, which is not quantised to INT4"
-            raise FlexQuantError(f"{variant.place} {problem}; name a variant such as W4A16, or remove it")
-        if all(name != made.name for made in chosen) and read_report(output / name) is None:
-            problem = f"has nested_in: {name}, which neither this run makes nor {output} has"
-            raise FlexQuantError(f"{variant.place} {problem}; quantise both, or remove it")
+        if not any(map(is_w8a8, schemes_of(variant))):
+            problem = "and is not quantised to W8A8 with one scale a row; remove it"
+        elif (other := recipe.variants.get(name)) is not None and not any(map(is_w4a16, schemes_of(other))):
+            problem = "which is not quantised to W4A16; name a variant that is, or remove it"
+        elif name not in (made.name for made in chosen) and read_report(output / name) is None:
+            problem = f"which neither this run makes nor {output} has; quantise '{name}' into {output} first"
+        else:
+            continue
+        raise FlexQuantError(f"{variant.place} has nested_in: {name}, {problem}")
 
 
 def _choose(recipe: Recipe, names: Sequence[str] | None) -> list[VariantRecipe]:

@@ -299,12 +299,9 @@ def quantization_groups(arguments: JsonObject) -> dict[str, QuantizationScheme]:
     return groups
 
 
-def quantizes(recipe: VariantRecipe, kind: str, num_bits: int) -> bool:
-    """Whether a variant's recipe gives weights this type (``int`` or ``float``) and number of bits."""
-    groups = quantization_groups(recipe.modifiers[recipe.quantizer]).values()
-    return any(
-        (group.weights.type, group.weights.num_bits) == (kind, num_bits) for group in groups if group.weights
-    )
+def schemes_of(recipe: VariantRecipe) -> list[QuantizationScheme]:
+    """Return the schemes that a variant's recipe gives linears."""
+    return [*quantization_groups(recipe.modifiers[recipe.quantizer]).values()]
 
 
 def with_asymmetric_activations(arguments: JsonObject, model: PreTrainedModel) -> JsonObject:

@@ -31,10 +31,11 @@ from flexquant.checkpoint.nested import (
 )
 from flexquant.errors import FlexQuantError
 from flexquant.merge.nested_fit import fit_block, fit_column
+from flexquant.merge.nesting import is_w8a8
 
 Linear = Any
 """A linear with the scheme and the observers of llmcompressor."""
-FARTHEST = LARGEST - HIGHEST
+WHOLLY_IN_REACH = LARGEST - HIGHEST
 """Largest absolute prediction whose whole reach is within INT8's range."""
 
 
@@ -58,9 +59,7 @@ class GPTQWithinReach(GPTQModifier):
         """Quantise linears whose inputs were seen; those without an INT4 weight as llmcompressor does."""
         layers: dict[str, list[Linear]] = {}
         for module in module_list:
-            weights = module.quantization_scheme.weights
-            by_row = (weights.type, weights.num_bits, weights.strategy) == ("int", 8, "channel")
-            if by_row and (name := self._module_names[module]) in self.int4:
+            if is_w8a8(module.quantization_scheme) and (name := self._module_names[module]) in self.int4:
                 layers.setdefault(fused_name(name), []).append(module)
         observed = {m: m.weight_observer.get_statistics() for layer in layers.values() for m in layer}
         near = {module: found for layer in layers.values() for module, found in self._fit(layer).items()}
@@ -115,11 +114,11 @@ def _fit_rows(weight8: Tensor, values: Tensor, scale: Tensor, column: Tensor) ->
     rounded, one = weight8.round().clamp(LEAST, LARGEST).to(torch.int8), torch.ones(len(weight8), 1)
     row, widths, _ = fit_block(rounded, one, values, scale, column)
     weight8 = weight8 / widths
-    predicted = predict(values, scale, row, column).clamp_(-FARTHEST, FARTHEST)
+    predicted = predict(values, scale, row, column).clamp_(-WHOLLY_IN_REACH, WHOLLY_IN_REACH)
     wanted = weight8 - predicted
     missed = (wanted - wanted.clamp(LOWEST, HIGHEST)).abs()
     whole = missed.topk(count_exceptions(missed.shape[1]), dim=1).indices
-    nearest = weight8.round().clamp(-FARTHEST, FARTHEST)
+    nearest = weight8.round().clamp(-WHOLLY_IN_REACH, WHOLLY_IN_REACH)
     return predicted.scatter_(1, whole, nearest.gather(1, whole)), widths
 
 

@@ -208,7 +208,7 @@ def eager(folder):
 
 @pytest.fixture(scope="module", params=["eager", pytest.param("compiled", marks=pytest.mark.full)])
 def alone(request, eager, folder, tmp_path_factory):
-    """Return the answers of each plan where an engine has no other."""
+    """Return each plan's answers: from an eager engine, or from compiled ones that have no other plan."""
     if request.param == "eager":
         return {name: found for name, found in eager.items() if name != "several"}
     work = tmp_path_factory.mktemp("alone")
@@ -226,7 +226,7 @@ def test_every_pass_takes_the_policys_plan(compiled):
 
 @pytest.mark.parametrize(("number", "plan"), [(1, "w4a16"), (2, "layered"), (3, "w8a8")])
 def test_a_plan_among_others_computes_what_it_does_alone(compiled, alone, number, plan):
-    """Compiled alone, it does so bit by bit; after engines with LoRA, Inductor sums otherwise on AVX2."""
+    """After engines with LoRA, Inductor sums otherwise on AVX2."""
     found = compiled.several.answers[number]
     apart = {name: distance(found, answers[number]) for name, answers in alone.items()}
     own = apart.pop(plan)

@@ -54,7 +54,7 @@ merged, policy, static, reply = sys.argv[1:]
 options = {"max_model_len": 128, "enforce_eager": True}
 provide_cpu_kernels()
 with engine(merged, flexquant={"policy": policy}, **options) as llm:
-    found = {"kernels": llm.apply_model(status_of)[0]["kernels"]}
+    found = {"kernels": llm.apply_model(status_of)[0]["kernels"], "w4a8": answers(llm)}
     take_policy(llm, "w8a8", {"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}]})
     found["served"] = answers(llm)
 with engine(static, **options) as llm:
@@ -105,7 +105,7 @@ def test_quantised_experts_with_zentorch(tiny_merged, tmp_path):
     found = in_a_process(SERVE, folder / "merged", file, folder / "w8a8", work=tmp_path, zentorch=True)
     assert "ZenCPUExpertsInt8" in found["kernels"]["w8a8"]
     assert "ZentorchExpertsInt4" in found["kernels"]["w4a8"]
-    assert found["served"] == found["stock"]
+    assert found["served"] == found["stock"] and len(found["w4a8"][0]) == 8
 
 
 OPPOSITE = yaml.safe_load(rules("- {when: {phase: decode}, use: first}", "- use: second"))

@@ -35,12 +35,15 @@ def test_errors(model: Path, variants: Path, tmp_path: Path) -> None:
     refused(no_variant, model, output, "default", "w3a3")
     refused("no variant is chosen; the recipe has w8a8", model, output, "default", variants=[])
     eight = {"GPTQModifier": {"scheme": "W8A8", "ignore": ["lm_head"]}}
-    for other, problem in (
-        ({"w4a16": eight}, "is not quantised to INT4; name"),
-        ({}, "neither this run makes nor"),
+    for w8a8, others, problem in (
+        (eight, {"w4a16": eight}, "which is not quantised to W4A16; name"),
+        (W4A16, {"w4a16": W4A16}, "and is not quantised to W8A8"),
+        (eight, {}, f"which neither this run makes nor .*; quantise 'w4a16' into {output} first"),
     ):
-        nested = recipe(w8a8={**eight, "nested_in": "w4a16"}, **other)
-        refused(f"has nested_in: w4a16, which {problem}", model, output, nested)
+        refused(
+            f"has nested_in: w4a16, {problem}",
+            *(model, output, recipe(w8a8={**w8a8, "nested_in": "w4a16"}, **others)),
+        )
     refused("no such folder", tmp_path / "missing", output)
     refused("has no file 'config.json'", tmp_path, output)
     refused("is quantised already", variants / "w8a8", output)
@@ -50,6 +53,23 @@ def test_errors(model: Path, variants: Path, tmp_path: Path) -> None:
     refused("there is no file .*no.txt; give a file", model, output, calibration=tmp_path / "no.txt")
     refused("neither a file nor a Hugging Face dataset", model, output, calibration="no/dataset")
     assert not output.exists()
+
+
+def test_int4_weights_that_an_earlier_run_made_are_those_of_the_model(
+    model: Path, variants: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    changed(lambda weight: weight + 1)(other)
+    eight = {"GPTQModifier": {"scheme": "W8A8", "ignore": ["lm_head"]}}
+    for made, source, problem in (
+        ("w4a16", other, "w4a16 was made from another model than .*/other; quantise 'w4a16' anew"),
+        ("w8a8", model, "w4a16 has no INT4 weights to nest in"),
+    ):
+        output = tmp_path / made
+        shutil.copytree(variants / made, output / "w4a16")
+        with pytest.raises(FlexQuantError, match=problem):
+            quantize(source, output, recipe(w8a8={**eight, "nested_in": "w4a16"}))
+        assert [folder.name for folder in output.iterdir()] == ["w4a16"]
 
 
 def changed(change: Callable[[torch.Tensor], torch.Tensor]) -> edits.Edit:

@@ -12,12 +12,16 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 
+from flexquant.build import recipe_to_nest
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.merged_checkpoint import PROVENANCE_FILE, MergedCheckpoint
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.safetensors_io import CASTS, load_tensor
+from flexquant.documents.yaml_document import to_yaml
+from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, nesting, split_checkpoint, verify_checkpoint
 from flexquant.merge.nesting import MAX_ADDED_NOISE, is_nearest
+from flexquant.quantization.recipe import SCHEMA, Recipe, parse_recipe
 from tests.checkpoints import flip_a_byte, make_checkpoint
 from tests.foreign import assert_equal, config_of
 from tests.publishers import edits
@@ -289,3 +293,28 @@ def test_the_dtype_that_is_served_is_not_float32(tmp_path):
         edits.config(dtype="float32")(folder)
     with refused("INT4 scales in BF16, and is served in bfloat16 or float16, to"):
         merge_checkpoints(sources, tmp_path / "merged", nested="near")
+
+
+def by_gptq(schemes: dict[str, str]) -> Recipe:
+    variants = {name: {"GPTQModifier": {"scheme": scheme}} for name, scheme in schemes.items()}
+    return parse_recipe(to_yaml({"schema": SCHEMA, "variants": variants}).encode(), "my.yaml", "my")
+
+
+@pytest.mark.parametrize(
+    ("schemes", "said"),
+    [
+        ({"a": "FP8_DYNAMIC", "b": "W4A16"}, "nothing of a, b can be nested: that takes a variant in W8A8"),
+        ({"a": "W8A16", "b": "W4A16"}, "nothing of a, b can be nested"),
+        ({"a": "W8A8", "b": "W4A8"}, "nothing of a, b can be nested"),
+        ({"a": "W8A8", "b": "W4A16", "c": "W4A16"}, "b and c have INT4 weights and 16-bit activations"),
+    ],
+)
+def test_a_recipe_that_no_merge_would_nest_is_refused(schemes: dict[str, str], said: str) -> None:
+    with pytest.raises(FlexQuantError, match=said):
+        recipe_to_nest(by_gptq(schemes))
+
+
+def test_w8a8_alone_is_nested_and_in_w4a16() -> None:
+    schemes = {"a": "W8A8", "b": "W4A16", "c": "W4A8", "d": "W8A16", "e": "W8A8"}
+    nested = recipe_to_nest(by_gptq(schemes)).variants
+    assert {n: v.nested_in for n, v in nested.items()} == {**dict.fromkeys(schemes), "a": "b", "e": "b"}

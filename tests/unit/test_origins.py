@@ -27,6 +27,8 @@ variants:
   int8:
     SmoothQuantModifier: {smoothing_strength: {a: 0.8, b: 0.5, c: null, d: 0.7}}
     GPTQModifier: {scheme: W8A8, ignore: [lm_head]}
+    head: int8
+    nested_in: int4
 made_with: {llmcompressor: 0.14.0.1, model: org/model, weights_sha256: abc, calibration_rows_sha256: def}
 """
 
@@ -45,6 +47,8 @@ def test_our_recipes_are_told_in_full(tmp_path):
         "`recipe.w8a8.yaml`:",
         "  - SmoothQuantModifier: smoothing_strength 0.5 to 0.8, chosen for each of 4 modules",
         "  - GPTQModifier: scheme W8A8; ignore [lm_head]",
+        "  - head: int8",
+        "  - nested_in: int4",
     ]
 
 
