@@ -28,14 +28,11 @@ BLOCK = re.compile(r"(<!-- from results: (\w+)((?: \S+)*) -->\n).*?(<!-- end -->
 METHODS = {
     "w8a8": "W8A8: SmoothQuant searched per layer + GPTQ (`unrotated`, symmetric)",
     "w8a8-alpha06": "W8A8: SmoothQuant 0.6 + GPTQ",
-    "w8a8-alpha05": "W8A8: SmoothQuant 0.5 + GPTQ",
     "w4a16": "W4A16: GPTQ on normalised tokens, importance-weighted scales (default)",
-    "w4a16-norm2": "the same, scales searched by squared error",
     "w4a16-g32": "the same, groups of 32",
     "w4a16-gptq-imatrix": "W4A16: GPTQ, importance-weighted scales",
     "w4a16-gptq": "W4A16: GPTQ as llm-compressor does it",
     "w4a16-awq": "W4A16: AWQ without v → o, rounding to nearest",
-    "w4a16-rtn-mse": "W4A16: rounding to nearest, scales clipped by MSE",
     "w4a16-rtn": "W4A16: rounding to nearest",
 }
 
