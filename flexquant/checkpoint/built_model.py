@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from threading import RLock
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from flexquant.errors import FlexQuantError, explained, said_by
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+Shapes = dict[str, tuple[int, ...]]
 NOT_BUILT_BY = {"attn_implementation", "_attn_implementation", "experts_implementation"}
 NOT_BUILT_BY |= {"_experts_implementation", "auto_map", "transformers_weights", "quantization_config"}
 """Keys, at any depth, by which transformers would load or run something, and that of the quantisation."""
@@ -33,7 +35,6 @@ _offline = RLock()
 HEADS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 MAX_NUMBER = 1 << 24
 """Largest value of the keys in HEADS; products of them stay within 63 bits."""
-
 NOT_BUILT = (ValueError, TypeError, KeyError, AttributeError, ImportError)
 """Exceptions that transformers raises if it knows a model, but cannot build it here."""
 
@@ -142,6 +143,20 @@ def _refused(config: JsonObject, place: str, error: Exception) -> FlexQuantError
     return FlexQuantError(f"{problem}; correct it, or fetch it again")
 
 
+def one_by_one(shapes: Shapes) -> Shapes:
+    """Return the parameters, each expert's apart, whether one tensor holds all experts or not."""
+    found = {}
+    for name, shape in shapes.items():
+        experts, _, fused = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(fused, ())
+        if len(shape) != 3 or not parts:
+            found[name] = shape
+            continue
+        for number, part in product(range(shape[0]), parts):
+            found[f"{experts}.{number}.{part}.weight"] = (shape[1] // len(parts), shape[2])
+    return found
+
+
 class ModelClass:
     """A model class of transformers, heads included, built with names and shapes of parameters alone."""
 
@@ -197,7 +212,9 @@ class ModelClass:
             expected = f"the model that its config.json describes has {needed} there"
             found_there = f"'{wrong[0]}' has shape {stored} in {place}"
             raise FlexQuantError(f"{found_there}, but {expected}; fetch or quantise it again")
-        if missing := [x for x in self.shapes if {x, ties.get(x, x)} <= found.missing_keys]:
+        missing = [x for x in self.shapes if {x, ties.get(x, x)} <= found.missing_keys]
+        apart = {self.name_of(name): shape for name, shape in shapes.items()} if missing else {}
+        if missing := [x for x in missing if not one_by_one({x: self.shapes[x]}).items() <= apart.items()]:
             of = f"of the parameters of a {type(self._model).__name__}, '{missing[0]}' or a part of it first"
             raise FlexQuantError(f"{place} lacks {len(missing)} {of}; download or quantise the model again")
 

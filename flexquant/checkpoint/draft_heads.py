@@ -2,18 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Heads that predict further tokens (MTP): which classes have them, and what vLLM's draft classes load."""
 
-from collections.abc import Iterator
-from itertools import product
 from typing import Any, NamedTuple
 
-from flexquant.checkpoint.built_model import written_or_default
+from flexquant.checkpoint.built_model import Shapes, one_by_one, written_or_default
 from flexquant.checkpoint.model_config import JsonObject, count_layers, text_config
 from flexquant.checkpoint.module_names import DRAFTS, decoder_layer, layer_number
 from flexquant.checkpoint.safetensors_io import Tensors
 from flexquant.checkpoint.schemes import FLOAT_DTYPES, logical_shapes
 from flexquant.errors import FlexQuantError
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 class Heads(NamedTuple):
@@ -81,7 +77,7 @@ def check_draft_heads(config: JsonObject, tensors: Tensors, owner: str) -> None:
             problem = f"vLLM reads {read} that predict further tokens (MTP) of this {architecture}"
             advice = "correct config.json, or take a checkpoint without this tensor"
             raise FlexQuantError(f"{owner} has '{name}', and {problem}; {advice}")
-    parameters = dict(_one_by_one(logical_shapes(tensors)))
+    parameters = one_by_one(logical_shapes(tensors))
     found = {name: shape for name, shape in parameters.items() if drafts(name, architecture, num_layers)}
     if heads is None or not found:
         return
@@ -108,18 +104,6 @@ def check_draft_heads(config: JsonObject, tensors: Tensors, owner: str) -> None:
                 use = "for the heads that predict further tokens (MTP)"
                 advice = "download or quantise the model again, or take a checkpoint without these heads"
                 raise FlexQuantError(f"{problem} {use}; {advice}")
-
-
-def _one_by_one(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the parameters, each expert's apart, whether one tensor holds all experts or not."""
-    for name, shape in shapes.items():
-        experts, _, fused = name.rpartition(".")
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(fused, ())
-        if len(shape) != 3 or not parts:
-            yield name, shape
-            continue
-        for number, part in product(range(shape[0]), parts):
-            yield f"{experts}.{number}.{part}.weight", (shape[1] // len(parts), shape[2])
 
 
 def with_heads_ignored(section: JsonObject, config: JsonObject, tensors: Tensors) -> JsonObject:

@@ -77,6 +77,25 @@ def test_one_expert_is_missed_among_many(tmp_path, matrix):
     assert_refused(make_pair(tmp_path, "mixtral"), lost, tmp_path, r"model\.layers\.1\.mlp\.experts\.")
 
 
+def test_experts_may_be_stored_one_by_one_where_a_tensor_holds_all(tmp_path):
+    """llm-compressor stores them so, whatever transformers reads."""
+
+    def apart(state: StateDict) -> None:
+        for name in [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            experts, _, fused = name.rpartition(".")
+            parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else ("down_proj",)
+            for number, weight in enumerate(state.pop(name).transpose(1, 2)):
+                for part, own in zip(parts, weight.chunk(len(parts)), strict=True):
+                    state[f"{experts}.{number}.{part}.weight"] = own.contiguous()
+
+    sources = {s: make_vision_checkpoint(tmp_path / s, s, KINDS["qwen3_vl_moe"]) for s in SCHEMES}
+    for folder in sources.values():
+        edits.tensors(apart)(folder)
+    merge_checkpoints(sources, tmp_path / "whole")
+    lost = edits.without(r"layers\.1\..*experts\.2\.up_proj\.")
+    assert_refused(sources, lost, tmp_path, r"lacks 1 of .*layers\.1\.mlp\.experts\.gate_up_proj'")
+
+
 @pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl"])
 def test_a_tower_needs_its_tensors(tmp_path, kind):
     lost = edits.without(r"(vision_tower|visual)\..*\b1\..*norm.*\.weight$")
