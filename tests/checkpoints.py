@@ -153,6 +153,11 @@ def save_shards(state: StateDict, folder: Path, num_shards: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
+def load_all(folder: Path) -> StateDict:
+    """Return the tensors of all safetensors files, by safetensors itself."""
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
 def fold_final_norm(state: StateDict) -> StateDict:
     """Move the final norm's weight into the lm_head: the model stays the same with another norm and head."""
     head, norm = state["lm_head.weight"].float(), state["model.norm.weight"].float()

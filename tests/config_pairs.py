@@ -53,8 +53,7 @@ def as_transformers_4_wrote_it(config: Config) -> Config:
         return old
     beside = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     scaling = {key: value for key, value in rope.items() if key not in beside}
-    plain = scaling == {"rope_type": "default"}
-    return {**old, **beside, "rope_scaling": None if plain else scaling}
+    return {**old, **beside, "rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
 
 
 def config_of(kind: str) -> Config:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from flexquant.checkpoint.folder import read_tensors
 from flexquant.checkpoint.safetensors_io import load_tensor
-from tests.checkpoints import StateDict
+from tests.checkpoints import StateDict, load_all
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """Each of eight columns -> its place in a word of AWQ's GEMM format."""
@@ -64,10 +64,8 @@ def write_foreign(source: Path, output: Path, method: str, **settings: Any) -> P
     ``method``: ``gptq`` or ``awq``; ``settings`` are put into its ``quantization_config``.
     """
     shutil.copytree(source, output, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
-    state: StateDict = {}
-    for file in sorted(source.glob("*.safetensors")):
-        state |= load_file(file)
-    written, group_size = dict(state), 0
+    state, group_size = load_all(source), 0
+    written = dict(state)
     for key in [key for key in state if key.endswith(".weight_packed")]:
         module = key.removesuffix(".weight_packed")
         values, zeros, scales = unpacked(state, module)

@@ -40,8 +40,7 @@ ROOMS = {
 def copy_tree(folder: Path, paths: list[str], tests: list[str]) -> None:
     """Copy what git lists into ``folder``, links followed, with mutmut's settings for ``paths``."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.check_output(command, cwd=ROOT, text=True)
-    for name in listed.splitlines():
+    for name in subprocess.check_output(command, cwd=ROOT, text=True).splitlines():
         source, target = ROOT / name, folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():

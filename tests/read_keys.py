@@ -47,8 +47,7 @@ def keys_read(path: Path, name: re.Pattern[str] = A_CONFIG) -> Keys:
                 known = found.setdefault(str(key.value), [])
                 known += [d.value for d in default if isinstance(d, ast.Constant) and d.value not in known]
         elif isinstance(node, ast.FunctionDef) and _reads_by_variable(node, name):
-            texts = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-            for text in texts:
+            for text in {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}:
                 if isinstance(text, str) and text.isidentifier():
                     found.setdefault(text, [])
     return {key: found[key] for key in sorted(found)}

@@ -131,8 +131,7 @@ def stored_in(scheme: str, weight: torch.Tensor) -> StateDict:
     found = {"weight_scale": torch.full(scale.get(weights["strategy"], [rows, groups]), 0.01).bfloat16()}
     bits = weights["num_bits"]
     if form == PACKED:
-        words = math.ceil(columns * bits / 32)
-        found |= {"weight_packed": torch.zeros(rows, words, dtype=torch.int32)}
+        found |= {"weight_packed": torch.zeros(rows, math.ceil(columns * bits / 32), dtype=torch.int32)}
         found |= {"weight_shape": torch.tensor([rows, columns])}
         zero_points = torch.zeros(math.ceil(rows * bits / 32), groups, dtype=torch.int32)
     else:

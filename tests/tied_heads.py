@@ -25,8 +25,7 @@ def make_tied(folder: Path, scheme: str, head: str | None, architecture: str = "
             return state
         if head in ("copy", "short"):
             return state | {f"{HEAD}.weight": embedding[: -1 if head == "short" else None].clone()}
-        generator = torch.Generator().manual_seed(len(head))
-        share = 0.5 + torch.rand(embedding.shape[1], generator=generator)
+        share = 0.5 + torch.rand(embedding.shape[1], generator=torch.Generator().manual_seed(len(head)))
         folded = {f"{HEAD}.weight": embedding.float() * share, NORM: state[NORM].float() / share}
         return state | {name: tensor.bfloat16() for name, tensor in folded.items()}
 

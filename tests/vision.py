@@ -87,8 +87,7 @@ def qwen2_5_vl() -> PretrainedConfig:
 def qwen3_5(config: Config = transformers.Qwen3_5Config) -> PretrainedConfig:
     rope = {**ROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     language = small_config(f"{config.model_type}_text", rope_parameters=rope, **FAMILIES["qwen3_next"])
-    tower = {**OF_QWEN, "num_position_embeddings": 16}
-    return whole(config, language.to_dict(), tower, ids(*TOKENS_OF_QWEN))
+    return whole(config, language.to_dict(), OF_QWEN | {"num_position_embeddings": 16}, ids(*TOKENS_OF_QWEN))
 
 
 def qwen3_vl(architecture: str = "qwen3", config: Config = transformers.Qwen3VLConfig) -> PretrainedConfig:

@@ -87,15 +87,11 @@ NAMES = (
         "vllm.model_executor.models.registry",
         {
             "has_inner_state": "in vLLM's description of a class: taken from the base model's",
-            "is_attention_free": "the same",
-            "is_hybrid": "the same",
-            "has_noops": "the same",
+            **dict.fromkeys(("is_attention_free", "is_hybrid", "has_noops"), "the same"),
         },
     ),
     Names(
-        "vllm.model_executor.models.registry",
-        {"supports_mamba_prefix_caching": "the same"},
-        until=(0, 32),
+        "vllm.model_executor.models.registry", {"supports_mamba_prefix_caching": "the same"}, until=(0, 32)
     ),
     Names(
         "vllm.model_executor.models.interfaces",
@@ -125,10 +121,7 @@ NAMES = (
     # Goes when FlexQuant is a part of vLLM.
     Names(
         "vllm.model_executor.layers.linear",
-        {
-            "input_size_per_partition": "a linear's on this rank",
-            "output_size_per_partition": "the same",
-        },
+        {"input_size_per_partition": "a linear's on this rank", "output_size_per_partition": "the same"},
     ),
     # Goes when vLLM tells how much memory its CPU kernels hold.
     Names(

@@ -119,8 +119,7 @@ def _kernels(
     int8.process_weights_after_loading(layer)
     products = int4.apply_weights(layer, x, None), int8.apply_weights(layer, x, None)
     of_class = MPLinearKernel.get_min_capability(), MPLinearKernel.can_implement(c)
-    names = c.act_type, int4.config, int4.w_q_name, int4.w_s_name, int4.w_zp_name
-    return [*products, *of_class, *names]
+    return [*products, *of_class, c.act_type, int4.config, int4.w_q_name, int4.w_s_name, int4.w_zp_name]
 
 
 def _models(
@@ -135,8 +134,7 @@ def _models(
     image.embed_multimodal()
     image.get_placeholder_str("image", 0)
     names = lora.embedding_modules, lora.packed_modules_mapping, lora.lora_manager, mapper.apply_list([""])
-    of_image = image.get_language_model(), image.embed_input_ids
-    return [*of_image, piped.make_empty_intermediate_tensors, *names]
+    return [image.get_language_model(), image.embed_input_ids, piped.make_empty_intermediate_tensors, *names]
 
 
 def _adapters(manager: LoRAModelManager, layer: BaseLinearLayerWithLoRA, head: ParallelLMHead) -> Any:

@@ -43,8 +43,7 @@ def page(results: dict[str, Any]) -> str:
         f"transformers {versions['transformers']}, torch {versions['torch']}; {results['machine']['cpu']}.",
     ]
     for outcome in (name for name in MEANINGS if counts[name]):
-        there = {name: one for name, one in found.items() if one["outcome"] == outcome}
-        names = sorted(there, key=str.lower)
+        names = sorted((name for name in found if found[name]["outcome"] == outcome), key=str.lower)
         lines += ["", f"## {outcome[0].upper()}{outcome[1:]}", ""]
         if outcome == REFUSED:
             lines += ["| architecture | reason |", "| --- | --- |"]

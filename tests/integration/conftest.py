@@ -28,7 +28,7 @@ from flexquant.evaluation.engine import change_policy
 from flexquant.policy.rules import Policy, load_policy, parse_policy
 from flexquant.serving.config import clip_to_server, served_policy
 from tests.conftest import STARTS
-from tests.integration.live_server import LIVE, live  # noqa: F401 - a fixture
+from tests.integration.live_server import LIVE, live, records_of  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -98,8 +98,7 @@ def options_for(policy: str | None, options: dict[str, Any]) -> Iterator[dict[st
     """Yield FlexQuant's options, which leave ``options``, with a policy: a name, a file or a text."""
     with tempfile.TemporaryDirectory() as folder:
         if policy is not None and "\n" in policy:
-            file = Path(folder, "policy.yaml")
-            file.write_text(policy)
+            (file := Path(folder, "policy.yaml")).write_text(policy)
             policy = str(file)
         yield options.pop("flexquant", {}) | ({"policy": policy} if policy is not None else {})
 
@@ -115,10 +114,7 @@ def engine(folder: Path | str, policy: str | None = None, **options: Any) -> Ite
     provide_cpu_kernels()
     small = SMALL_CACHE if current_platform.is_cpu() else {}
     options = {"enforce_eager": True, "max_model_len": 1024, **small, **options}
-    with (
-        options_for(policy, options) as flexquant,
-        in_process.engine(folder, flexquant=flexquant, **options) as llm,
-    ):
+    with options_for(policy, options) as own, in_process.engine(folder, flexquant=own, **options) as llm:
         yield llm
 
 
@@ -206,8 +202,7 @@ def take_policy(llm: LLM, policy: str, empty_cache: bool = True) -> None:
     def swap(model: Any) -> None:
         config = llm.llm_engine.vllm_config
         named = dataclasses.replace(read_policy(policy), name=model.policy.name)
-        served = served_policy(config, model.merged, named)
-        model.policy = clip_to_server(config, model.merged, served)
+        model.policy = clip_to_server(config, model.merged, served_policy(config, model.merged, named))
         assert {plan.name for plan in model.routes.plans} <= model.plans.keys(), "the engine lacks a plan"
 
     llm.apply_model(swap)
@@ -293,11 +288,6 @@ def edited_json(file: Path) -> Iterator[dict[str, Any]]:
     file.write_text(json.dumps(content))
 
 
-def records_of(trace: Path) -> list[dict[str, Any]]:
-    """Return the records of a trace: first what is served, then every pass."""
-    return [json.loads(line) for line in trace.read_text().splitlines()]
-
-
 def bytes_of_int4_group() -> int:
     """Return the bytes that this CPU's W4A16 kernel keeps for a group of weights, beside their 4 bits each.
 
@@ -309,9 +299,8 @@ def bytes_of_int4_group() -> int:
 
 
 def made(path: Path) -> Path:
-    where = path.relative_to(WORK.parent)
     if not (path / "config.json").is_file():
-        pytest.fail(f"{where} is missing: run the tests with 'make test', which makes it")
+        pytest.fail(f"{path.relative_to(WORK.parent)} is missing: 'make test' makes it and runs the tests")
     return path
 
 

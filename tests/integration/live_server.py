@@ -74,10 +74,6 @@ class Live:
         with plugin_routes():
             return apply_policy(self.url, load_policy(policy), dry_run=dry_run)
 
-    def records(self) -> list[dict[str, Any]]:
-        """Return the lines of the trace: the passes, and each policy before its first pass."""
-        return [json.loads(line) for line in self.trace.read_text().splitlines()]
-
     def stop(self) -> None:
         if self._server is not None:
             self._server.stop()
@@ -88,6 +84,11 @@ def live(tiny_merged: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     shared = Live(tiny_merged() / "merged", tmp_path_factory.mktemp("live"))
     yield shared
     shared.stop()
+
+
+def records_of(trace: Path) -> list[dict[str, Any]]:
+    """Return the lines of a trace: the passes, and what is served before the first pass of each policy."""
+    return [json.loads(line) for line in trace.read_text().splitlines()]
 
 
 def flexquant_options(**options: object) -> list[str]:
@@ -169,7 +170,7 @@ def ask_all(live: Live, policies: Path, scrapes: int) -> Served:
         list(pool.map(lambda n: complete(client, list(range(10, 20 + 9 * n)), 4 + n), range(REQUESTS)))
     metrics = [scrape(live.url) for _ in range(scrapes)]
     status = get_status(live.url)
-    header, *records = live.records()
+    header, *records = records_of(live.trace)
     changed = change_policies(live, client, policies, scrapes)
     live.apply("phase")
     passes = [record for record in records if "phase" in record]
@@ -184,7 +185,7 @@ def change_policies(live: Live, client: OpenAI, folder: Path, scrapes: int) -> C
         live.apply("fp8-phase-batch")
     dry_run = live.apply(own, dry_run=True)
     after_refusals = get_status(live.url)
-    before, tokens, enough = len(live.records()), [0, 0, 0], Event()
+    before, tokens, enough = len(records_of(live.trace)), [0, 0, 0], Event()
 
     def ask(number: int) -> None:
         with complete(client, list(range(10, 30 + number)), LONG, stream=True) as chunks:
@@ -207,7 +208,7 @@ def change_policies(live: Live, client: OpenAI, folder: Path, scrapes: int) -> C
     while metric(live.url, "vllm:num_requests_running"):
         time.sleep(0.1)
     metrics = [scrape(live.url) for _ in range(scrapes)]
-    passes = live.records()[before:]
+    passes = records_of(live.trace)[before:]
     return Changed(
         str(refused.value), after_refusals, dry_run, taken, tokens, get_status(live.url), metrics, passes
     )

@@ -18,15 +18,8 @@ from vllm.platforms import current_platform
 
 from flexquant.merge import merge_checkpoints
 from tests.checkpoints import make_checkpoint
-from tests.integration.conftest import (
-    Answers,
-    answers,
-    distance,
-    engine,
-    every_plan_of,
-    records_of,
-    take_policy,
-)
+from tests.integration.conftest import Answers, answers, distance, engine, every_plan_of, take_policy
+from tests.integration.live_server import records_of
 from tests.policies import rules
 
 pytestmark = [

@@ -137,9 +137,7 @@ SECTIONS = {
         [EIGHT], added=of_cache("k_proj.output_scale")
     ),
     "a cache's scales and zero points by old names": Section(
-        [EIGHT],
-        keys=IN_FP8,
-        added=of_cache("k_proj.output_scale") | of_cache("k_proj.output_zero_point"),
+        [EIGHT], keys=IN_FP8, added=of_cache("k_proj.output_scale") | of_cache("k_proj.output_zero_point")
     ),
     "a cache in INT8": Section([EIGHT], keys={"kv_cache_scheme": CACHE | {"type": "int"}}),
     "a cache with zero points": Section([EIGHT], keys={"kv_cache_scheme": CACHE | {"symmetric": False}}),

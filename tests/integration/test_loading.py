@@ -16,15 +16,8 @@ from flexquant.checkpoint.module_names import layer_number
 from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, split_checkpoint
 from tests.checkpoints import fold_final_norm, make_checkpoint, make_pair
-from tests.integration.conftest import (
-    answers,
-    change,
-    check_variants,
-    edited_json,
-    engine,
-    generate,
-    records_of,
-)
+from tests.integration.conftest import answers, change, check_variants, edited_json, engine, generate
+from tests.integration.live_server import records_of
 from tests.policies import SWITCHING, rules
 
 pytestmark = pytest.mark.engine

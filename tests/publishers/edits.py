@@ -192,8 +192,7 @@ def requantised(
                 groups = original[f"{module}.weight"].float().unflatten(1, (-1, group_size))
                 scales = (groups.abs().amax(2) / (middle - 0.5)).bfloat16()
                 values = (groups / scales.float()[:, :, None]).round().clamp(-middle, middle - 1) + middle
-                zeros = torch.full(scales.shape, middle)
-                tensors = gptq_tensors(values.flatten(1), zeros, scales, bits=bits)
+                tensors = gptq_tensors(values.flatten(1), torch.full(scales.shape, middle), scales, bits=bits)
                 state |= {f"{module}.{part}": tensor for part, tensor in tensors.items()}
 
     return tensors(quantise)

@@ -35,6 +35,12 @@ def own(small: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(small, tmp_path / "model"))
 
 
+@pytest.fixture
+def finished(first_run: Path, tmp_path: Path) -> Path:
+    """Return what the first run of a file left, for a test to change."""
+    return Path(shutil.copytree(first_run, tmp_path / "variants"))
+
+
 @pytest.fixture(scope="session")
 def variants(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with w8a8 and w4a16, which tests only read."""

@@ -35,12 +35,6 @@ def first_run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.fixture
-def finished(first_run: Path, tmp_path: Path) -> Path:
-    """Return what a first run leaves, for tests to change."""
-    return Path(shutil.copytree(first_run, tmp_path / "variants"))
-
-
 def refused(match: str, model: Path, output: Path, by: Recipe = TWO, **options: Any) -> None:
     """Assert that starting again is refused, that it names --overwrite, and that nothing is changed."""
     before = digests(output)
@@ -129,8 +123,8 @@ def test_the_order_of_modifiers_is_noticed(small: Path, tmp_path: Path) -> None:
     smooth = {"SmoothQuantModifier": {"smoothing_strength": 0.5, "mappings": "norms"}}
     awq = {"AWQModifier": {"mappings": "norms"}}
     quantize(small, tmp_path, recipe(w4a16={**smooth, **awq, **W4A16}))
-    other = recipe(w4a16={**awq, **smooth, **W4A16})
-    refused("w4a16 was made with different recipe", small, tmp_path, other)
+    other_order = recipe(w4a16={**awq, **smooth, **W4A16})
+    refused("w4a16 was made with different recipe", small, tmp_path, other_order)
 
 
 def test_a_run_that_is_refused_has_deleted_nothing(small: Path, finished: Path) -> None:

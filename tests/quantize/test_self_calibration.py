@@ -62,12 +62,6 @@ def first_run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.fixture
-def finished(first_run: Path, tmp_path: Path) -> Path:
-    """Return what a first run leaves, for tests to change."""
-    return Path(shutil.copytree(first_run, tmp_path / "variants"))
-
-
 def test_half_of_it_is_conversations_where_there_is_a_chat_template(own: Path, tmp_path: Path) -> None:
     (own / "chat_template.jinja").write_text(TEMPLATE)
     found = written(write(own, tmp_path / "variants"))

@@ -23,18 +23,9 @@ from tests import readme
 from tests.checkpoints import StateDict, make_checkpoint
 from tests.foreign import config_of, tensors_of
 from tests.publishers import edits
+from tests.quantised_heads import HEAD, with_an_unused_row
 from tests.quantize import quantizing
-from tests.quantize.quantizing import (
-    FEW,
-    OPTIONS,
-    RTN,
-    W4A16,
-    digests,
-    quantize,
-    recipe,
-    relative_error,
-    report,
-)
+from tests.quantize.quantizing import FEW, OPTIONS, RTN, W4A16, digests, quantize, recipe, report
 
 
 def tensors(folder: Path) -> StateDict:
@@ -82,13 +73,13 @@ def test_norms_hand_their_scales_to_all_their_readers_so_that_v_stays(model: Pat
             "post_attention_layernorm": ("mlp.gate_proj",),
         }.items():
             name = f"{layer}.{norm}.weight"
-            assert relative_error(w8a8[name].float(), source[name].float()) > 0.1
+            assert quantizing.relative_error(w8a8[name].float(), source[name].float()) > 0.1
             for reader in readers:
                 folded = quantizing.weight(variants / "w8a8", f"{layer}.{reader}") * w8a8[name].float()
                 expected = source[f"{layer}.{reader}.weight"].float() * source[name].float()
-                assert relative_error(folded, expected) < 0.03, reader
+                assert quantizing.relative_error(folded, expected) < 0.03, reader
         o_proj = quantizing.weight(variants / "w8a8", f"{layer}.self_attn.o_proj")
-        assert relative_error(o_proj, source[f"{layer}.self_attn.o_proj.weight"].float()) < 0.03
+        assert quantizing.relative_error(o_proj, source[f"{layer}.self_attn.o_proj.weight"].float()) < 0.03
 
 
 IDS = torch.tensor([list(b"def quantize(model, output): ...")])
@@ -105,7 +96,7 @@ def test_the_quantised_model_computes_what_the_source_computes(model: Path, vari
     expected = logits(model)
     with torch.no_grad():
         for name, bound in (("w8a8", 0.1), ("w4a16", 0.8)):
-            assert relative_error(load_quantized(variants / name)(IDS).logits, expected) < bound
+            assert quantizing.relative_error(load_quantized(variants / name)(IDS).logits, expected) < bound
 
 
 def test_inputs_of_down_proj_are_rotated_and_activations_have_zero_points(variants: Path) -> None:
@@ -160,7 +151,7 @@ def test_awq_scales_norms_and_leaves_the_cache(model: Path, variants: Path, tmp_
     (w4a16,) = quantize(model, tmp_path / "variants", "awq", "w4a16")
     source, scaled = tensors(model), tensors(tmp_path / "variants/w4a16")
     norm = "model.layers.0.input_layernorm.weight"
-    assert relative_error(scaled[norm].float(), source[norm].float()) > 0.05
+    assert quantizing.relative_error(scaled[norm].float(), source[norm].float()) > 0.05
     merge_checkpoints([("w8a8", variants / "w8a8"), ("w4a16", w4a16.folder)], tmp_path / "merged")
 
 
@@ -228,13 +219,7 @@ def test_rounding_is_learnt(model: Path, tmp_path: Path) -> None:
     assert all(name.endswith(("weight_packed", "weight_scale")) for name in different)
 
 
-HEAD = "lm_head"
 WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-
-
-def with_an_unused_row(state: StateDict) -> StateDict:
-    state[f"{HEAD}.weight"][7] = 0
-    return state
 
 
 @pytest.mark.parametrize("by", ["rtn", "default"])

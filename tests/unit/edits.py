@@ -112,3 +112,6 @@ def edit_tensor(pattern: str, change: Callable[[torch.Tensor], torch.Tensor]) ->
             state[name] = change(state[name])
 
     return edit
+
+
+double_keys_of_the_last_layer = in_float32(edit_tensor(r"layers\.1\.self_attn\.k_proj", lambda w: 2 * w))

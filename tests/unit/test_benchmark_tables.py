@@ -28,6 +28,7 @@ from benchmarks.speed.tables import by_workload, said
 from benchmarks.speed.workloads import Workload
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.evaluation.comparison import EQUAL, HIGHER, compare
+from tests.checkpoints import load_all
 
 
 def test_kernel_summary_by_hand():
@@ -45,15 +46,8 @@ BATCH = Workload(2, 100, 50)
 
 def served(subject: str, number: int, workload: Workload = BATCH, **result: Any) -> dict[str, Any]:
     """Return a serving cell in which the second request's prompt comes last."""
-    whole = {
-        "ttfts": [0.1, 0.3],
-        "tpots": [0.02, 0.01],
-        "median_ttft_ms": 200.0,
-        "median_tpot_ms": 15.0,
-        "p99_itl_ms": 40.0,
-        "output_throughput": 80.0,
-        **result,
-    }
+    whole = {"ttfts": [0.1, 0.3], "tpots": [0.02, 0.01], "median_ttft_ms": 200.0, "median_tpot_ms": 15.0}
+    whole |= {"p99_itl_ms": 40.0, "output_throughput": 80.0, **result}
     parameters = {"subject": subject, "workload": workload.describe(), "round": number}
     return {"part": "serving", "parameters": parameters, "result": whole}
 
@@ -169,10 +163,6 @@ def test_more_tokens_a_second_are_faster():
 TINY = SHAPES["tiny"]
 
 
-def load(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
-
-
 def dequantise(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """Return a linear's fp32 weights in any scheme, unpacked here by hand."""
     if (packed := tensors.get(f"{name}.weight_packed")) is not None:
@@ -189,7 +179,7 @@ def dequantise(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 def test_all_schemes_have_the_same_weights_up_to_rounding(checkpoints):
-    tensors = {scheme: load(folder) for scheme, folder in checkpoints.items()}
+    tensors = {scheme: load_all(folder) for scheme, folder in checkpoints.items()}
     for layer in range(TINY.layers):
         for projection, (outputs, inputs) in TINY.projections().items():
             name = f"model.layers.{layer}.{projection}"
@@ -209,7 +199,7 @@ def test_all_schemes_have_the_same_weights_up_to_rounding(checkpoints):
 
 
 def test_what_is_not_quantised_is_the_same_in_all_schemes(checkpoints):
-    whole = map(load, checkpoints.values())
+    whole = map(load_all, checkpoints.values())
     first, *others = ({name: t for name, t in of.items() if "_proj." not in name} for of in whole)
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} < first.keys()
     for other in others:
@@ -223,7 +213,7 @@ def test_synthetic_checkpoints_can_be_read(checkpoints):
         assert ("quantization_config" in config) == (scheme != "bf16")
         assert AutoConfig.from_pretrained(folder).num_hidden_layers == TINY.layers
         index = json.loads((folder / "model.safetensors.index.json").read_text())
-        tensors = load(folder)
+        tensors = load_all(folder)
         assert index["weight_map"].keys() == tensors.keys()
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
         for name, file in index["weight_map"].items():

@@ -95,8 +95,7 @@ def command(capsys):
     ],
 )
 def test_command_line_errors_take_one_line_and_leave_nothing(command, tmp_path, arguments, message):
-    folders = ["--work", tmp_path / "work", "--output", tmp_path / "results"]
-    code, error = command("run", *arguments, *folders)
+    code, error = command("run", *arguments, "--work", tmp_path / "work", "--output", tmp_path / "results")
     assert code == 1 and error.startswith("error: ") and error.count("\n") == 1
     assert message in error and list(tmp_path.iterdir()) == []
 
@@ -243,8 +242,7 @@ def test_a_peer_that_is_not_set_up_or_does_not_fit_is_refused(environment):
     missing = "'openvino:Q8_0' needs .*peers, .*run `make .venv/peers/.done`, or leave openvino:Q8_0 out"
     with pytest.raises(FlexQuantError, match=missing):
         check_peer(OPENVINO, on_gpu=False)
-    packages = environment / "lib/python3.11/site-packages"
-    (packages / "openvino_genai-2026.4.1.0.dist-info").mkdir(parents=True)
+    (environment / "lib/python3.11/site-packages/openvino_genai-2026.4.1.0.dist-info").mkdir(parents=True)
     with pytest.raises(FlexQuantError, match=missing):
         check_peer(OPENVINO, on_gpu=False)
     (environment / ".done").touch()

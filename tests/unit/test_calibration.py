@@ -23,6 +23,7 @@ def tokenizer():
 
 PROSE = "one paragraph\n\nanother, with umlauts: äöü\n"
 MESSAGES = [{"role": "user", "content": "hi"}]
+CONVERSATION = json.dumps({"messages": MESSAGES, "id": 3})
 ODD_ENDS = "one\u2028two\u2029three\x85four"
 """Characters at which str.splitlines() cuts, but JSON does not end a string and a file no line."""
 
@@ -31,11 +32,7 @@ ODD_ENDS = "one\u2028two\u2029three\x85four"
     ("name", "content", "documents"),
     [
         ("prose.txt", PROSE, [PROSE]),
-        (
-            "data.jsonl",
-            f'{{"text": "plain"}}\n\n{json.dumps({"messages": MESSAGES, "id": 3})}',
-            ["plain", MESSAGES],
-        ),
+        ("data.jsonl", f'{{"text": "plain"}}\n\n{CONVERSATION}', ["plain", MESSAGES]),
         ("data.jsonl", f'{{"text": "{ODD_ENDS}"}}\r\n{{"text": "b"}}', [ODD_ENDS, "b"]),
     ],
     ids=["text is one document", "text and messages", "a record ends at a newline alone"],

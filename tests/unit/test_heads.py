@@ -18,7 +18,7 @@ from flexquant.merge.kv.compatibility import KVReport, check_kv_compatibility
 from flexquant.policy.routes import build_route_table
 from flexquant.policy.rules import load_policy
 from flexquant.serving.worker.weights import VariantLoader
-from tests.checkpoints import StateDict, fold_final_norm, make_pair
+from tests.checkpoints import StateDict, Transform, fold_final_norm, make_pair
 from tests.foreign import config_of, tensors_of, write_foreign
 from tests.publishers import edits
 from tests.quantised_heads import GROUP, write_pair
@@ -228,12 +228,11 @@ def of_head(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> edits.
     return edits.tensors(lambda state: state.update({key: change(state[key])}))
 
 
-def short_head(state: StateDict) -> StateDict:
-    return state | {f"{HEAD}.weight": state[f"{HEAD}.weight"][:-8].clone()}
+def head_from(key: str, rows: int | None = None) -> Transform:
+    return lambda state: state | {WEIGHT: state[key][:rows].clone()}
 
 
-def own_head(state: StateDict) -> StateDict:
-    return state | {f"{HEAD}.weight": state["model.embed_tokens.weight"].clone()}
+THOUGH_TIED = {"transform": head_from(f"{EMBEDDING}.weight"), "tie_word_embeddings": True}
 
 
 @pytest.mark.parametrize(
@@ -244,8 +243,8 @@ def own_head(state: StateDict) -> StateDict:
         (TWICE, {}, of_head("weight_shape", lambda t: t - 8), "does not fit"),
         (TWICE, {}, edits.without(HEAD), "quantises lm_head, which no file holds|has parameter"),
         (TWICE, {}, edits.section(config_groups={}), "no config group"),
-        (TWICE, {"transform": short_head}, None, r"'lm_head.weight' has shape \[312, 128\]"),
-        (TWICE, {"transform": own_head, "tie_word_embeddings": True}, None, "tie_word_embeddings"),
+        (TWICE, {"transform": head_from(WEIGHT, -8)}, None, r"'lm_head.weight' has shape \[312, 128\]"),
+        (TWICE, THOUGH_TIED, None, "tie_word_embeddings"),
         (ZERO_POINTS, {"vocab_size": 330}, None, "for multiples of 8 rows, not for 330"),
     ],
 )

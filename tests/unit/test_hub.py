@@ -78,11 +78,8 @@ def test_ids_are_merged_and_then_need_no_network(cache, hub, models):
     sources = json.loads((cache.folder / "merged/flexquant_provenance.json").read_text())["sources"]
     assert sources["w8a8"]["folder"] == f"org/w8a8@{hub.commit('org/w8a8')}"
     assert ModelCard.load(cache.folder / "merged/README.md").data.to_dict() == {
-        "base_model": ["org/model"],
-        "base_model_relation": "quantized",
-        "library_name": "vllm",
-        "license": "apache-2.0",
-        "pipeline_tag": "text-generation",
+        **{"base_model": ["org/model"], "base_model_relation": "quantized", "library_name": "vllm"},
+        **{"license": "apache-2.0", "pipeline_tag": "text-generation"},
         "tags": ["flexquant", "compressed-tensors"],
     }
     hub.models["org/merged"] = cache.folder / "merged"

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from vllm.config import VllmConfig
+from vllm import _custom_ops  # noqa: F401 - loads torch.ops._C
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
@@ -25,13 +26,7 @@ from flexquant.serving.kernels.choice import choose_kernels, possible_kernels, s
 from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import LinearKernel, kernel_of_layer
 from flexquant.serving.kernels.trial import find_fastest
-from flexquant.serving.vllm_api import (
-    HummingLinearKernel,
-    MacheteLinearKernel,
-    MarlinLinearKernel,
-    _custom_ops,  # noqa: F401 - loads torch.ops._C
-    set_current_vllm_config,
-)
+from flexquant.serving.vllm_api import HummingLinearKernel, MacheteLinearKernel, MarlinLinearKernel
 
 TORCH = f"{TorchCPUInt4LinearKernel.__module__}:{TorchCPUInt4LinearKernel.__name__}"
 STOCK = "flexquant.serving.kernels.cpu_kernels:CPUW4A16LinearKernel"

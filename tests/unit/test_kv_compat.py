@@ -164,13 +164,7 @@ def test_other_bias_is_caught(tmp_path, projection):
 
 def test_an_outlier_hides_nothing(tmp_path):
     def with_outlier(factor: float) -> Edit:
-        def edit(state: StateDict) -> None:
-            for layer in LAYERS:
-                bias = state[layer + "self_attn.k_proj.bias"]
-                bias *= factor
-                bias[5] = 300
-
-        return edit
+        return edit_tensor(r"k_proj\.bias", lambda b: (factor * b).index_fill(0, torch.tensor([5]), 300))
 
     edited = {"w8a8": 1, "w4a16": 1, "fp8": 1.5}
     edited = {scheme: in_float32(with_outlier(factor)) for scheme, factor in edited.items()}
@@ -256,9 +250,7 @@ def test_matrices_of_another_model_are_refused(tmp_path, name, schemes):
 
 
 def test_what_all_layers_compute_with_has_to_be_equal(tmp_path):
-    def larger(state: StateDict) -> StateDict:
-        return {n: 3 * t if "per_layer_projection_norm" in n else t for n, t in state.items()}
-
+    larger = in_float32(edit_tensor("per_layer_projection_norm", lambda w: 3 * w))
     message = report_of(tmp_path, "gemma4_text", larger).message
     assert "per_layer_projection_norm.weight', which all layers compute with, is not equal" in message
 

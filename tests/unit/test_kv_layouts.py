@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The comparison of layers of other forms than Llama's: latents, fused or rotated matrices, other names."""
 
-import json
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from flexquant.merge.formats import open_source
 from flexquant.merge.kv.compatibility import check_kv_compatibility
 from flexquant.merge.kv.dequantize import WeightReader
 from tests.checkpoints import StateDict, make_checkpoint, make_pair
+from tests.foreign import config_of
 from tests.publishers import edits
 from tests.refusals import refused
 from tests.rotations import BLOCK, make_rotated, rotation
@@ -55,8 +55,7 @@ def test_sparse_attention_is_refused_for_its_second_cache(tmp_path):
 
 def test_another_kind_of_attention_is_caught(tmp_path):
     def plain(state: StateDict) -> StateDict:
-        latent = "kv_a_proj_with_mqa"
-        return {n.replace(latent, f"{p}_proj"): t for n, t in state.items() for p in "kv"}
+        return {n.replace("kv_a_proj_with_mqa", f"{p}_proj"): t for n, t in state.items() for p in "kv"}
 
     with refused("'w4a16' has no weight for 'self_attn.kv_a_proj_with_mqa'"):
         check_kv_compatibility(opened(make_pair(tmp_path, "deepseek_v2", plain)))
@@ -128,17 +127,14 @@ def test_fused_projections_are_split(tmp_path):
 def test_rows_of_k_and_v_are_compared_in_every_fused_layout(tmp_path, kind, config, first_of_k):
     """After 32 rows of K, a head's size, come those of V."""
 
-    def larger(row: int) -> Callable[[StateDict], StateDict]:
-        def change(state: StateDict) -> StateDict:
-            (name,) = (n for n in state if ".h.0." in n or ".layers.0." in n if "query_key_value.weight" in n)
-            factor = torch.ones(len(state[name]), 1, dtype=torch.bfloat16)
-            factor[row] = 2
-            return state | {name: state[name] * factor}
-
-        return change
+    def with_larger(row: int, state: StateDict) -> StateDict:
+        (name,) = (n for n in state if ".h.0." in n or ".layers.0." in n if "query_key_value.weight" in n)
+        factor = torch.ones(len(state[name]), 1, dtype=torch.bfloat16)
+        factor[row] = 2
+        return state | {name: state[name] * factor}
 
     for row in (first_of_k + 5, first_of_k + HEAD_DIM + 6):
-        message = report_of(tmp_path / str(row), kind, larger(row), **config).message
+        message = report_of(tmp_path / str(row), kind, partial(with_larger, row), **config).message
         assert "cannot share a KV cache" in message and f"row {row} " in message
 
 
@@ -199,10 +195,10 @@ def test_layers_of_rotated_and_plain_linears_mix(tmp_path):
 
 def test_rotations_that_vllm_leaves_out_are_refused(tmp_path):
     folder = make_rotated(tmp_path / "w8a8", "w8a8")
-    config = json.loads((folder / "config.json").read_text())
-    (group,) = config["quantization_config"]["transform_config"]["config_groups"].values()
+    transforms = config_of(folder)["quantization_config"]["transform_config"]
+    (group,) = transforms["config_groups"].values()
     group["apply"][0]["targets"] = ["re:.*(down_proj|lm_head|embed_tokens)$"]
-    (folder / "config.json").write_text(json.dumps(config))
+    edits.section(transform_config=transforms)(folder)
     reader = WeightReader(open_source("rotated", folder))
     with refused("'lm_head' .* are rotated by its config, and not by vLLM"):
         reader.open("lm_head")

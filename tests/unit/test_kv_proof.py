@@ -13,6 +13,7 @@ import pytest
 from tests.architectures import kv_proof, outcomes
 from tests.architectures.kv_proof import FOLD, Cell, cells, compared
 from tests.architectures.outcomes import FAILS, NOT_MADE, SERVED
+from tests.conftest import rest_full
 from tests.publishers.outcomes import MERGED, NOT_SERVED, PAGE, SERVED_APART, outcome_of, page, read_page, row
 from tests.publishers.shapes import SHAPES, Shape
 from tests.stock import one_rank, refusal_of_stock
@@ -28,12 +29,11 @@ FAMILIES = (
     "StableLmForCausalLM",  # norms with biases, and one for each head
     "Starcoder2ForCausalLM",  # biases everywhere
 )
+REFUSED = [*NOT_SERVED, *(name for names in SERVED_APART.values() for name in names)]
+"""Published pairs that do not merge."""
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(name, marks=[] if name in FAMILIES else [pytest.mark.full]) for name in compared()],
-)
+@pytest.mark.parametrize("architecture", rest_full(compared(), *FAMILIES))
 def test_what_changes_the_cache_is_refused_and_folded_norms_are_not(architecture, tmp_path):
     found = list(cells(architecture, tmp_path))
     assert any(cell.change > 0.1 for cell in found), "nothing changes the cache"
@@ -79,8 +79,7 @@ def test_the_page_counts_its_rows() -> None:
     rows = read_page()
     assert written == page(rows)
     assert len(rows) == len(SHAPES) >= 30 and list(rows.values()).count(MERGED) >= 30
-    refused = {name for name, outcome in rows.items() if outcome != MERGED}
-    assert refused == {*NOT_SERVED, *(name for names in SERVED_APART.values() for name in names)}
+    assert {name for name, outcome in rows.items() if outcome != MERGED} == {*REFUSED}
     assert f"tells of {len(SHAPES)} pairs" in PAGE.with_name("README.md").read_text(encoding="utf-8")
 
 
@@ -88,9 +87,6 @@ def test_the_page_counts_its_rows() -> None:
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with one_rank(tmp_path_factory.mktemp("ranks")):
         yield
-
-
-REFUSED = [*NOT_SERVED, *(name for names in SERVED_APART.values() for name in names)]
 
 
 @pytest.mark.usefixtures("stock")

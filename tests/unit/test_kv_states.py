@@ -24,11 +24,8 @@ STATES = {
     "qwen3_next": ("in_proj_qkvz", "in_proj_ba"),
     "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
     "falcon_h1": ("in_proj", "k_proj"),
-    "granitemoehybrid": ("in_proj",),
-    "nemotron_h": ("in_proj",),
-    "lfm2": ("in_proj",),
+    **dict.fromkeys(("granitemoehybrid", "nemotron_h", "lfm2", "bamba"), ("in_proj",)),
     "jamba": ("in_proj", "x_proj", "dt_proj"),
-    "bamba": ("in_proj",),
     "kimi_linear": ("f_a_proj", "f_b_proj", "b_proj", "kv_a_proj_with_mqa"),
     "olmo_hybrid": ("a_proj", "b_proj"),
 }

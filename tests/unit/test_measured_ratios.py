@@ -35,11 +35,10 @@ Times = dict[tuple[str, int], dict[tuple[int, int], float]]
 def predicted(scheme: str, outputs: int, inputs: int, tokens: int, device: Device) -> float:
     """Return seconds, those of quantising activations included."""
     weights = outputs * inputs
-    in_int4 = weights * (0.5 + 2 / 128)
     if scheme == "w8a8":
         linear = Linear(outputs, inputs, weights + 2 * outputs, scheme)
     else:
-        linear = Linear(outputs, inputs, in_int4, scheme, choice=(scheme,))
+        linear = Linear(outputs, inputs, weights * (0.5 + 2 / 128), scheme, choice=(scheme,))
     return linear_seconds(linear, tokens, device, in_pass=True) + preparation_seconds(linear, tokens, device)
 
 

@@ -24,17 +24,14 @@ from flexquant.errors import FlexQuantError
 from flexquant.merge import merge_checkpoints, verify_checkpoint
 from flexquant.policy.rules import load_policy
 from tests import programs
-from tests.checkpoints import fold_final_norm, make_checkpoint, make_pair
+from tests.checkpoints import fold_final_norm, load_all, make_checkpoint, make_pair
 from tests.foreign import config_of
 from tests.refusals import refused
+from tests.unit.edits import double_keys_of_the_last_layer, edit_tensor, in_float32
 
 
 def contents(folder):
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def load_all(folder):
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
 def test_tensors_are_stored_once_or_under_their_variant(sources, tmp_path):
@@ -90,11 +87,8 @@ def test_the_room_that_is_asked_for_has_place_for_copied_files(tmp_path, monkeyp
     (tokenizer := tmp_path / "tokenizer.json").write_bytes(bytes(2 << 20))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 << 20))
     files, output = {tokenizer.name: tokenizer}, tmp_path / "merged"
-    with (
-        refused("needs 3.0 MiB of free disk space, but .* has 2.0 MiB"),
-        writing_checkpoint(output, [], files, overwrite=False),
-    ):
-        pass
+    with refused("needs 3.0 MiB of free disk space, but .* has 2.0 MiB"):
+        writing_checkpoint(output, [], files, overwrite=False).__enter__()
     assert not output.exists()
 
 
@@ -164,10 +158,7 @@ def test_policy_is_stored_and_checked_and_one_variant_gets_a_constant_one(source
 
 
 def test_incompatible_kv_caches_are_refused_or_recorded(tmp_path):
-    def double_keys(state):
-        return {k: v * 2 if k.endswith("layers.1.self_attn.k_proj.weight") else v for k, v in state.items()}
-
-    pair = make_pair(tmp_path, change=double_keys)
+    pair = make_pair(tmp_path, change=double_keys_of_the_last_layer)
     with refused("layer 1.*k_proj"):
         merge_checkpoints(pair, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
@@ -204,11 +195,9 @@ def test_a_link_in_a_circle_is_one_sentence(tmp_path):
 
 @pytest.mark.parametrize("change", [0.0, math.inf, math.nan])
 def test_what_is_written_of_incompatible_kv_caches_can_be_read_again(tmp_path, change):
-    def change_keys(state):
-        return {k: v * change if "layers.1.self_attn.k_proj" in k else v for k, v in state.items()}
-
+    change_keys = edit_tensor(r"layers\.1\.self_attn\.k_proj", lambda w: w * change)
     try:
-        pair = make_pair(tmp_path, change=change_keys)
+        pair = make_pair(tmp_path, change=in_float32(change_keys))
         merge_checkpoints(pair, tmp_path / "merged", allow_incompatible_kv=True)
     except FlexQuantError:
         assert not (tmp_path / "merged").exists()

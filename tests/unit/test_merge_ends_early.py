@@ -19,14 +19,12 @@ from tests.checkpoints import make_pair
 from tests.kills import check_left, kill_often
 from tests.quantize.quantizing import digests
 from tests.refusals import refused
+from tests.unit.edits import double_keys_of_the_last_layer
 
 
 @pytest.mark.parametrize("output_exists", [False, True])
 def test_a_refusal_while_shards_are_written_leaves_what_was_there(tmp_path, output_exists):
-    def other_keys_in_the_last_layer(state):
-        return {k: v * 2 if k.endswith("layers.1.self_attn.k_proj.weight") else v for k, v in state.items()}
-
-    sources = make_pair(tmp_path, change=other_keys_in_the_last_layer)
+    sources = make_pair(tmp_path, change=double_keys_of_the_last_layer)
     folder = tmp_path / "outputs"
     folder.mkdir()
     if output_exists:

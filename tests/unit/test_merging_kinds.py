@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """Experts, latent attention, vision-language models: what is compared beside K and V, and stored once."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from flexquant.merge import merge_checkpoints, split_checkpoint, verify_checkpoi
 from tests.checkpoints import EXPERTS, StateDict, make_checkpoint, make_pair
 from tests.foreign import config_of
 from tests.refusals import refused
+from tests.unit.edits import edit_tensor, in_float32
 from tests.vision import KINDS, make_vision_checkpoint
 
 NORM = "post_attention_layernorm.weight"
@@ -46,10 +47,7 @@ def test_a_fold_between_an_experts_up_and_down_projections_is_the_same_model(tmp
 
 
 def test_another_router_is_another_model(tmp_path):
-    def other(state: StateDict) -> StateDict:
-        name = "model.layers.1.mlp.gate.weight"
-        return state | {name: state[name].roll(1, dims=0)}
-
+    other = in_float32(edit_tensor(r"layers\.1\.mlp\.gate\.weight", lambda w: w.roll(1, dims=0)))
     with refused("layer 1 mlp.gate differs"):
         merge_checkpoints(make_pair(tmp_path, "qwen3_moe", other), tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
@@ -81,10 +79,7 @@ def test_what_expands_a_latent_cache_is_held_once(tmp_path):
 
 
 def test_only_experts_that_are_all_equal_are_held_once(tmp_path):
-    def other(state: StateDict) -> StateDict:
-        name = "model.layers.0.mlp.experts.3.up_proj.weight"
-        return state | {name: state[name] * 1.01}
-
+    other = in_float32(edit_tensor(r"layers\.0\.mlp\.experts\.3\.up_proj\.weight", lambda w: 1.01 * w))
     merge_checkpoints(make_pair(tmp_path, "qwen3_moe", other, ignore=[EXPERTS]), tmp_path / "merged")
     shared = read_merged_config(tmp_path / "merged")[0].shared_modules
     assert "model.layers.1.mlp.experts" in shared
@@ -128,9 +123,7 @@ def test_a_variant_comes_back_with_its_architecture(tmp_path):
 
 
 def test_towers_that_differ_are_refused(tmp_path):
-    def other(state: StateDict) -> StateDict:
-        return state | {PATCHES: state[PATCHES] * 1.01}
-
+    other = in_float32(edit_tensor(PATCHES, lambda w: 1.01 * w))
     with refused(rf"'{PATCHES}' is not equal.*'re:\.\*vision_model\.\*'"):
         merge_checkpoints(sources(tmp_path, transform=other), tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
@@ -144,10 +137,7 @@ def test_quantised_towers_are_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_language_models_that_differ_are_refused(kind, tmp_path):
-    def other(state: StateDict) -> StateDict:
-        (name,) = (n for n in state if n.endswith("layers.3.self_attn.v_proj.weight"))
-        return state | {name: torch.randn_like(state[name])}
-
+    other = in_float32(edit_tensor(r"layers\.3\.self_attn\.v_proj\.weight$", torch.randn_like))
     merge_checkpoints(sources(tmp_path / "same", kind), tmp_path / "same/merged")
     with refused("layer 3"):
         merge_checkpoints(sources(tmp_path, kind, transform=other), tmp_path / "merged")
@@ -175,17 +165,14 @@ def test_the_tower_that_a_tensor_lies_in(tensor, found):
     [(torch.float16, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.float32, torch.float16)],
 )
 def test_what_storing_rounds_is_no_difference_after_a_cast(tmp_path, first, second, cast):
-    def stored_in(dtype: torch.dtype) -> Callable[[StateDict], StateDict]:
-        def stored(state: StateDict) -> StateDict:
-            generator = torch.Generator().manual_seed(0)
-            finer = {k: t * (1 + torch.rand(t.shape, generator=generator) / 256) for k, t in state.items()}
-            return {name: tensor.to(dtype) for name, tensor in finer.items()}
-
-        return stored
+    def stored_in(dtype: torch.dtype, state: StateDict) -> StateDict:
+        generator = torch.Generator().manual_seed(0)
+        finer = {k: t * (1 + torch.rand(t.shape, generator=generator) / 256) for k, t in state.items()}
+        return {name: tensor.to(dtype) for name, tensor in finer.items()}
 
     made = {}
     for name, dtype in (("w8a8", first), ("w4a16", second)):
-        stored = {"transform": stored_in(dtype), "dtype": str(dtype).split(".")[1]}
+        stored = {"transform": partial(stored_in, dtype), "dtype": str(dtype).split(".")[1]}
         made[name] = make_checkpoint(tmp_path / name, "qwen2", name, **stored)
     merge_checkpoints(made, tmp_path / "merged", dtype=cast)
     merge_checkpoints(dict(reversed(made.items())), tmp_path / "again", dtype=cast)
@@ -194,8 +181,6 @@ def test_what_storing_rounds_is_no_difference_after_a_cast(tmp_path, first, seco
 
 
 def test_a_cast_hides_no_other_bias(tmp_path):
-    def other(state: StateDict) -> StateDict:
-        return {name: t * (1.05 if name.endswith("q_proj.bias") else 1) for name, t in state.items()}
-
+    other = in_float32(edit_tensor(r"q_proj\.bias$", lambda b: 1.05 * b))
     with refused("q_proj.bias differs by 0.0499"):
         merge_checkpoints(make_pair(tmp_path, "qwen2", other), tmp_path / "merged", dtype="float16")

@@ -70,8 +70,7 @@ def test_the_card_and_inspect_name_the_variants_that_mix(odd_one_out, capsys):
 
 
 def test_bits_per_parameter_count_what_variants_share(odd_one_out, capsys):
-    assert main(["inspect", str(odd_one_out), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    report = inspect(odd_one_out, capsys)
     found = report["variants"]["w8a8"]
     others = sum(v["own_bytes"] for name, v in report["variants"].items() if name != "w8a8")
     bits = 8 * (report["total_bytes"] - others) / found["parameters"]

@@ -7,16 +7,8 @@ import pytest
 import torch
 
 from flexquant.checkpoint.nested import predict, unpack_nibbles
-from flexquant.merge.nested_fit import (
-    WIDTHS,
-    encode,
-    fit_block,
-    fit_column,
-    fit_rows,
-    is_widened,
-    pack_differences,
-    shrink_rows,
-)
+from flexquant.merge import nested_fit
+from flexquant.merge.nested_fit import WIDTHS, encode, fit_block, fit_column, fit_rows, is_widened
 from tests.unit.nested import exceptions_by_the_page
 
 
@@ -47,7 +39,7 @@ def test_rows_and_columns_of_zeros_have_finite_factors():
 def test_a_row_that_predicts_too_much_is_shrunk_and_no_other():
     values = torch.tensor([[[-8.0, 7.0]], [[-8.0, 7.0]], [[0.0, 1.0]]])
     scale, column = torch.ones(3, 1, 1), torch.tensor([1.0, 2.0])
-    shrunk = shrink_rows(torch.tensor([[9.0], [10.0], [torch.inf]]), values, scale, column)
+    shrunk = nested_fit.shrink_rows(torch.tensor([[9.0], [10.0], [torch.inf]]), values, scale, column)
     assert shrunk[0] == 9 and shrunk.isfinite().all()
     assert predict(values, scale, shrunk, column).abs().amax(1)[:2].tolist() == [126, 134]
 
@@ -113,7 +105,7 @@ def test_a_row_out_of_reach_gets_the_steps_that_miss_least():
 
 def test_every_difference_is_read_as_it_was_packed():
     every = torch.cartesian_prod(torch.arange(-8, 8), torch.arange(-8, 8))
-    stored = pack_differences(every)
+    stored = nested_fit.pack_differences(every)
     assert stored.dtype == torch.uint8 and stored[0] == 0
-    assert pack_differences(torch.tensor([[-7, -8]])) == 1
+    assert nested_fit.pack_differences(torch.tensor([[-7, -8]])) == 1
     assert torch.equal(differences(stored), every)

@@ -54,10 +54,8 @@ def test_our_recipes_are_told_in_full(tmp_path):
 
 @pytest.mark.parametrize(
     ("data", "said"),
-    [
-        ("null", "Python's language reference"),
-        ("self", "text of many kinds, of which the model wrote a part"),
-    ],
+    [("null", "Python's language reference")]
+    + [("self", "text of many kinds, of which the model wrote a part")],
 )
 def test_calibration_data_that_is_no_file_is_said_in_words(tmp_path, data, said):
     (first, *_) = described(tmp_path, RECIPE.replace("chats.jsonl", data), "w8a8")
@@ -65,18 +63,11 @@ def test_calibration_data_that_is_no_file_is_said_in_words(tmp_path, data, said)
 
 
 def test_other_recipes_are_named_and_missing_ones_said(tmp_path):
-    for text in (
-        "scheme: w8a8\n",
-        "default_stage: {default_modifiers: {}}",
-        "- : [",
-        RECIPE.split("made")[0],
-        RECIPE.replace("seed: 7", "seed: !!int x"),
-        RECIPE.replace("length: 512, ", ""),
-        RECIPE.replace("model: org/model, ", ""),
-        RECIPE.replace("  int8:\n", "  int4: {}\n  int8:\n"),
-        "schema: flexquant.recipe/v1\nvariants: 7\nmade_with: 8\n",
-        "[" * 5000,
-    ):
+    changes = {"seed: 7": "seed: !!int x", "length: 512, ": "", "model: org/model, ": ""}
+    changes |= {"  int8:\n": "  int4: {}\n  int8:\n"}
+    others = ["scheme: w8a8\n", "default_stage: {default_modifiers: {}}", "- : [", RECIPE.split("made")[0]]
+    others += ["schema: flexquant.recipe/v1\nvariants: 7\nmade_with: 8\n", "[" * 5000]
+    for text in (*others, *(RECIPE.replace(old, new) for old, new in changes.items())):
         assert described(tmp_path, text, "w8a8", "w4a16") == [
             "- `w8a8`: by `recipe.w8a8.yaml`, as it came with the source.",
             "- `w4a16`: its source came without a recipe.",

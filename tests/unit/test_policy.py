@@ -14,18 +14,9 @@ import flexquant.policies
 from flexquant import cli
 from flexquant.documents.yaml_document import from_yaml
 from flexquant.errors import FlexQuantError
+from flexquant.policy import rules as policy_rules
 from flexquant.policy.routes import build_route_table
-from flexquant.policy.rules import (
-    DEFAULT_POLICY,
-    builtin_policies,
-    choose_policy,
-    default_name,
-    find_policies,
-    load_policy,
-    parse_policy,
-    parse_policy_text,
-    with_derivations,
-)
+from flexquant.policy.rules import DEFAULT_POLICY, choose_policy, find_policies, load_policy, parse_policy
 from flexquant.policy.schema import SCHEMA, Bounds, json_schema, parse_layers
 from tests import readme
 from tests.policies import rules
@@ -49,7 +40,9 @@ rules:
 
 
 def test_the_policies_of_the_pages_are_valid() -> None:
-    found = [parse_policy_text(text.encode(), "a page", "its") for text in readme.documents(SCHEMA)]
+    found = [
+        policy_rules.parse_policy_text(text.encode(), "a page", "its") for text in readme.documents(SCHEMA)
+    ]
     assert any(policy.rules for policy in found)
 
 
@@ -72,7 +65,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
 
 
 def test_document_survives_json_and_may_have_whole_numbers_as_layers() -> None:
-    policy = parse_policy_text(FULL.encode(), "full.yaml", "mine")
+    policy = policy_rules.parse_policy_text(FULL.encode(), "full.yaml", "mine")
     stored = parse_policy(json.loads(json.dumps(policy.document)), "stored policy")
     assert stored.rules == policy.rules and stored.document == policy.document
     use = {"default": "w4a16", "layers": {0: "w8a8"}}
@@ -86,7 +79,7 @@ def test_rules_may_share_a_yaml_alias() -> None:
         '  use: {default: w4a16, layers: &ends {"0": w8a8}}',
         "- use: {default: w4a8, layers: *ends}",
     )
-    first, last = parse_policy_text(text.encode(), "alias.yaml", "mine").rules
+    first, last = policy_rules.parse_policy_text(text.encode(), "alias.yaml", "mine").rules
     assert [*last.layers.values()] == [*first.layers.values()] == ["w8a8"]
 
 
@@ -104,9 +97,9 @@ def test_builtin_policies_are_complete() -> None:
     by_phase = ["phase", "phase-batch", "phase-batch-layer", "phase-batch-w4a8", "fp8-phase-batch"]
     by_size = ["one-copy", "prefill-8-bit", "prefill-fp8"]
     of_one = ["fp8-from-16-bit", "int8-from-16-bit", "single-copy", "w4a16", "w4a8", "w8a8", "w8a8-from-int4"]
-    assert builtin_policies() == sorted([*by_phase, *by_size, *of_one])
-    assert DEFAULT_POLICY in builtin_policies()
-    for name in builtin_policies():
+    assert policy_rules.builtin_policies() == sorted([*by_phase, *by_size, *of_one])
+    assert DEFAULT_POLICY in policy_rules.builtin_policies()
+    for name in policy_rules.builtin_policies():
         policy = load_policy(name)
         assert policy.name == name and policy.description
         assert parse_policy(policy.document, "stored policy").rules == policy.rules
@@ -164,7 +157,7 @@ def test_the_given_policy_comes_before_the_checkpoints_which_is_named_and_that_b
 
 @pytest.mark.parametrize("stored", [None, STORED])
 def test_the_default_is_found_among_the_policies_that_are_compared(stored: dict | None) -> None:
-    (policy,) = find_policies([default_name(stored)], ["w8a8", "w4a16"], "merged", stored).values()
+    (policy,) = find_policies([policy_rules.default_name(stored)], VARIANTS, "merged", stored).values()
     assert policy.document == choose_policy(None, stored).document
 
 
@@ -230,10 +223,10 @@ def test_a_document_has_the_derivations_that_its_rules_use() -> None:
     in_fp8 = {"from": "w4a16", "activations": "fp8"}
     own = {"third": derived["third"], "fourth": in_fp8, "one": in_fp8}
     rules = [{"use": "w8a8"}, {"use": {"default": "one", "layers": {"0": "third"}}}]
-    found = with_derivations({"derive": own, "rules": rules}, policies.values())
+    found = policy_rules.with_derivations({"derive": own, "rules": rules}, policies.values())
     assert found == {"derive": {name: derived[name] for name in ("one", "third")}, "rules": rules}
     plain = {"rules": [{"use": {"default": "w8a8"}}]}
-    assert with_derivations({**plain, "derive": own}, policies.values()) == plain
+    assert policy_rules.with_derivations({**plain, "derive": own}, policies.values()) == plain
 
 
 @pytest.mark.parametrize(

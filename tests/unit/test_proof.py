@@ -68,15 +68,12 @@ def rounds(times: list[float]) -> list[dict[str, Any]]:
 
 
 def cells(workload: Any, times: dict[str, list[float]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "part": "serving",
-            "parameters": {"workload": workload.describe(), "subject": subject, "round": number},
-            "result": result,
-        }
-        for subject, of_rounds in times.items()
-        for number, result in enumerate(rounds(of_rounds))
-    ]
+    found = []
+    for subject, of_rounds in times.items():
+        for number, result in enumerate(rounds(of_rounds)):
+            parameters = {"workload": workload.describe(), "subject": subject, "round": number}
+            found.append({"part": "serving", "parameters": parameters, "result": result})
+    return found
 
 
 @pytest.mark.parametrize(

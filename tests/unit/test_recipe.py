@@ -111,6 +111,38 @@ def with_front(modifier: str, **arguments: Any) -> dict[str, Any]:
 ROUNDED = {"QuantizationModifier": {"scheme": "W8A8"}}
 CANNOT_BE_NESTED = (ROUNDED, with_argument(first_token_weight=10), rotating("x", 64))
 NOT_NESTED = r"line 3: variants.v has nested_in, which takes another .* first_token_weight, and no QuIPMod"
+QKV = ["re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$"]
+UNSAFE_MAPPINGS = [
+    ([["re:.*o_proj$"], "re:.*v_proj$"], "smoothing v_proj scales V"),
+    ({"smooth_layer": "re:.*self_attn.v_proj", "balance_layers": ["re:.*o_proj"]}, "scales V"),
+    ([["model.layers.3.self_attn.o_proj"], "model.layers.3.self_attn.v_proj"], "scales V"),
+    ([QKV, "re:.*"], "scales V"),
+    ([["re:.*q_proj$"], "re:.*k_proj$"], "scales K"),
+    ([["re:.*q_proj$"], "re:.*k_norm$"], "scales K"),
+    ([["re:.*o_proj$"], "re:.*qkv_proj$"], "scales Q, K and V"),
+    ([["re:.*down_proj$"], "re:.*gate_proj$"], "is not linear"),
+    ([["re:.*o_proj$"], "re:.*up_proj$"], "give .* the one linear down_proj"),
+    ([["re:.*down_proj$", "re:.*o_proj$"], "re:.*up_proj$"], "give .* the one linear down_proj"),
+    ([["re:.*down_proj$"], "re:.*input_layernorm$"], "smooth down_proj behind up_proj"),
+]
+WHAT_CHANGES_THE_CACHE = [
+    *((with_front("AWQModifier", mappings=[mapping]), expected) for mapping, expected in UNSAFE_MAPPINGS),
+    *(
+        (with_front("SmoothQuantModifier", mappings=[mapping], smoothing_strength=0.5), expected)
+        for mapping, expected in UNSAFE_MAPPINGS
+    ),
+    ({"SpinQuantModifier": {}, **W8A8}, r"SpinQuantModifier is refused: it rotates heads .*one cache"),
+    ({"TransformModifier": {}, **W8A8}, r"TransformModifier is refused: it .*; QuIPModifier rotates inputs"),
+    (with_argument(kv_cache_scheme={"num_bits": 8}), r"kv_cache_scheme is refused: .* KV cache"),
+    (with_argument(targets=["Embedding"]), r"remove 'Embedding': embeddings stay in 16 bit"),
+    (with_argument(targets=["re:.*"]), r"embeddings stay in 16 bit"),
+    (with_argument(targets=["LlamaAttention"]), r"quantised attention"),
+    (with_argument(scheme={"W8A8": ["re:.*embed.*"]}), r"embeddings stay in 16 bit"),
+    (
+        {"GPTQModifier": {"config_groups": {"a": {"targets": ["Linear"], "output_activations": {}}}}},
+        r"remove output_activations from a",
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -149,56 +181,10 @@ NOT_NESTED = r"line 3: variants.v has nested_in, which takes another .* first_to
         (with_front("AWQModifier", n_grid=1), r"whole number of at least 4"),
         ({**W8A8, "scale_distillation": {}}, r"scale_distillation lacks the key 'epochs'"),
         ({**W8A8, "scale_distillation": {"epochs": 0}}, r"epochs is 0; give a whole number of at least 1"),
+        *WHAT_CHANGES_THE_CACHE,
     ],
 )  # fmt: skip
-def test_bad_sections_are_named_with_line_and_what_is_allowed(section: dict, expected: str) -> None:
-    with pytest.raises(FlexQuantError, match=expected):
-        parse({"v": section})
-
-
-QKV = ["re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$"]
-UNSAFE_MAPPINGS = [
-    ([["re:.*o_proj$"], "re:.*v_proj$"], "smoothing v_proj scales V"),
-    ({"smooth_layer": "re:.*self_attn.v_proj", "balance_layers": ["re:.*o_proj"]}, "scales V"),
-    ([["model.layers.3.self_attn.o_proj"], "model.layers.3.self_attn.v_proj"], "scales V"),
-    ([QKV, "re:.*"], "scales V"),
-    ([["re:.*q_proj$"], "re:.*k_proj$"], "scales K"),
-    ([["re:.*q_proj$"], "re:.*k_norm$"], "scales K"),
-    ([["re:.*o_proj$"], "re:.*qkv_proj$"], "scales Q, K and V"),
-    ([["re:.*down_proj$"], "re:.*gate_proj$"], "is not linear"),
-    ([["re:.*o_proj$"], "re:.*up_proj$"], "give .* the one linear down_proj"),
-    ([["re:.*down_proj$", "re:.*o_proj$"], "re:.*up_proj$"], "give .* the one linear down_proj"),
-    ([["re:.*down_proj$"], "re:.*input_layernorm$"], "smooth down_proj behind up_proj"),
-]
-
-
-WHAT_ELSE_CHANGES_THE_CACHE = [
-    ({"SpinQuantModifier": {}, **W8A8}, r"SpinQuantModifier is refused: it rotates heads .*one cache"),
-    ({"TransformModifier": {}, **W8A8}, r"TransformModifier is refused: it .*; QuIPModifier rotates inputs"),
-    (with_argument(kv_cache_scheme={"num_bits": 8}), r"kv_cache_scheme is refused: .* KV cache"),
-    (with_argument(targets=["Embedding"]), r"remove 'Embedding': embeddings stay in 16 bit"),
-    (with_argument(targets=["re:.*"]), r"embeddings stay in 16 bit"),
-    (with_argument(targets=["LlamaAttention"]), r"quantised attention"),
-    (with_argument(scheme={"W8A8": ["re:.*embed.*"]}), r"embeddings stay in 16 bit"),
-    (
-        {"GPTQModifier": {"config_groups": {"a": {"targets": ["Linear"], "output_activations": {}}}}},
-        r"remove output_activations from a",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        *WHAT_ELSE_CHANGES_THE_CACHE,
-        *((with_front("AWQModifier", mappings=[mapping]), expected) for mapping, expected in UNSAFE_MAPPINGS),
-        *(
-            (with_front("SmoothQuantModifier", mappings=[mapping], smoothing_strength=0.5), expected)
-            for mapping, expected in UNSAFE_MAPPINGS
-        ),
-    ],
-)
-def test_what_changes_the_cache_is_refused_with_the_reason(section: dict, expected: str) -> None:
+def test_bad_sections_are_named_with_line_and_reason_or_what_is_allowed(section: dict, expected: str) -> None:
     with pytest.raises(FlexQuantError, match=expected):
         parse({"v": section})
 
@@ -273,12 +259,9 @@ def test_inputs_that_vllm_does_not_rotate_are_refused(target: str, architecture:
 def test_built_in_recipes_rotate_the_inputs_of_down_proj(name: str) -> None:
     settings, w8a8 = base_config(intermediate_size=192), load_recipe(name).variants["w8a8"]
     resolved = resolve_variant(w8a8, empty_model(settings), settings.model_type)
-    assert resolved.recipe.modifiers["QuIPModifier"] == {
-        "targets": [r"re:.*\.down_proj$"],
-        "ignore": [r"re:.*\.experts\..*"],
-        "transform_block_size": 64,
-        "transform_type": "hadamard",
-    }
+    rotation = {"targets": [r"re:.*\.down_proj$"], "ignore": [r"re:.*\.experts\..*"]}
+    rotation |= {"transform_block_size": 64, "transform_type": "hadamard"}
+    assert resolved.recipe.modifiers["QuIPModifier"] == rotation
 
 
 def test_unrotated_is_the_default_recipe_but_for_the_rotation() -> None:
@@ -343,7 +326,5 @@ def test_default_mappings_cover_norms_and_up_proj() -> None:
 def test_the_strength_of_an_ignored_mapping_is_null() -> None:
     front = with_front("SmoothQuantModifier", smoothing_strength=[0.5], mappings="norms")
     fixed = with_strengths(resolve(front, num_layers=1), {"model.layers.0.input_layernorm": 0.5})
-    assert fixed.modifiers["SmoothQuantModifier"]["smoothing_strength"] == {
-        "model.layers.0.input_layernorm": 0.5,
-        "model.layers.0.post_attention_layernorm": None,
-    }
+    strengths = {"model.layers.0.input_layernorm": 0.5, "model.layers.0.post_attention_layernorm": None}
+    assert fixed.modifiers["SmoothQuantModifier"]["smoothing_strength"] == strengths

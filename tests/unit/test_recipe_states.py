@@ -23,9 +23,7 @@ STATES = {
         "linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.out_proj",
         "linear_attn.in_proj_b linear_attn.in_proj_a",
     ),
-    "falcon_h1": ("mamba.in_proj mamba.out_proj", ""),
-    "granitemoehybrid": ("mamba.in_proj mamba.out_proj", ""),
-    "bamba": ("mamba.in_proj mamba.out_proj", ""),
+    **dict.fromkeys(("falcon_h1", "granitemoehybrid", "bamba"), ("mamba.in_proj mamba.out_proj", "")),
     "nemotron_h": ("mixer.in_proj mixer.out_proj", ""),
     "lfm2": ("conv.in_proj conv.out_proj", ""),
     "jamba": ("", "mamba.in_proj mamba.x_proj mamba.dt_proj mamba.out_proj"),
@@ -79,11 +77,9 @@ def test_models_without_states_are_quantised_as_before():
         ("qwen3_next", "input_layernorm", "in_proj_qkvz in_proj_ba"),
         ("qwen3_5_text", "input_layernorm", "in_proj_qkv in_proj_z in_proj_b in_proj_a"),
         ("falcon_h1", "input_layernorm", "in_proj q_proj k_proj v_proj"),
-        ("granitemoehybrid", "input_layernorm", "in_proj"),
-        ("bamba", "input_layernorm", "in_proj"),
+        *((kind, "input_layernorm", "in_proj") for kind in ("granitemoehybrid", "bamba", "jamba")),
         ("nemotron_h", "norm", "in_proj"),
         ("lfm2", "operator_norm", "in_proj"),
-        ("jamba", "input_layernorm", "in_proj"),
     ],
 )
 def test_scales_move_from_the_first_norm_into_all_that_reads_it(kind, norm, readers):

@@ -87,13 +87,12 @@ def test_vllm_reads_the_same_scheme_of_every_layer(w4a16, tmp_path):
     section = open_source("w4a16", foreign).quantization_config
     ours: Any = compressed_tensors.CompressedTensorsConfig.from_config(section)
     ours.packed_modules_mapping = FUSED
-    layer = torch.nn.Linear(1, 1, device="meta")
     for number in (0, 1):
         for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
             prefix = f"model.layers.{number}.{name}"
             theirs = AutoGPTQConfig.from_config(config_of(foreign)["quantization_config"])
             override_config(theirs, prefix)
-            read = ours.get_scheme_dict(layer, prefix)["weights"]
+            read = ours.get_scheme_dict(torch.nn.Linear(1, 1, device="meta"), prefix)["weights"]
             expected = (theirs.weight_bits, theirs.group_size, theirs.is_sym)
             assert (read.num_bits, read.group_size, read.symmetric) == expected, prefix
 
