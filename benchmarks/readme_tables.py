@@ -100,7 +100,7 @@ def default_recipe() -> str:
             kl, change = ([loss[what] for loss in kinds.values()] for what in ("kl", "perplexity"))
             cells.append(f"{fmean(change):+.1%}, {fmean(kl):.4f} ({max(change):+.1%}, {max(kl):.4f})")
         rows.append([model, *cells])
-    return markdown(["model", *(f"`{recipe}`" for recipe in recipes)], rows)
+    return markdown(["model", *recipes], rows)
 
 
 def policies_by_text(folder: str) -> str:
