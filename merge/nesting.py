@@ -33,7 +33,15 @@ from flexquant.checkpoint.nested import (
     with_weights,
 )
 from flexquant.checkpoint.safetensors_io import CASTS, ComputedTensor, TensorRef, load_tensor
-from flexquant.checkpoint.schemes import COLUMN, FLOAT_DTYPES, ROW, LinearSchemes, rotates_in_passes
+from flexquant.checkpoint.schemes import (
+    COLUMN,
+    FLOAT_DTYPES,
+    ROW,
+    LinearSchemes,
+    is_w4a16,
+    is_w8a8,
+    rotates_in_passes,
+)
 from flexquant.errors import FlexQuantError
 from flexquant.merge.formats import Source, stated_dtype
 from flexquant.merge.merge_plan import MergePlan
@@ -265,20 +273,6 @@ def _schemes(source: Source, num_layers: int) -> dict[str, Scheme]:
         if is_quantised and in_layer and (scheme := schemes.of(module)):
             found[module] = scheme, schemes.format_of(scheme)
     return found
-
-
-def is_w8a8(scheme: QuantizationScheme) -> bool:
-    """Whether weights can be nested: symmetric INT8 by channel, with dynamic INT8 activations by token."""
-    w, a = scheme.weights, scheme.input_activations
-    if w is None or a is None or any((x.type, x.num_bits) != ("int", 8) for x in (w, a)):
-        return False
-    return (w.symmetric, w.strategy, a.strategy, a.dynamic) == (True, "channel", "token", True)
-
-
-def is_w4a16(scheme: QuantizationScheme) -> bool:
-    """Whether INT8 weights can be nested in such weights: INT4, with 16-bit activations."""
-    w = scheme.weights
-    return w is not None and (w.type, w.num_bits) == ("int", 4) and scheme.input_activations is None
 
 
 def _problem(module: str, eight: Scheme | None, four: Scheme | None, int4: Int4Weight | None) -> str:

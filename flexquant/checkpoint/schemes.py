@@ -261,3 +261,17 @@ def _scale_shapes(args: QuantizationArgs, rows: int, columns: int) -> list[tuple
         height, width = args.block_structure
         return [(math.ceil(rows / height), math.ceil(columns / width))]
     return [(rows, columns // args.group_size if args.strategy == "group" else 1)]
+
+
+def is_w8a8(scheme: QuantizationScheme) -> bool:
+    """Whether weights can be nested: symmetric INT8 by channel, with dynamic INT8 activations by token."""
+    w, a = scheme.weights, scheme.input_activations
+    if w is None or a is None or any((x.type, x.num_bits) != ("int", 8) for x in (w, a)):
+        return False
+    return (w.symmetric, w.strategy, a.strategy, a.dynamic) == (True, "channel", "token", True)
+
+
+def is_w4a16(scheme: QuantizationScheme) -> bool:
+    """Whether INT8 weights can be nested in such weights: INT4, with 16-bit activations."""
+    w = scheme.weights
+    return w is not None and (w.type, w.num_bits) == ("int", 4) and scheme.input_activations is None

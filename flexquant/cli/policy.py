@@ -104,14 +104,9 @@ def _show(args: argparse.Namespace) -> JsonObject:
         print(f"\nmeasured: {origin.get('model')}, {device_name(origin)}, {origin.get('date')}")
         print("\n".join(format_times(policy.measured, lambda phase, size: _plan(rows[phase], size))))
     routes = [
-        {
-            "phase": phase,
-            "min_tokens": first,
-            "max_tokens": None if last == sys.maxsize else last,
-            "plan": plan,
-        }
+        {"phase": phase, "min_tokens": low, "max_tokens": None if high == sys.maxsize else high, "plan": plan}
         for phase in PHASES
-        for first, last, plan in rows[phase]
+        for low, high, plan in rows[phase]
     ]
     measured = None if policy.measured is None else policy.measured.to_data()
     shown = {"policy": policy.name, "description": policy.description, "routes": routes, "measured": measured}

@@ -91,11 +91,6 @@ def _same_answers(result: Result) -> str:
     return f"{answers['identical']}/{answers['questions']}, {answers['matched']:.0%}" if answers else "-"
 
 
-def _same_as(result: Result) -> str:
-    source = result.get("same_as")
-    return f"{source['policy']} at {source['batch_size']}" if source else "-"
-
-
 COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("policy", lambda r: r["policy"]),
     ("batch", lambda r: str(r["batch_size"])),
@@ -108,7 +103,7 @@ COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("same answers", _same_answers),
     ("B/weight", lambda r: f"{r['bytes_per_weight']['resident']:.2f}"),
     ("decode", lambda r: f"{r['bytes_per_weight']['decode']:.2f}"),
-    ("same as", _same_as),
+    ("same as", lambda r: "{policy} at {batch_size}".format(**same) if (same := r.get("same_as")) else "-"),
 )
 
 

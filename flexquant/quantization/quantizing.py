@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from flexquant.checkpoint.built_model import load_tokenizer
 from flexquant.checkpoint.folder import RECIPE
 from flexquant.checkpoint.output import check_free_space, prepare_output, remove_leftovers, staged_folder
+from flexquant.checkpoint.schemes import is_w4a16, is_w8a8
 from flexquant.checkpoint.writer import Progress
 from flexquant.documents.results import digest_of
 from flexquant.errors import FlexQuantError
-from flexquant.merge.nesting import is_w4a16, is_w8a8
 from flexquant.quantization.progress import Stage, no_stage, quiet_libraries
 from flexquant.quantization.recipe import Calibration, Recipe, VariantRecipe
 from flexquant.quantization.report import (

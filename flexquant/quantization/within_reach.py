@@ -29,9 +29,9 @@ from flexquant.checkpoint.nested import (
     count_exceptions,
     predict,
 )
+from flexquant.checkpoint.schemes import is_w8a8
 from flexquant.errors import FlexQuantError
 from flexquant.merge.nested_fit import fit_block, fit_column
-from flexquant.merge.nesting import is_w8a8
 
 Linear = Any
 """A linear with the scheme and the observers of llmcompressor."""
