@@ -81,6 +81,8 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
             llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
+        if zentorch := sys.modules.get("zentorch"):  # it keeps packed weights by addresses, which come again
+            zentorch._C.clear_weight_cache()
 
 
 def take_policy(llm: LLM, name: str, document: JsonObject) -> None:

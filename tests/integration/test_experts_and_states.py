@@ -50,14 +50,15 @@ def answers(llm):
     outputs = llm.generate(["a", "b c"], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
-folder, policy, reply = sys.argv[1:]
-flexquant, found = {"policy": policy} if policy else {}, {}
+merged, policy, static, reply = sys.argv[1:]
+options = {"max_model_len": 128, "enforce_eager": True}
 provide_cpu_kernels()
-with engine(folder, flexquant=flexquant, max_model_len=128, enforce_eager=True) as llm:
-    if flexquant:
-        found = {"kernels": llm.apply_model(status_of)[0]["kernels"], "w4a8": answers(llm)}
-        take_policy(llm, "w8a8", {"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}]})
-    found["answers"] = answers(llm)
+with engine(merged, flexquant={"policy": policy}, **options) as llm:
+    found = {"kernels": llm.apply_model(status_of)[0]["kernels"], "w4a8": answers(llm)}
+    take_policy(llm, "w8a8", {"schema": "flexquant.policy/v1", "rules": [{"use": "w8a8"}]})
+    found["served"] = answers(llm)
+with engine(static, **options) as llm:
+    found["stock"] = answers(llm)
 with open(reply, "w") as file:
     json.dump(found, file)
 """
@@ -101,14 +102,10 @@ def test_int4_experts_that_would_be_w4a8_are_refused(tiny_merged, monkeypatch):
 def test_quantised_experts_with_zentorch(tiny_merged, tmp_path):
     folder, file = tiny_merged("qwen3_moe", 2), tmp_path / "policy.yaml"
     file.write_text(QUANTISED_EXPERTS)
-    # A process each: with zentorch, the second engine of one answers otherwise from run to run.
-    served, stock = (
-        in_a_process(SERVE, folder / name, policy, work=tmp_path, zentorch=True)
-        for name, policy in (("merged", file), ("w8a8", ""))
-    )
-    assert "ZenCPUExpertsInt8" in served["kernels"]["w8a8"]
-    assert "ZentorchExpertsInt4" in served["kernels"]["w4a8"] and len(served["w4a8"][0]) == 8
-    assert served["answers"] == stock["answers"]
+    found = in_a_process(SERVE, folder / "merged", file, folder / "w8a8", work=tmp_path, zentorch=True)
+    assert "ZenCPUExpertsInt8" in found["kernels"]["w8a8"]
+    assert "ZentorchExpertsInt4" in found["kernels"]["w4a8"] and len(found["w4a8"][0]) == 8
+    assert found["served"] == found["stock"], "or the second engine has packed weights of the first"
 
 
 OPPOSITE = yaml.safe_load(rules("- {when: {phase: decode}, use: first}", "- use: second"))
