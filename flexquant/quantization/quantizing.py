@@ -164,7 +164,7 @@ class _Run:
         return [results[variant.recipe.name] for variant in resolved]
 
     def _check_made_before(self, resolved: Sequence[ResolvedVariant]) -> None:
-        """Raise FlexQuantError for INT4 weights to nest in that an earlier run made of another model."""
+        """Raise FlexQuantError for an earlier variant to nest in that is another model's or has no INT4."""
         from flexquant.quantization.within_reach import read_int4
 
         recipes = [variant.recipe for variant in resolved]
