@@ -65,6 +65,9 @@ FULL_PROGRAMS := $(FULL_PROGRAMS):$(CURDIR)/.venv/chromium/usr/bin:$(CURDIR)/.ve
 PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25
 JUNIT := --junitxml $(CURDIR)/.work/junit
 
+# Tests start Python some hundred times: keep what it compiles.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-full test-quantize test-serve test-oldest mutants coverage lint check-vllm setup clean
 .SECONDARY:
 

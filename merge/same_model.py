@@ -66,8 +66,8 @@ def with_names(source: Source, names: Collection[str]) -> Source:
     section = dict(source.quantization_config)
     section["ignore"] = [modules.get(name, name) for name in section.get("ignore") or ()]
     section["config_groups"] = {
-        key: {**group, "targets": [modules.get(name, name) for name in group["targets"]]}
-        for key, group in section["config_groups"].items()
+        key: {**group, "targets": [modules.get(name, name) for name in group.get("targets") or ()]}
+        for key, group in (section.get("config_groups") or {}).items()
     }
     tensors = {}
     for name, ref in source.tensors.items():

@@ -81,7 +81,7 @@ def convert_checkpoint(
     prepare_output(output, [folder], overwrite=overwrite)
     files = find_files(folder, COPIED)
     config = {key: value for key, value in source.config.items() if key not in SECTIONS}
-    config[SECTIONS[0]] = source.quantization_config
+    config |= {} if stored is None else {SECTIONS[0]: source.quantization_config}
     with writing_checkpoint(output, [source.tensors], files, overwrite=overwrite) as (stage, finish):
         write_json(stage / "config.json", config)
         finish(progress)

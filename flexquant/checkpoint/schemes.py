@@ -92,8 +92,7 @@ def rotates_in_passes(section: JsonObject) -> bool:
 def rotates_in_blocks(section: JsonObject) -> bool:
     """Whether all rotations in passes are of inputs, block by block, as ranks with a part of them can do."""
     groups = transforms_at(section, ("input", "output"))
-    blocks = all(group.get("head_dim") for group in groups.values())
-    return blocks and not transforms_at(section, ("output",))
+    return all(of.get("head_dim") for of in groups.values()) and not transforms_at(section, ("output",))
 
 
 def _rotates_inputs(name: str, tensors: Tensors) -> bool:

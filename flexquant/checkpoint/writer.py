@@ -184,7 +184,7 @@ def _copy(ref: TensorRef, path: Path, offset: int, stopped: Event) -> str:
             position += written
             digest.update(chunk)
         # Linux begins to write the bytes to the disk now, so that little is left to sync at the end.
-        with suppress(OSError):
+        with suppress(OSError, AttributeError):
             os.posix_fadvise(fd, offset, position - offset, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)

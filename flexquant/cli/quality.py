@@ -93,8 +93,7 @@ def sensitivity(args: argparse.Namespace) -> JsonObject:
     study = options.study_of(args)
     with writable_folder(args.output, "--output") as folder:
         document = study.measure(folder / "sensitivity.json", overwrite=args.overwrite, progress=options.tell)
-    table = format_sensitivity_table(document)
-    print(table)
+    print(table := format_sensitivity_table(document))
     write_text(folder / "sensitivity.md", table + "\n")
     options.save_plot(folder / "sensitivity.png", partial(draw_sensitivity, document))
     return {**document}
@@ -141,8 +140,7 @@ def search(args: argparse.Namespace) -> JsonObject:
     with writable_folder(args.output, "--output") as folder:
         found = searching.run(folder / "sensitivity.json", overwrite=args.overwrite, progress=options.tell)
     document = report.searched_policy_document(base, found, dict(study.variants), budget, args.sequences)
-    table = report.format_search_table(found)
-    print(table)
+    print(table := report.format_search_table(found))
     for name, text in (("searched.yaml", report.policy_text(document, found)), ("searched.md", table + "\n")):
         write_text(folder / name, text)
     print(f"chosen: {describe_layers(found.chosen.layers)}; wrote {folder / 'searched.yaml'}")

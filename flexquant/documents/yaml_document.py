@@ -8,6 +8,8 @@ key, what is allowed and what to do. The same models make the JSON Schema for ed
 
 import importlib.resources
 import json
+import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -183,6 +185,8 @@ def _scalar(value: object, written: str) -> object:
         raise ValueError("a number of more than 63 bit")
     if isinstance(value, int | float) and OLD_NUMBER.fullmatch(written):
         raise ValueError(f"YAML 1.1 takes it for {value}, to the base of 8 or 60")
+    if isinstance(value, bytes) or isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("JSON has no such value")
     return _whole(value) if isinstance(value, str) else value
 
 
@@ -211,15 +215,15 @@ def read_named(name_or_path: str, package: str, kind: str) -> tuple[bytes, str]:
     if name_or_path in builtins:
         file = importlib.resources.files(package) / f"{name_or_path}{YAML[0]}"
         return file.read_bytes(), f"built-in {kind} {name_or_path}"
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))
     known = ", ".join(builtins)
     if "/" not in name_or_path and path.suffix not in YAML and not path.is_file():
         advice = f"give one of them, or the path of a {kind} file (with a '/' or ending in {YAML[0]})"
         raise FlexQuantError(f"unknown {kind} '{name_or_path}': the built-in ones are {known}; {advice}")
     try:
         return path.read_bytes(), name_or_path
-    except OSError as e:
-        problem = f"{name_or_path}: the {kind} file cannot be read ({e.strerror}); give the path of a file"
+    except (OSError, ValueError) as e:
+        problem = f"{name_or_path}: the {kind} file cannot be read ({said_by(e)}); give the path of a file"
         raise FlexQuantError(f"{problem}, or one of the built-in ones {known}") from e
 
 

@@ -44,8 +44,7 @@ class Scores:
 
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return KL(reference || other) in nats, of log-probabilities [vocabulary]; -inf adds nothing."""
-    terms = reference.exp() * (reference - other)
-    return torch.where(reference == -torch.inf, 0.0, terms).sum()
+    return torch.where(reference == -torch.inf, 0.0, reference.exp() * (reference - other)).sum()
 
 
 @dataclass(frozen=True)

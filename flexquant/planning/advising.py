@@ -252,7 +252,8 @@ def _table(outcomes: Sequence[Outcome], batches: Batches) -> list[str]:
         row = [outcome.way.name, f"{outcome.weights_gib:.3g}"]
         if outcome.kv_cache_tokens is not None:
             row.append(str(outcome.kv_cache_tokens))
-        row += [_ms(time) for load in outcome.loads.values() for time in (load.ttft, load.tpot)]
+        times = [1e3 * time for load in outcome.loads.values() for time in (load.ttft, load.tpot)]
+        row += [f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}" for ms in times]
         rows.append(row)
     lines = table_lines(rows, numbers=range(1, len(rows[0])))
     problems = ["", "", *(outcome.problem for outcome in outcomes)]
@@ -286,7 +287,3 @@ def _notes(found: Sequence[Outcome], model: PlannedModel, device: Device, batche
         yield "on CPUs W8A8 and W4A16 are timed with the kernels that FlexQuant chooses"
     if model.has_towers:
         yield "what reads images or sound is not counted"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"

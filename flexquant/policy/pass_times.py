@@ -45,7 +45,7 @@ Curve = Mapping[int, Time]
 
 
 def _check_size(text: str) -> str:
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1 or text != str(int(text)):
         raise Problem("is not a size; give whole numbers of at least 1 as keys")
     return text
 

@@ -124,6 +124,8 @@ class When(Section):
         if "batch_size" in self.model_fields_set and self.phases != ("decode",):
             problem = f"is for a rule with 'phase: decode' only, but this one has {', '.join(self.phases)}"
             raise Problem(f"{problem}; use 'tokens' instead", ["batch_size"])
+        if self.tokens.max is not None and self.tokens.max < self.batch_size.min:
+            raise Problem("can never match: a sequence has at least one token; correct tokens or batch_size")
         return self
 
 
@@ -205,8 +207,7 @@ class PolicySection(Section):
     """The first rule that takes a pass decides; the last rule has no `when`."""
     description: Text = ""
     derive: Annotated[
-        dict[VariantName, Derivation],
-        says("give a mapping such as w4a8: {from: w4a16, activations: int8}"),
+        dict[VariantName, Derivation], says("give a mapping such as w4a8: {from: w4a16, activations: int8}")
     ] = {}
     """Variants computed from a checkpoint's, while loading or (8-bit `weights`) in each pass, by name."""
     head: Annotated[Head, says(f"give one of {', '.join(get_args(Head))}")] = "stored"

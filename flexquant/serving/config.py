@@ -153,9 +153,9 @@ def resolve_policy(vllm_config: VllmConfig, merged: MergedConfig) -> RouteTable:
     """
     options = ServingOptions.from_vllm(vllm_config)
     policy = choose_policy(options.policy, merged.policy)
-    variants = [*merged.variants, *policy.derived]
+    variants = [*merged.variants, *(name for name, how in policy.derived.items() if not how.is_one_copy)]
     if unknown := [name for name in options.kernels if name not in variants]:
-        problem = f"additional-config key '{OPTIONS_KEY}.kernels' is of '{unknown[0]}', no variant"
+        problem = f"additional-config key '{OPTIONS_KEY}.kernels' has '{unknown[0]}', no variant with weights"
         raise FlexQuantError(f"{problem}; allowed: {', '.join(variants)}")
     served = served_policy(vllm_config, merged, policy)
     vllm_config.additional_config = additional_config(vllm_config) | {RESOLVED_KEY: served.to_json()}

@@ -165,15 +165,14 @@ def _of_passes(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
         yield f"{what} pass decide ({one}, or one that tells layers alone apart)"
     compilation = vllm_config.compilation_config
     graphs = compilation.cudagraph_mode or CUDAGraphMode.NONE
-    several_plans_a_size = not routes.ignores_phase()
     if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:
         yield "compilation mode STOCK_TORCH_COMPILE, which would freeze one route (use VLLM_COMPILE or NONE)"
-    if graphs == CUDAGraphMode.FULL and several_plans_a_size:
+    if graphs == CUDAGraphMode.FULL and not routes.ignores_phase():
         what = "cudagraph_mode FULL, which replays one graph a size for all phases"
         yield f"{what}, under a policy that tells phases apart (use FULL_AND_PIECEWISE)"
-    if is_breakable_cudagraph_enabled() and graphs.has_piecewise_cudagraphs() and several_plans_a_size:
-        what = "breakable CUDA graphs, which replay one graph a size for all phases"
-        yield f"{what}, under a policy that tells phases apart (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)"
+    if is_breakable_cudagraph_enabled() and graphs.has_piecewise_cudagraphs() and len(routes.plans) > 1:
+        what = "breakable CUDA graphs, which replay what was captured, whatever the plan"
+        yield f"{what}, under a policy with several plans (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)"
     if graphs.has_full_cudagraphs() and not has_one_head(merged, routes):
         yield f"cudagraph_mode {graphs.name} for variants with different lm_heads (use PIECEWISE)"
     model = vllm_config.model_config

@@ -98,8 +98,8 @@ class LayerComparison:
         self._tensors = [of.layers[layer] for of in weights]
         self._parameters = [of.load_parameters(layer) for of in weights]
         self._pass = partial(layer_pass.run_pass, skeleton, layer, until_cached=rotation is not None)
-        matrices = skeleton.matrices[layer]
-        kind = tuple((name, None if is_experts(name) else shape_of(m)) for name, m in matrices.items())
+        matrices, written = skeleton.matrices[layer], skeleton.writes(layer)
+        kind = *((name, None if is_experts(name) else shape_of(m)) for name, m in matrices.items()), *written
         if kind not in known:
             known[kind] = layer_pass.find_cached(self._pass, self._parameters[1])
         self._rows, self._of_states = known[kind]

@@ -40,9 +40,8 @@ from tests.integration.conftest import (  # noqa: E402
     SMALL_CACHE,
     Answers,
     answers,
-    count_engines,  # noqa: F401
-    freeze_modules,  # noqa: F401
     options_for,
+    watch_engines,  # noqa: F401
 )
 
 ON_GPU = torch.cuda.is_available()

@@ -26,7 +26,6 @@ from flexquant.errors import FlexQuantError
 from flexquant.evaluation import engine as in_process
 from flexquant.evaluation.engine import change_policy
 from flexquant.policy.rules import Policy, load_policy, parse_policy
-from flexquant.serving.config import clip_to_server, served_policy
 from tests.conftest import STARTS
 from tests.integration.live_server import LIVE, live, records_of  # noqa: F401 - a fixture
 
@@ -63,32 +62,29 @@ SMALL_CACHE = {"num_gpu_blocks_override": 256}
 
 
 @pytest.fixture(scope="session", autouse=True)
-def count_engines(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Count the engines of this process, whoever starts them."""
+def watch_engines(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Count the engines of this process, whoever starts them.
+
+    Only the first two search all imported modules: for garbage, and for Triton's kernels.
+    """
+    from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
 
-    start = EngineCore.__init__
+    starts, start = pytestconfig.stash[STARTS], EngineCore.__init__
+    platform, freeze, thaw = type(current_platform), gc.freeze, gc.unfreeze
 
     def counted(self: EngineCore, *args: Any, **kwargs: Any) -> None:
-        pytestconfig.stash[STARTS]["engines"] += 1
+        if starts["engines"] < 2:
+            freeze()
+        starts["engines"] += 1
         start(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineCore, "__init__", counted)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def freeze_modules() -> Iterator[None]:
-    """Keep imported modules frozen: vLLM thaws them at each engine's end, and collects for a second."""
-    import vllm.v1.engine.core  # noqa: F401 - imports most of vLLM
-
-    gc.collect()
-    gc.freeze()
-    thaw = gc.unfreeze
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "freeze", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
+        if register := getattr(platform, "register_triton_kernel_overrides", None):
+            patch.setattr(platform, register.__name__, staticmethod(functools.cache(register)))
         yield
     thaw()
 
@@ -198,6 +194,7 @@ def take_policy(llm: LLM, policy: str, empty_cache: bool = True) -> None:
 
     ``empty_cache`` drops the prefixes in the KV cache, which the policy before has written.
     """
+    from flexquant.serving.config import clip_to_server, served_policy
 
     def swap(model: Any) -> None:
         config = llm.llm_engine.vllm_config

@@ -155,12 +155,14 @@ def test_mode_full_is_refused_for_a_policy_that_tells_phases_apart(configured):
         configured(POLICY, "FULL")
 
 
-def test_breakable_graphs_are_refused_for_a_policy_that_tells_phases_apart(configured, monkeypatch):
+def test_breakable_graphs_are_refused_for_a_policy_with_several_plans(configured, monkeypatch):
+    """A later policy could give their sizes another plan, and they would replay the one before."""
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     envs.disable_envs_cache()
-    configured(ANY_PHASE, "PIECEWISE")
-    with pytest.raises(FlexQuantError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
-        configured(POLICY, "PIECEWISE")
+    configured(rules("- use: w8a8"), "PIECEWISE")
+    for policy in (ANY_PHASE, POLICY):
+        with pytest.raises(FlexQuantError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
+            configured(policy, "PIECEWISE")
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ PAIRS = [
     pytest.param(("w8a16", "w4a16 by channel"), marks=pytest.mark.full),
 ]
 """Schemes of the heads of w8a8 and w4a16; equal heads are stored once."""
+BOTH = ("w8a8", "w4a16")
 IN_INT4 = rules("- use: w4a16")
 
 
@@ -121,7 +122,7 @@ def test_logits_are_those_of_the_rounded_head(kind: str, tmp_path: Path) -> None
         shape = {"vocab_size": 331, **tied}
         return make_checkpoint(tmp_path / name, architecture, scheme, transform=transform, **shape)
 
-    sources = {scheme: make(scheme, scheme, with_an_unused_row) for scheme in ("w8a8", "w4a16")}
+    sources = {scheme: make(scheme, scheme, with_an_unused_row) for scheme in BOTH}
     merge_checkpoints(sources, tmp_path / "merged")
     reference = make("rounded", "w8a8", with_a_rounded_head)
     asked = {"sampling": {"prompt_logprobs": 3}, **EXACT}
@@ -147,6 +148,18 @@ def test_drafts_and_adapters_share_the_head(merged: Path, tmp_path: Path) -> Non
     drafting = {"speculative_config": {**draft, "num_speculative_tokens": 2}}
     with engine(merged, IN_INT8, **drafting, **EXACT) as llm:
         assert_alike(answers(llm, PROMPTS, ignore_eos=True), alone)
+
+
+def test_drafts_look_up_tokens_in_a_tied_head(tmp_path: Path) -> None:
+    sources = {name: make_checkpoint(tmp_path / name, scheme=name, tie_word_embeddings=True) for name in BOTH}
+    merge_checkpoints(sources, tmp_path / "merged")
+    draft = {"method": "eagle", "model": str(make_head(tmp_path / "eagle", "LlamaForCausalLM"))}
+    drafting = {"speculative_config": {**draft, "num_speculative_tokens": 2}}
+    with engine(tmp_path / "merged", IN_INT8, **drafting, **EXACT) as llm:
+        (drafter,) = llm.collective_rpc(lambda worker: worker.model_runner.drafter)
+        for module in (drafter.model.model.embed_tokens, drafter.model.lm_head):
+            assert isinstance(module.quant_method, Int8HeadMethod)
+        assert len(answers(llm, PROMPTS, ignore_eos=True)) == 3
 
 
 def test_the_option_comes_before_the_policy_and_the_head_stays(merged: Path) -> None:

@@ -19,6 +19,7 @@ from flexquant.policy.rules import load_policy
 from flexquant.serving.config import served_policy
 from flexquant.serving.worker.pass_records import trace_file
 from flexquant.serving.worker.worker_extension import change_policy
+from flexquant.tuning.candidates import FROM_INT4
 from tests.architectures import chain
 from tests.architectures.models import model_type
 from tests.checkpoints import EXPERTS, make_pair
@@ -166,7 +167,8 @@ def written(policy: str, folder: Path) -> str:
         (flexquant(trace_mib="1"), "'flexquant.trace_mib' is '1'; give a whole number from 1 on"),
         (flexquant(head="fp8"), "'flexquant.head' is 'fp8'; give stored or int8"),
         (flexquant(kernels="humming"), "'flexquant.kernels' is 'humming'; give a mapping of variants"),
-        (flexquant(kernels={"w4a8": "marlin"}), "is of 'w4a8', no variant; allowed: w8a8, w4a16"),
+        (flexquant(kernels={"w4a8": "marlin"}), "has 'w4a8', no variant with weights; allowed: w8a8,"),
+        (flexquant(policy="one-copy", kernels={FROM_INT4: "amx"}), f"has '{FROM_INT4}', no variant with"),
         ({"additional_config": {"flexquant": "phase"}}, "'phase'"),
     ],
 )

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the FlexQuant project
 """The commands of ``flexquant policy``: what they print, and the key that apply sends to a server alone."""
 
+import dataclasses
 import json
 import re
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -159,7 +161,7 @@ class Server(HTTPServer):
     def __init__(self, code: int, location: str = "") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.code, self.location = code, location
-        self.answer: dict[str, object] = {}
+        self.answer: Any = {}
         self.keys: list[str | None] = []
         self.path = ""
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -210,8 +212,24 @@ def test_the_key_follows_no_redirect(code, other, monkeypatch):
 @pytest.mark.parametrize("key", [KEY, f"{KEY}\n", f"\t {KEY} \r\n"])
 def test_space_around_the_key_is_none_of_it(key, other, monkeypatch):
     monkeypatch.setenv(ADMIN_KEY, key)
-    assert apply_policy(other.url, load_policy("w8a8")) == {}
+    other.answer = {"routes": []}
+    assert apply_policy(other.url, load_policy("w8a8")) == other.answer
     assert other.keys == [f"Bearer {key.strip()}"]
+
+
+@pytest.mark.parametrize("answer", [{}, [], None])
+def test_what_is_no_answer_of_flexquant_is_told(answer, other, monkeypatch):
+    monkeypatch.setenv(ADMIN_KEY, KEY)
+    other.answer = answer
+    with pytest.raises(FlexQuantError, match="what answers is not FlexQuant.*; check that vllm serve runs"):
+        apply_policy(other.url, load_policy("w8a8"))
+
+
+def test_a_long_path_is_named_by_its_end(other, monkeypatch):
+    monkeypatch.setenv(ADMIN_KEY, KEY)
+    other.answer = {"routes": []}
+    apply_policy(other.url, dataclasses.replace(load_policy("w8a8"), name=f"{'a' * 300}/mine.yaml"))
+    assert len(name := parse_qs(urlsplit(other.path).query)["name"][0]) == 200 and name.endswith("/mine.yaml")
 
 
 @pytest.mark.parametrize("key", ["a\nkey", "a\x7fkey", "a k\u00e9y", "a key\u2026"])

@@ -195,7 +195,10 @@ def test_a_system_without_a_temporary_folder(monkeypatch):
     [
         ({"PYTHONOPTIMIZE": "2"}, "--help", 0, "flexquant"),
         ({"PYTHONOPTIMIZE": "2"}, "inspect {merged}", 0, "2 layers"),
-        ({"PYTHONOPTIMIZE": "2"}, "advise {source} --device l20", 1, "unset PYTHONOPTIMIZE"),
+        pytest.param(
+            *({"PYTHONOPTIMIZE": "2"}, "advise {source} --device l20", 1, "unset PYTHONOPTIMIZE"),
+            marks=pytest.mark.full,
+        ),
         ({"PYTHONIOENCODING": "ascii"}, "inspect {merged}", 0, r"\u6a21"),
         ({"LC_ALL": "C", "PYTHONUTF8": "0"}, "merge w8a8={source} --output {output}", 2, "set PYTHONUTF8=1"),
         ({"LC_ALL": "C"}, "inspect {merged}", 0, "\u6a21"),

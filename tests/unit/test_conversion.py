@@ -66,6 +66,14 @@ def test_another_dtype_is_asked_for_where_the_variants_differ(w4a16, tmp_path, c
     merge_checkpoints({"w8a8": w8a8, "w4a16": tmp_path / "converted"}, tmp_path / "merged")
 
 
+def test_a_model_in_16_bit_stays_one(tmp_path):
+    plain = make_checkpoint(tmp_path / "plain", scheme=None)
+    assert convert_checkpoint(plain, tmp_path / "converted", dtype="float16")["from"] == "16 bit"
+    found = config_of(tmp_path / "converted")
+    assert found["dtype"] == "float16" and "quantization_config" not in found
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "converted").values()} == {torch.float16}
+
+
 without_g_idx = edits.without(r"\.g_idx$")
 
 

@@ -97,13 +97,6 @@ def test_advice_fetches_the_config_alone(cache, hub):
     assert fetched == {"org/w4a16/config.json"}
 
 
-def test_a_folder_of_that_name_wins(cache, hub, models):
-    (cache.folder / "org").mkdir()
-    (cache.folder / "org/w8a8").symlink_to(models["org/w8a8"])
-    cache.run("merge", "w8a8=org/w8a8", "--output", "merged")
-    assert hub.requests == []
-
-
 @FULL
 def test_a_merge_that_was_killed_fetches_only_what_had_not_arrived(cache, hub):
     stalled, other = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
@@ -125,8 +118,10 @@ def test_a_merge_that_was_killed_fetches_only_what_had_not_arrived(cache, hub):
     assert f"org/w8a8/{stalled}" in fetched and f"org/w8a8/{other}" not in fetched
 
 
-@pytest.mark.parametrize("model", ["./w8a8", "../w8a8", ".models/w8a8", "models/.w8a8", "a/b/c"])
-def test_a_path_that_is_no_id_is_not_asked_for(model, monkeypatch):
+@pytest.mark.parametrize("model", ["./w8a8", "../w8a8", ".models/w8a8", "models/.w8a8", "a/b/c", "org/here"])
+def test_a_path_that_is_no_id_is_not_asked_for_nor_a_folder(model, tmp_path, monkeypatch):
+    (tmp_path / "org/here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     fetch = "flexquant.checkpoint.folder._fetch"
     monkeypatch.setattr(fetch, lambda *asked: pytest.fail(f"asked for {asked}"))
     assert find_model(model) == Path(model)
@@ -158,9 +153,8 @@ def test_a_folder_is_called_missing_where_the_hub_cannot_be_asked(cache, hub, mo
     assert hub.requests == []
 
 
-@pytest.mark.parametrize(
-    "name", ["model-00002-of-00002.safetensors", pytest.param("tokenizer.json", marks=FULL)]
-)
+@FULL
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "tokenizer.json"])
 def test_a_connection_that_breaks_is_taken_up_again(cache, hub, name):
     hub.cut[name] = 1000
     done = cache.run(*MERGE, status=None)

@@ -27,6 +27,8 @@ from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import LinearKernel, kernel_of_layer
 from flexquant.serving.kernels.trial import find_fastest
 from flexquant.serving.vllm_api import HummingLinearKernel, MacheteLinearKernel, MarlinLinearKernel
+from flexquant.serving.worker.one_copy.gpu import layout_of
+from tests.conftest import rest_full
 
 TORCH = f"{TorchCPUInt4LinearKernel.__module__}:{TorchCPUInt4LinearKernel.__name__}"
 STOCK = "flexquant.serving.kernels.cpu_kernels:CPUW4A16LinearKernel"
@@ -69,7 +71,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 @pytest.mark.skipif(
     not hasattr(torch.ops._C, "cpu_gemm_wna16"), reason="on this CPU there is one INT4 kernel"
 )
-@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("zero_points", rest_full((False, True), True))
 def test_a_trial_times_real_kernels_and_is_made_once(cache, monkeypatch, zero_points):
     layer = {**LAYER, "zero_points": zero_points, "kernels": [STOCK, TORCH]}
     (chosen,) = find_fastest([layer])
@@ -114,6 +116,11 @@ def test_what_is_no_trial_of_this_layer_is_not_believed(cache, monkeypatch, cont
     file.unlink()
     remember(cache, layer)
     assert find_fastest([layer]) == [TORCH]
+
+
+def test_a_trial_is_made_though_nothing_can_be_kept(cache):
+    cache.parent.write_text("no folder")
+    assert find_fastest([{**LAYER, "kernels": [TORCH, "flexquant:None"]}]) == [TORCH]
 
 
 def test_the_first_kernel_is_kept_unless_another_is_clearly_faster():
@@ -168,6 +175,11 @@ def int4_kernel(**changes: object) -> LinearKernel:
     found = kernel_of_layer(trial.new_layer(layer, TorchCPUInt4LinearKernel))
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize("group", [48, 96, 192])
+def test_groups_that_the_kernel_of_one_copy_would_cut_are_not_read(group):
+    assert layout_of(HummingLinearKernel, int4_kernel(inputs=group * 64, group_size=group).config) is None
 
 
 def tried(kernel: LinearKernel) -> list[str]:

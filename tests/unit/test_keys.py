@@ -69,6 +69,7 @@ def test_compiled_code_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         ("derived", derived(weights="fp8")),
         *(("kernels", {path: ("Marlin", kind)}) for path, kind in OTHER_KERNELS),
         ("flexquant.serving.worker.plan_views.__version__", "9.9"),
+        ("flexquant.serving.worker.plan_views.versions_of", lambda _: {"humming-kernels": "9.9"}),
     ]
     assert_whole(key, changes, monkeypatch)
     # A new threshold in the policy compiles nothing anew, nor does another scheme that the plan does not run.

@@ -28,6 +28,7 @@ from flexquant.serving.vllm_api import envs
 from flexquant.serving.worker.one_copy import cpu as one_copy
 from flexquant.serving.worker.one_copy.product import CHANNEL_SCALE, NESTED, ROW
 from tests import programs
+from tests.conftest import rest_full
 
 pytest.importorskip("vllm")
 
@@ -210,7 +211,7 @@ def test_sums_are_scaled_without_the_zero_points(bias, zeros):
 LOADED = "from flexquant.serving.kernels.cpu_loops import has_loops; print(has_loops())"
 
 
-@pytest.mark.parametrize("compiler", ["false", "no such compiler"])
+@pytest.mark.parametrize("compiler", rest_full(("false", "no such compiler"), "false"))
 def test_a_compiler_that_fails_leaves_the_operators_of_pytorch(compiler, tmp_path):
     own = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "CXX": compiler}
     done = programs.run([sys.executable, "-c", LOADED], timeout=90, environment={**os.environ, **own})

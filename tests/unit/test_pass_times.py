@@ -65,8 +65,10 @@ def test_the_table_has_the_sizes_at_which_all_were_measured() -> None:
 @pytest.mark.parametrize(
     ("times", "problem"),
     [
-        ({"0": [1, 1, 1]}, "is not a size; give whole numbers of at least 1 as keys"),
-        ({"many": [1, 1, 1]}, "is not a size; give whole numbers of at least 1 as keys"),
+        *(
+            ({key: [1, 1, 1]}, "is not a size; give whole numbers of at least 1 as keys")
+            for key in ("0", "many", "01", "\u0661")
+        ),
         ({"1": [1, 0, 2]}, r"is \[1.0, 0.0, 2.0\]; give times above 0 with low <= median <= high"),
         ({"1": [3, 1, 2]}, "give times above 0 with low <= median <= high"),
     ],

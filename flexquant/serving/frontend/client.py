@@ -45,7 +45,7 @@ def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> JsonObje
         raise FlexQuantError(f"the environment has no {ADMIN_KEY}; set it to the key that the server has")
     if not url.startswith(("http://", "https://")):
         raise FlexQuantError(f"'{url}' is no URL of a server; write e.g. http://127.0.0.1:8000")
-    query = urllib.parse.urlencode({"name": policy.name, "dry_run": str(dry_run).lower()})
+    query = urllib.parse.urlencode({"name": policy.name[-200:], "dry_run": str(dry_run).lower()})
     request = urllib.request.Request(
         f"{url.rstrip('/').removesuffix('/v1')}/flexquant/policy?{query}",
         data=json.dumps(policy.document).encode(),
@@ -55,6 +55,8 @@ def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> JsonObje
     try:
         with urllib.request.build_opener(_NoRedirects).open(request, timeout=TIMEOUT) as reply:
             answer: JsonObject = json.load(reply)
+            if not (isinstance(answer, dict) and "routes" in answer):
+                raise ValueError("what answers is not FlexQuant")
             return answer
     except urllib.error.HTTPError as e:
         raise FlexQuantError(_refusal(e)) from e

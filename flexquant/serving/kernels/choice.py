@@ -5,8 +5,8 @@
 vLLM uses one order of kernels for a process, whatever the number of tokens, and its first is not always the
 fastest: on a server CPU the fastest of three W4A16 kernels for one token is the slowest for a prompt, and on
 Hopper Humming decodes in 0.7 of the time of Machete, which vLLM takes. So each variant's layers are timed
-with as many tokens as the policy gives to that variant (:mod:`flexquant.serving.kernels.trial`). If only one
-kernel is available, nothing is timed. A kernel that the user names is taken instead.
+with the sizes of its decode passes, or of prompts if it has none (:mod:`flexquant.serving.kernels.trial`). If
+only one kernel is available, nothing is timed. A kernel that the user names is taken instead.
 """
 
 import importlib
@@ -65,7 +65,7 @@ FEWEST_WEIGHTS = 1 << 18
 
 
 def sizes_by_variant(routes: RouteTable) -> dict[str, tuple[int, ...]]:
-    """Return by variant the tokens with which its kernels are timed: the sizes of its decode passes."""
+    """Return by variant the tokens with which its kernels are timed: of decode passes, if it has any."""
     in_decode: dict[str, set[int]] = {}
     in_others: dict[str, set[int]] = {}
     for phase in PHASES:

@@ -177,8 +177,8 @@ def _write(file: Path, found: JsonObject) -> None:
                 os.replace(written, file)
     except OSError as e:
         logger.warning("FlexQuant will try the kernels again at the next start: %s", e)
-    finally:
-        written.unlink(missing_ok=True)
+    with suppress(OSError):
+        written.unlink()
 
 
 def main(request: str, reply: str) -> None:

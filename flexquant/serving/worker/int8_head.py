@@ -116,8 +116,8 @@ class Int8HeadMethod(QuantizeMethodBase):
         self._create_int8_weights(head, weight.device)
         if not self._keeps_16_bit:
             for module in self.served:
-                # Adapters and drafts ask for the dtype and the device.
-                module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+                # Adapters and drafts ask for the dtype, the device and the width.
+                module.weight = nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
         return weight
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

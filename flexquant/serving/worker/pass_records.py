@@ -200,12 +200,12 @@ class PassRecords:
         self._counters: dict[tuple[str, str], PlanCounters] = {}
         """(Plan, phase) -> counters."""
         self._policies: dict[tuple[str, str], int] = {}
-        """(Name, digest) of each policy that has routed -> whether it routes now."""
+        """(Name, digest) of the last policies that have routed -> whether it routes now."""
         self._last: tuple[Pass, str] | None = None
 
     def announce_policy(self, policy: ServedPolicy, **details: object) -> None:
         """Record the policy that routes passes from now on; ``details`` go into the trace."""
-        self._policies = {**dict.fromkeys(self._policies, 0), (policy.name, policy.digest): 1}
+        self._policies = {**dict.fromkeys([*self._policies][-99:], 0), (policy.name, policy.digest): 1}
         if self._trace is not None:
             plans = policy.routes.layers_by_plan()
             self._trace.write({"flexquant": __version__, "policy": policy.name, "plans": plans, **details})

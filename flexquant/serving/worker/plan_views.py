@@ -27,7 +27,7 @@ from flexquant import __version__
 from flexquant.checkpoint.merged_config import MergedConfig
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.module_names import STACKS
-from flexquant.documents.results import digest_of
+from flexquant.documents.results import digest_of, versions_of
 from flexquant.errors import FlexQuantError
 from flexquant.policy.plans import Plan
 from flexquant.policy.rules import source_of
@@ -132,7 +132,7 @@ def plan_key(
             "derivation": derivation and [derivation.activations, derivation.weights],
         }
     model = {"architecture": merged.base_architecture, "layers": plan.layers, "schemes": schemes}
-    return {"flexquant": __version__, **model, "kernels": kernels}
+    return {"flexquant": __version__, **versions_of(("humming-kernels",)), **model, "kernels": kernels}
 
 
 def give_own_compile_state(

@@ -83,8 +83,7 @@ def class_for(base_architecture: str) -> type[FlexQuantVisionModel]:
     base = ModelRegistry.models[base_architecture].load_model_cls()
     parent = WithMRoPE if supports_mrope(base) else FlexQuantVisionModel
     answers = {name: getattr(base, name) for name in ANSWERS if hasattr(base, name)}
-    name = served_architecture(base_architecture)
-    return type(name, (parent,), {"__module__": __name__, **answers})
+    return type(served_architecture(base_architecture), (parent,), {"__module__": __name__, **answers})
 
 
 def __getattr__(name: str) -> type[FlexQuantVisionModel]:

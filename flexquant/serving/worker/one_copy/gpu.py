@@ -96,7 +96,8 @@ def layout_of(kind: type[MPLinearKernel], config: MPLinearLayerConfig) -> Layout
     """Return how a kind of kernel keeps a layer's weights, without padding; None if it is not known."""
     inputs, outputs = config.partition_weight_shape
     dtype = str(config.act_type).removeprefix("torch.")
-    layout = layout_found(kind, config.group_size, config.zero_points, dtype) if kind in LAYOUTS else None
+    known = kind in LAYOUTS and not (128 % config.group_size and config.group_size % 128)
+    layout = layout_found(kind, config.group_size, config.zero_points, dtype) if known else None
     fits = layout and any(outputs % n == 0 and inputs % k == 0 for n, k in layout.multiples)
     return layout if fits else None
 
