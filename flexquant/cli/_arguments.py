@@ -124,7 +124,7 @@ def add_counts(parser: argparse.ArgumentParser, options: Mapping[str, tuple[int,
 
 def add_effort(add: Callable[..., object], measured: str) -> None:
     """Add the options of :class:`flexquant.evaluation.comparison.Effort`."""
-    text = f"rounds of {measured} (default: by the machine); if given alone, no rounds are added"
+    text = f"rounds of {measured} (default: by the machine); without --max-rounds, exactly these"
     add("--rounds", type=parse_count, metavar="N", help=text)
     add("--max-rounds", type=parse_count, metavar="N", help="most rounds, added ones included")
     text = "add rounds while the 95 %% interval of a ratio is wider than this (default: 3%%)"
@@ -152,7 +152,7 @@ def add_shard_size(parser: argparse.ArgumentParser) -> None:
 def add_subject(parser: argparse.ArgumentParser) -> None:
     """Add the checkpoint that is scored, the text and the reference."""
     add = parser.add_argument
-    add("folder", type=Path, metavar="OUT", help="merged checkpoint")
+    add("folder", type=Path, metavar="DIR", help="merged, INT4 or 16-bit checkpoint")
     add("--text", type=Path, required=True, metavar="FILE", help="text or .jsonl file to measure on")
     add("--reference", metavar="MODEL", help="folder or Hugging Face id of the 16-bit model")
 

@@ -98,11 +98,11 @@ def merge(args: argparse.Namespace) -> JsonObject:
 
 
 def configure_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="merged checkpoint")
+    parser.add_argument("folder", metavar="DIR", help="merged, INT4 or 16-bit checkpoint")
 
 
 def inspect(args: argparse.Namespace) -> JsonObject:
-    """Show what a merged checkpoint holds: variants, bytes, bits per parameter, default policy, KV cache.
+    """Show what a checkpoint holds: variants, bytes, bits per parameter, default policy, KV cache.
 
     It also shows which layers of which variant the default policy loads, and how many bytes they have.
 
@@ -136,13 +136,13 @@ def inspect(args: argparse.Namespace) -> JsonObject:
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="OUT", help="merged checkpoint")
+    parser.add_argument("folder", metavar="DIR", help="merged, INT4 or 16-bit checkpoint")
     text = "after --: arguments of vllm serve for the engine, not for the API server"
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help=text)
 
 
 def doctor(args: argparse.Namespace) -> JsonObject:
-    """Check in seconds, without loading weights, how 'vllm serve' would run a merged checkpoint here.
+    """Check in seconds, without loading weights, how 'vllm serve' would run a checkpoint here.
 
     Prints one finding a line: device and versions, policy, attention backend, CUDA graphs, the kernel of
     every linear layer and why not a better one, memory, and what would be refused. '!' marks what could be

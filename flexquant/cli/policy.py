@@ -44,8 +44,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     show = add("show", "show which plan serving takes for each forward pass")
     text = f"built-in name or policy file (default: the model's stored policy, else {DEFAULT_POLICY})"
     show.add_argument("policy", nargs="?", metavar="NAME|FILE", help=text)
-    text = "merged checkpoint, to check the policy's variants and layers against"
-    show.add_argument("--model", type=Path, metavar="OUT", help=text)
+    text = "checkpoint, to check the policy's variants and layers against"
+    show.add_argument("--model", type=Path, metavar="DIR", help=text)
     text = "most tokens in one pass, vLLM's --max-num-batched-tokens (default: no limit)"
     show.add_argument("--max-tokens", type=parse_count, default=sys.maxsize, metavar="N", help=text)
     validate = add("validate", "check a policy file without a model")

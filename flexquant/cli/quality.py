@@ -39,7 +39,7 @@ def configure_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def eval_policies(args: argparse.Namespace) -> JsonObject:
-    """Measure what each policy of a merged checkpoint costs in quality, as vLLM serves it.
+    """Measure what each policy of a checkpoint costs in quality, as vLLM serves it.
 
     Rows are drawn from a text. Each row's prompt is prefilled and its continuation forced token by token, so
     decode passes are measured as they are served, over the shared KV cache. With --reference, the 16-bit
@@ -123,8 +123,8 @@ def search(args: argparse.Namespace) -> JsonObject:
     decodes --sequences sequences.
 
     examples:
-      flexquant search out --text text.txt --reference model --policy tuned.yaml --output out --max-kl 0.05
-      flexquant search out --text text.txt --policy tuned.yaml --output results --layers 8
+      flexquant search merged --text a.txt --reference model --policy tuned.yaml --output found --max-kl 0.05
+      flexquant search merged --text a.txt --policy tuned.yaml --output found --layers 8
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from flexquant.layers import report

@@ -39,7 +39,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, metavar="DIR", help="merged checkpoint to write")
     add("--variants-folder", metavar="DIR", help="where the variants stay (default: DIR-variants)")
     add("--policy", metavar="NAME|FILE", help="policy to store as the default (default: the recipe's)")
-    text = "round W8A8 to what INT4 reaches, store it as what INT4 lacks for it, and measure what it lost so "
+    text = "round W8A8 to within 4 bits of what INT4 predicts, store these bits, and measure the loss "
     text += f"(default recipe: {UNROTATED})"
     add("--nested", action="store_true", help=text)
     add("--overwrite", action="store_true", help="replace existing folders that other inputs made")
@@ -55,7 +55,7 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     text = "text or .jsonl file, folder of them, dataset id, or 'self': text of which the model writes "
     text += "half (default: the recipe's; built-in recipes: self)"
     add("--calibration", metavar="FILE|DIR|DATASET|self", help=text)
-    text = "store the lm_head in INT8, in all variants (default: the recipe's)"
+    text = "store all variants' lm_head in INT8, or as it is (default: the recipe's)"
     add("--head", choices=get_args(Head), help=text)
     add("--samples", type=int, metavar="N", help="calibration samples (default: the recipe's)")
     add("--length", type=int, metavar="N", help="tokens in a sample (default: the recipe's)")

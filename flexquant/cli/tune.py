@@ -44,7 +44,7 @@ def configure_tune(parser: argparse.ArgumentParser) -> None:
 def configure_fit(parser: argparse.ArgumentParser) -> None:
     _add_goal(parser)
     memory = parser.add_mutually_exclusive_group(required=True)
-    text = "memory of each GPU, or of the CPU, for weights: as many layers as fit have W8A8 of their own, "
+    text = "memory of each GPU, or of the CPU, for weights: as many layers as fit store W8A8, "
     text += "and the others compute INT8 weights from INT4"
     memory.add_argument("--memory", type=options.parse_size, metavar="SIZE", help=text)
     text = "the same, but for the memory that a KV cache of so many tokens leaves for weights"
@@ -75,7 +75,7 @@ def configure_advise(parser: argparse.ArgumentParser) -> None:
 def _add_goal(parser: argparse.ArgumentParser) -> None:
     """Add the options of the checkpoint, of the policy to write, and of what it is to be good at."""
     add = parser.add_argument
-    add("folder", type=Path, metavar="OUT", help="merged checkpoint")
+    add("folder", type=Path, metavar="DIR", help="merged, INT4 or 16-bit checkpoint")
     add("--output", type=Path, required=True, metavar="FILE", help="policy to write, ending in .yaml")
     text = "replace an existing output, and the samples of an interrupted run with other arguments"
     add("--overwrite", action="store_true", help=text)
