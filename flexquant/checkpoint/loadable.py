@@ -78,8 +78,7 @@ def check_loadable(section: JsonObject, tensors: Mapping[str, TensorRef], owner:
 def is_sparse(section: JsonObject) -> bool:
     """Whether a ``quantization_config`` says that zeros among the weights are left out."""
     sparsity = section.get("sparsity_config")
-    is_dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
-    return bool(sparsity) and not is_dense
+    return bool(sparsity) and not (isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense")
 
 
 def _check_section(section: JsonObject, schemes: LinearSchemes, owner: str) -> None:

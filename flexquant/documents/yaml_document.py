@@ -8,7 +8,6 @@ key, what is allowed and what to do. The same models make the JSON Schema for ed
 
 import importlib.resources
 import json
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -185,7 +184,7 @@ def _scalar(value: object, written: str) -> object:
         raise ValueError("a number of more than 63 bit")
     if isinstance(value, int | float) and OLD_NUMBER.fullmatch(written):
         raise ValueError(f"YAML 1.1 takes it for {value}, to the base of 8 or 60")
-    if isinstance(value, bytes) or isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, bytes):
         raise ValueError("JSON has no such value")
     return _whole(value) if isinstance(value, str) else value
 
@@ -223,7 +222,7 @@ def read_named(name_or_path: str, package: str, kind: str) -> tuple[bytes, str]:
     try:
         return path.read_bytes(), name_or_path
     except (OSError, ValueError) as e:
-        problem = f"{name_or_path}: the {kind} file cannot be read ({said_by(e)}); give the path of a file"
+        problem = f"{name_or_path}: the {kind} file cannot be read ({getattr(e, 'strerror', e)}); give a path"
         raise FlexQuantError(f"{problem}, or one of the built-in ones {known}") from e
 
 

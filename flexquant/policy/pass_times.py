@@ -13,6 +13,7 @@ A tuned policy holds them under its key ``measured``:
         w8a8: {64: [290.9, 280.8, 300.2]}
 """
 
+import json
 import math
 from bisect import bisect_left
 from collections import Counter
@@ -57,6 +58,7 @@ def _read_time(times: list[float]) -> Time:
     return Time(*(ms / 1e3 for ms in times))
 
 
+IN_JSON = AfterValidator(lambda value: json.dumps(value, allow_nan=False) and value)
 SizeKey = Annotated[str, AfterValidator(_check_size), Field(json_schema_extra={"pattern": "^[1-9][0-9]*$"})]
 Milliseconds = Annotated[
     Annotated[list[Number], Field(min_length=3, max_length=3)],
@@ -79,7 +81,7 @@ else:  # in a document: variant -> size as text -> milliseconds
 class PassTimes(Section):
     """Times of whole forward passes with sampling, by variant and size; `flexquant tune` writes them."""
 
-    origin: Annotated[JsonObject, says("give a mapping")]
+    origin: Annotated[JsonObject, IN_JSON, says("give a mapping, without .inf and .nan", whole=True)]
     """Machine, versions, date and command."""
     context: Positive
     """Tokens of every sequence in the KV cache, in the decode passes."""

@@ -3,7 +3,7 @@
 """Measured times of passes: read, interpolated, shown; the names of devices, the marks of findings."""
 
 import os
-from math import sqrt
+from math import inf, nan, sqrt
 from typing import Any
 
 import pytest
@@ -60,6 +60,12 @@ def test_the_table_has_the_sizes_at_which_all_were_measured() -> None:
     decode = {"w8a8": {"1": [20, 20, 20], "4": [40, 40, 40]}, "w4a16": {"4": [30, 30, 30], "8": [60, 60, 60]}}
     lines = format_times(PassTimes.model_validate(DOCUMENT | {"decode_ms": decode}), lambda *_: "")
     assert [line.split()[0] for line in lines if line] == ["decode,", "4", "prefill,", "512"]
+
+
+@pytest.mark.parametrize("value", [inf, -inf, nan])
+def test_an_origin_that_json_has_not_is_refused(value: float) -> None:
+    with pytest.raises(ValidationError, match="give a mapping, without .inf and .nan"):
+        PassTimes.model_validate(DOCUMENT | {"origin": {"a": [value]}})
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ def test_characters_that_json_writes_as_two_escapes_are_one():
         (f'"measured": {2**63}', f"line 2: measured is '{2**63}', which cannot be read (a number of more"),
         (f'"measured": -{"9" * 300}', "which cannot be read (a number of more than 63 bit)"),
         (f'"measured": {"59:" * 20}59', "which cannot be read (a number of more than 63 bit)"),
-        *((f'"measured": {v}', "(JSON has no such value)") for v in (".nan", "-.inf", "!!binary aGk=")),
+        ('"measured": !!binary aGk=', "(JSON has no such value)"),
     ],
 )
 def test_what_no_other_process_could_be_told_is_refused(entry, problem):
