@@ -90,7 +90,7 @@ def build_checkpoint(
     Without ``overwrite`` an existing ``output`` has to be a merged checkpoint of these variants.
     """
     output = Path(output)
-    folder = Path(variants_folder) if variants_folder else output.with_name(f"{output.name}-variants")
+    folder = Path(variants_folder) if variants_folder else Path(f"{output}-variants")
     policy = policy or recipe.policy
     _check_policy(policy, recipe)
     if nested:
@@ -100,7 +100,7 @@ def build_checkpoint(
         _check_finished(output, list(recipe.variants), policy, nested, max_shard_size)
         remove_leftovers(output)
     else:
-        prepare_output(output, [folder], overwrite=overwrite)
+        prepare_output(output, [folder, Path(model)], overwrite=overwrite)
     shown: dict[str, Any] = {"progress": progress, "stage": stage, "verbose": verbose}
     check = partial(_check_mergeable, list(recipe.variants), policy)
     quantizing = {"resume": True, "overwrite": overwrite, "check": check, **shown, **quantizing}
@@ -147,7 +147,8 @@ def _measure_served(
         folder, prompts = find_folder(model, progress), None
         whole = f"{merged.folder} is whole, and can be served"
         explained = explained_memory("measuring what is lost as it is served", whole)
-        with explained, TemporaryDirectory(dir=merged.folder.parent) as work:
+        parent, prefix = merged.folder.parent, f".{merged.folder.name}.flexquant-tmp-"
+        with explained, TemporaryDirectory(prefix=prefix, dir=parent) as work:
             reference = read_reference(load_whole(read_source(folder)), load_tokenizer(folder))
             folders = {prefill: Path(variants[prefill])} if prefill else {}
             for name in merged.merged.nested:
@@ -173,7 +174,8 @@ def _measure_served(
 def _phases(policy: Policy, merged: MergedCheckpoint) -> tuple[str, str] | None:
     """Return a prompt's and an answer's variant; None unless both are whole, and for experts."""
     variants = merged.merged.variants
-    if not {*policy.variants} <= {*variants} or any(map(EXPERTS.match, merged.tensors)):
+    whole = {*policy.variants} <= {*variants} and policy.head == "stored"
+    if not whole or any(map(EXPERTS.match, merged.tensors)):
         return None
     table = build_route_table(policy, list(variants), count_layers(merged.config), PROMPT_TOKENS)
     plans = table.lookup("prefill", PROMPT_TOKENS), table.lookup("decode", 1)

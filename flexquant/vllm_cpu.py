@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    installed = {d.metadata["Name"].lower(): d for d in metadata.distributions()}
+    installed = {(d.metadata["Name"] or "").lower(): d for d in metadata.distributions()}
     companions = [name for name in ("torchvision", "torchaudio", "torchcodec") if name in installed]
     for_cuda = [name for name in companions if not installed[name].version.endswith("+cpu")]
     torch = installed["torch"].version if "torch" in installed else ""
@@ -29,7 +29,7 @@ def main() -> int:
     version = f"{cpu.version.split('+')[0]}+cpu"
     name = f"vllm-{version}.dist-info"
     folder = Path(str(cpu.locate_file(name)))
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     (folder / "INSTALLER").write_text("flexquant\n")
     (folder / "RECORD").write_text(f"{name}/METADATA,,\n{name}/INSTALLER,,\n{name}/RECORD,,\n")

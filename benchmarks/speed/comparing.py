@@ -9,6 +9,7 @@ as they run, so where a second server was measured the interval is made wider by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.speed.subjects import AGAIN, FLEXQUANT, STATIC, is_peer
@@ -23,9 +24,13 @@ Measured = Mapping[Workload, dict[str, Rounds]]
 
 
 def compare_beside(ratios: Sequence[float], again: Sequence[float]) -> Comparison:
-    """Return the comparison, wider by the ratios of two servers of the same subject, if there are any."""
-    found = compare(ratios)
-    return found.widened(compare(again).ratio) if again else found
+    """Return the comparison, wider on both sides by the ratio of two servers of one subject, if any.
+
+    Rounds do not show an error that is the same in all of them.
+    """
+    found, ratio = compare(ratios), compare(again).ratio if again else 1.0
+    apart = max(ratio, 1 / ratio)
+    return replace(found, low=found.low / apart, high=found.high * apart)
 
 
 def paired_ratios(rounds: Rounds, reference: Rounds, metric: Metric) -> list[float]:

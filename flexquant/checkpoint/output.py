@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TypeVar
 
 from flexquant.checkpoint.weight_bytes import format_bytes
@@ -62,6 +63,12 @@ def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> 
         source = Path(os.path.realpath(folder))
         if target.is_relative_to(source) or source.is_relative_to(target):
             raise FlexQuantError(f"the output {output} overlaps the input {folder}; choose another folder")
+    existing = next(path for path in target.parents if path.exists())
+    try:
+        with TemporaryFile(dir=existing):
+            pass
+    except OSError as e:
+        raise FlexQuantError(f"cannot write into {existing} ({e.strerror}); choose another folder") from e
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:

@@ -176,7 +176,7 @@ def advise(args: argparse.Namespace) -> JsonObject:
     """
     device = load_device(args.device)
     model = PlannedModel.read(args.config)
-    batches = Batches(args.input_len, args.output_len, args.concurrency)
+    batches = Batches(args.input_len, args.output_len, tuple(dict.fromkeys(args.concurrency)))
     size = args.tensor_parallel_size
     outcomes = try_ways(model, device, batches, size, args.gpu_memory_utilization)
     count = "" if size == 1 else f"{size} x "

@@ -128,7 +128,7 @@ def engine_config(folder: str, arguments: Sequence[str]) -> VllmConfig:
 
     from flexquant.serving.vllm_api import FlexibleArgumentParser, UsageContext
 
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve", exit_on_error=False))
     args, unknown = parser.parse_known_args(["--model", folder, "--config-format", QUANT_METHOD, *arguments])
     if unknown:
         problem = f"'{' '.join(unknown)}' is no argument of vLLM's engine"

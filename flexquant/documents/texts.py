@@ -11,6 +11,7 @@ with it.
 from __future__ import annotations
 
 import importlib.resources
+import os
 import random
 import re
 import signal
@@ -59,7 +60,7 @@ def read_documents(source: str | Path | None) -> Iterator[TextOrMessages]:
         from pydoc_data.topics import topics
 
         return iter([topics[name] for name in sorted(topics)])
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.is_dir():
         files = sorted(f for f in path.iterdir() if f.suffix in TEXT_SUFFIXES and f.is_file())
         if not files:

@@ -13,15 +13,13 @@ With 10 rounds of normal noise this interval is hardly wider than Student's, and
 
 Rounds are added until the interval is narrow or the budget is used up (:class:`Effort`), and never until it
 excludes 1, as noise does that sooner or later: with up to 20 rounds a 95 % interval then covers 93 to 97 %,
-and would cover 84 % if it stopped once it excludes 1 (tests/unit/test_comparison.py). Rounds do not show an
-error that is the same in all of them: see :meth:`Comparison.widened`.
+and would cover 84 % if it stopped once it excludes 1 (tests/unit/test_comparison.py).
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -51,11 +49,6 @@ class Comparison:
     def is_narrow(self, width: float) -> bool:
         """Whether the interval's ends differ by less than ``width``, a share of the lower one."""
         return self.rounds >= FEWEST_ROUNDS and self.high < self.low * (1 + width)
-
-    def widened(self, ratio: float) -> Self:
-        """Widen the interval on both sides by ``ratio``, measured between things that should be equal."""
-        apart = max(ratio, 1 / ratio)
-        return replace(self, low=self.low / apart, high=self.high * apart)
 
     def words(self, lower: str = "faster", higher: str = "slower") -> str:
         """Return the verdict, e.g. ``6.9 % faster``, ``equal within 14 %`` or ``too few rounds``."""

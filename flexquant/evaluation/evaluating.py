@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from flexquant.checkpoint.folder import find_model
 from flexquant.checkpoint.merged_checkpoint import MergedCheckpoint, folder_label
 from flexquant.checkpoint.model_config import JsonObject
 from flexquant.checkpoint.output import check_free_space
@@ -97,7 +98,7 @@ def evaluate(
     return {
         "schema": SCHEMA,
         "checkpoint": folder_label(subject.folder),
-        "reference": _label(reference),
+        "reference": None if reference is None else folder_label(find_model(reference)),
         "settings": asdict(settings),
         "text": {"file": Path(text).name, "sha256": hash_file(Path(text))},
         "questions": len(prompts),
@@ -106,13 +107,6 @@ def evaluate(
         "versions": describe_versions(),
         "argv": describe_command(),
     }
-
-
-def _label(model: str | Path | None) -> str | None:
-    """Return a folder's name, or a model's id as it is."""
-    if model is None:
-        return None
-    return folder_label(Path(model)) if Path(model).is_dir() else str(model)
 
 
 @dataclass

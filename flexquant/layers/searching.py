@@ -16,13 +16,13 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from flexquant.checkpoint.model_config import JsonObject
 from flexquant.errors import FlexQuantError, UsageError
 from flexquant.layers.sensitivity import Study, StudyDocument, measure_plans
 from flexquant.policy.pass_times import PassTimes
 from flexquant.policy.plans import Layers, Plan, all_in, describe_layers, with_layer
 from flexquant.policy.rules import parse_policy, with_derivations
-from flexquant.tuning.policy_file import TuningResult
+from flexquant.tuning.objectives import Decision, Range
+from flexquant.tuning.policy_file import TuningResult, rules_of
 
 LAST = 3
 """Proposed plans to measure, those that raise most within the budget; raising more is not always better."""
@@ -197,6 +197,9 @@ def beside(chain: Sequence[Layers], plan: Layers, steps: int) -> Iterator[Layers
         yield with_layer(chain[max(0, place - 1)], layer, variant)
 
 
+FASTEST_PLAN = "that plan"  # which a sentence above the table of times names
+
+
 def limit_loss(
     tuned: TuningResult,
     study: Study,
@@ -217,21 +220,22 @@ def limit_loss(
     losses = {variant: fmean(kl[describe_layers(all_in(variant, number))]) for variant in study.variants}
     plan = found.chosen
 
-    def limited(rule: JsonObject) -> JsonObject:
-        if losses[rule["use"]] <= most:
-            return rule
-        decodes = rule.get("when", {}).get("phase") == "decode"
-        return {**rule, "use": Plan.from_layers(plan.layers).rule_use() if decodes else study.highest}
+    def limited(phase: str, r: Range) -> Range:
+        other = FASTEST_PLAN if phase == "decode" else study.highest
+        return r if losses[r.variant] <= most else replace(r, variant=other)
 
-    rules = [limited(rule) for rule in tuned.document["rules"]]
-    document = with_derivations({**tuned.document, "rules": rules}, study.variants.values())
+    decision = Decision({p: tuple(limited(p, r) for r in of) for p, of in tuned.decision.ranges.items()})
+    uses = {**{v: v for v in losses}, FASTEST_PLAN: Plan.from_layers(plan.layers).rule_use()}
+    document = {**tuned.document, "rules": rules_of(decision, uses)}
+    document = with_derivations(document, study.variants.values())
     told = ", ".join(f"{variant} {loss:.3g}" for variant, loss in losses.items())
     of, name = found.document["reference"] or f"{study.highest} itself", describe_layers(plan.layers)
     notes = [
         f"KL divergence of decode to {of} on {study.text.name}, nats a token: {told}.",
         f"At most {most:g} is allowed: the fastest plan, {name}, loses {plan.kl:.3g}.",
     ]
-    if document["rules"] != tuned.document["rules"]:
+    if decision != tuned.decision:
         document["description"] += f"; where that loses more than {most:g} nats a token, another plan"
     parse_policy(document, "the tuned policy")
-    return replace(tuned, document=document, notes=[*tuned.notes, *notes])
+    kept = [note for note in tuned.notes if decision == tuned.decision or " is never chosen" not in note]
+    return replace(tuned, document=document, decision=decision, notes=[*kept, *notes])

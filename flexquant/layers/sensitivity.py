@@ -118,7 +118,7 @@ class Study:
             "schema": SCHEMA,
             "checkpoint": folder_label(self.subject.folder),
             "files": weights_identity(self.subject.folder),
-            "reference": None if reference is None else Path(reference).name,
+            "reference": None if reference is None else folder_label(find_model(reference)),
             "reference_files": None if reference is None else weights_identity(find_model(reference)),
             "variants": list(self.variants),
             "derive": policy_that_loads(self.variants).get("derive", {}),

@@ -40,10 +40,6 @@ class RowAnswers(NamedTuple):
     nll: torch.Tensor
     """Negative log-likelihood of the token that follows, fp32 [tokens], in nats."""
 
-    def after_prompt(self) -> "RowAnswers":
-        """Return what follows a prompt of PROMPT_TOKENS tokens."""
-        return RowAnswers(*(part[PROMPT_TOKENS - 1 :] for part in self))
-
 
 class Reference(NamedTuple):
     """The texts to measure with, and what the 16-bit model says to them."""
@@ -75,8 +71,9 @@ def measuring_rows(
     kinds: dict[str, list[list[int]]] = {}
     for kind, document in known_documents(corpus, languages, tokenizer):
         ids = document_tokens(document, tokenizer, "the corpus")
-        if len(start) + len(ids) >= TOKENS:
-            kinds.setdefault(kind.partition("/")[0], []).append((start + ids)[:TOKENS])
+        row = ids if ids[: len(start)] == start else start + ids  # chat templates write the start too
+        if len(row) >= TOKENS:
+            kinds.setdefault(kind.partition("/")[0], []).append(row[:TOKENS])
     return kinds
 
 
@@ -123,7 +120,8 @@ def measure_answers(
     losses = {}
     for kind, answers in reference.answers.items():
         pairs = zip(_answered(model, reference.rows[kind], prompts.pop(kind)), answers, strict=True)
-        losses[kind] = _loss([_compare(*said, was.after_prompt()) for said, was in pairs])
+        after = ((said, RowAnswers(*(part[PROMPT_TOKENS - 1 :] for part in was))) for said, was in pairs)
+        losses[kind] = _loss([_compare(*said, was) for said, was in after])
     return losses
 
 

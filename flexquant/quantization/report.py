@@ -6,6 +6,7 @@ Neither holds a time or a path of this machine, so equal inputs give equal bytes
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict, cast
@@ -66,8 +67,8 @@ def variant_inputs(
 def portable_settings(calibration: Calibration) -> JsonObject:
     """Return the calibration settings; a file or folder is reduced to its name."""
     data = calibration.data
-    if data is not None and data != SELF and Path(data).expanduser().exists():
-        data = Path(data).expanduser().resolve().name
+    if data is not None and data != SELF and (path := Path(os.path.expanduser(data))).exists():
+        data = path.resolve().name
     return {**calibration.model_dump(), "data": data}
 
 

@@ -167,12 +167,12 @@ def _block_size(arguments: JsonObject, model: PreTrainedModel) -> int:
                 "cache, an lm_head or a bias",
                 "add its name to 'ignore'",
             )
-    fitting = (size for size in sizes if all(n and n % size == 0 for n in inputs.values()))
+    fitting = (s for s in sizes if not s & (s - 1) and all(n and n % s == 0 for n in inputs.values()))
     if (size := next(fitting, None)) is None:
-        name, number = next((name, n) for name, n in inputs.items() if not n or n % sizes[-1])
+        (name, *_) = [name for name, n in inputs.items() if not n or n % sizes[-1]] or inputs
         raise _NotRotated(
-            f"cannot rotate the {number} inputs of {name} in blocks of {' or '.join(map(str, sizes))}",
-            "give a transform_block_size that divides them",
+            f"cannot rotate the {inputs[name]} inputs of {name} in blocks of {' or '.join(map(str, sizes))}",
+            "give a transform_block_size that is a power of two and divides them",
         )
     return size
 

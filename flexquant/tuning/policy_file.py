@@ -106,7 +106,7 @@ def tuned_policy_document(
     document = {
         "schema": SCHEMA,
         "description": f"tuned for {goal}: {describe_decision(decision)}",
-        "rules": _rules(decision, uses),
+        "rules": rules_of(decision, uses),
         "measured": times.only([name for name in times.variants if uses.get(name, name) == name]).to_data(),
     }
     document = with_derivations(document, candidates.values())
@@ -128,7 +128,7 @@ def describe_decision(decision: Decision) -> str:
     return "; ".join(told)
 
 
-def _rules(decision: Decision, uses: Mapping[str, str | JsonObject]) -> list[JsonObject]:
+def rules_of(decision: Decision, uses: Mapping[str, str | JsonObject]) -> list[JsonObject]:
     """Return the rules: for decode by batch size, for all other passes by tokens."""
     if len(decision.variants) == 1:
         return [{"use": uses[decision.variants[0]]}]

@@ -226,6 +226,8 @@ def test_the_command_takes_what_vllm_serve_gets(merged, capsys, monkeypatch):
     assert main(["doctor", str(merged)]) == 0
     assert main(["doctor", str(merged), "--", "--pipeline-parallel-size", "8"]) == 1
     assert "none of the model's 4 decoder layers" in capsys.readouterr().out
+    assert main(["doctor", str(merged), "--", "--max-model-len", "many"]) == 1
+    assert "argument --max-model-len" in capsys.readouterr().out
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
 
 

@@ -90,7 +90,7 @@ def test_flexquant_commands_in_order(folder, monkeypatch, measured):
     if not measured:
         shutil.copy(TUNED, "my-tuned.yaml")
     for command in commands:
-        _, subcommand, *arguments = shlex.split(command)
+        _, subcommand, *arguments = shlex.split(command.partition(" > ")[0])
         if measured or subcommand not in FEW:
             assert main([subcommand, *arguments, *shlex.split(FEW.get(subcommand, ""))]) == 0, command
         else:

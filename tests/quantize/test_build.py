@@ -192,13 +192,20 @@ Refused = Callable[..., str]
 def refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Return a function that asserts that a build is refused, and changes nothing; it returns the message."""
 
-    def run(output: Path, *options: str) -> str:
+    def run(output: Path, *options: str, of: Path = model) -> str:
         before = digests(tmp_path)
-        assert cli.main(command("build", model, output, *options)) == 1
+        assert cli.main(command("build", of, output, *options)) == 1
         assert digests(tmp_path) == before
         return capsys.readouterr().err
 
     return run
+
+
+def test_the_model_is_not_replaced(model: Path, tmp_path: Path, refused: Refused) -> None:
+    copied = shutil.copytree(model, tmp_path / "model")
+    for output in (copied, copied / "merged", tmp_path):
+        message = refused(output, "--overwrite", "--recipe", "rtn", of=copied)
+        assert f"the output {output} overlaps the input {copied}; choose another folder" in message
 
 
 @pytest.mark.parametrize("by", ["default", "awq", "a recipe of one's own"])

@@ -145,11 +145,16 @@ def test_without_a_chat_template_conversations_name_their_speakers(tokenizer: Au
 
 
 def test_a_document_counts_with_the_token_that_begins_it(model: Path) -> None:
-    """The texts have as many letters as tokens: with the first token, one is as long as a row."""
+    """The texts have as many letters as tokens: with the first token, one is as long as a row.
+
+    What begins with that token, as chat templates write it, gets no second one.
+    """
     tokenizer, long, short = AutoTokenizer.from_pretrained(model), "a" * (TOKENS - 1), "b" * (TOKENS - 2)
     tokenizer._tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
-    rows = measuring_rows({"prose": [long, short]}, (), tokenizer)
-    assert rows == {"prose": [[256] + [tokenizer.convert_tokens_to_ids("a")] * (TOKENS - 1)]}
+    chat = tokenizer.decode([256]) + long
+    rows = measuring_rows({"prose": [long, short], "chat": [chat]}, (), tokenizer)
+    assert rows == dict.fromkeys(rows, [[256] + [tokenizer.convert_tokens_to_ids("a")] * (TOKENS - 1)])
+    assert [*rows] == ["prose", "chat"]
 
 
 def test_the_divergence_is_from_the_16_bit_model() -> None:

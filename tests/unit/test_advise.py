@@ -314,7 +314,7 @@ def test_notes_are_of_the_model_and_the_device(tmp_path):
 def test_command(capsys, tmp_path):
     planned(tmp_path, LLAMA_8B)
     command = ["advise", str(tmp_path), "--device", "l20", "--tensor-parallel-size"]
-    options = "--concurrency 1,4 --input-len 512 --output-len 128 --gpu-memory-utilization 0.5 --json"
+    options = "--concurrency 1,4,1 --input-len 512 --output-len 128 --gpu-memory-utilization 0.5 --json"
     assert cli.main([*command, "2", *options.split()]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tmp_path} on 2 x NVIDIA L20, 48 GB (l20)"
@@ -326,6 +326,7 @@ def test_command(capsys, tmp_path):
     one = try_ways(model, l20, Batches(512, 128, (1, 4)), 2, 0.5)[names.index(ONE_COPY)]
     assert found["ways"][ONE_COPY]["kv_cache_tokens"] == one.kv_cache_tokens
     assert found["ways"][ONE_COPY]["loads"]["4"]["ttft"] == one.loads[4].ttft
+    assert lines[3].split()[-2:] == ["1", "4"]
     assert found["choice"] == "stock W4A16" and found["helps"] is False
     assert cli.main([*command, "3"]) == 1
     assert "32 attention heads and 8 KV heads, which 3 devices cannot share" in capsys.readouterr().err

@@ -4,6 +4,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -28,7 +29,7 @@ from flexquant.policy.rules import parse_policy
 from flexquant.policy.schema import SCHEMA
 from flexquant.tuning.candidates import find_variants
 from flexquant.tuning.objectives import Decision, Range
-from flexquant.tuning.policy_file import TuningResult
+from flexquant.tuning.policy_file import TuningResult, policy_text
 from tests.checkpoints import make_pair
 from tests.pass_times import CROSSED, make_times
 
@@ -213,16 +214,24 @@ def test_the_plan_within_the_budget(search, budget, chosen, searched):
 CHOSEN = Decision({phase: (Range(None, "w4a16", None),) for phase in ("decode", "prefill")})
 
 
+MIXED = {"default": "w4a16", "layers": {"1-2": "w8a8"}}
+
+
 @pytest.mark.parametrize(
-    ("most", "decode", "others"),
-    [(0.04, {"default": "w4a16", "layers": {"1-2": "w8a8"}}, "w8a8"), (kl(plan("LLLL")), "w4a16", "w4a16")],
+    ("most", "rules", "plans"),
+    [
+        (0.04, [{"when": {"phase": "decode"}, "use": MIXED}, {"use": "w8a8"}], {"that plan", "w8a8"}),
+        (kl(plan("LLLL")), [{"use": "w4a16"}], {"w4a16"}),
+    ],
 )
-def test_a_tuned_policy_changes_only_where_it_loses_too_much(study, file, most, decode, others):
-    """Prompts then take the most precise variant."""
-    rules = [{"when": {"phase": "decode"}, "use": "w4a16"}, {"use": "w4a16"}]
-    tuned = TuningResult({"schema": SCHEMA, "description": "tuned", "rules": rules}, CHOSEN, TIMES, [])
+def test_a_tuned_policy_changes_only_where_it_loses_too_much(study, file, most, rules, plans):
+    """Prompts then take the most precise variant, and so does the table of times."""
+    notes = ["w8a8 is never chosen and so not loaded."]
+    document = {"schema": SCHEMA, "description": "tuned", "rules": [{"use": "w4a16"}]}
+    tuned = TuningResult(document, CHOSEN, TIMES, notes)
     limited = searching.limit_loss(tuned, study, most, file, overwrite=False, progress=lambda message: None)
-    assert limited.document["rules"] == [{**rules[0], "use": decode}, {"use": others}]
+    assert limited.document["rules"] == rules and (notes[0] in limited.notes) == (len(rules) == 1)
+    assert {*re.findall(r"^# \d+ (?:sequence|token).*  (.*)", policy_text(limited), re.MULTILINE)} == plans
 
 
 @pytest.mark.parametrize("changed", ["files", "settings", "variants"])
