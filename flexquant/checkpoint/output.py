@@ -68,7 +68,7 @@ def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> 
         with TemporaryFile(dir=existing):
             pass
     except OSError as e:
-        raise FlexQuantError(f"cannot write into {existing} ({e.strerror}); choose another folder") from e
+        raise FlexQuantError(f"cannot write {output}: {existing}: {e.strerror}; choose another folder") from e
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:

@@ -41,8 +41,6 @@ EVERY_DAY = [
     ("SmolLM2-360M o", 32, True, HOPPER),
     ("Qwen2.5-1.5B qkv", -1, False, MARLIN),
     ("Qwen2.5-1.5B qkv", -1, False, HUMMING),
-    ("Llama-3.2-1B kv", 128, True, MARLIN),
-    ("Gemma-2-2B q", 64, False, MARLIN),
 ]
 """Name, size of a group (-1: one for all inputs), whether there are zero points, and the layout."""
 ALL = [

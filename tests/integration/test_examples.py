@@ -24,7 +24,6 @@ from examples.vllm_server import vllm_serve
 from flexquant.cli import build_parser, main
 from tests import programs, readme
 from tests.checkpoints import make_checkpoint
-from tests.conftest import rest_full
 from tests.integration.conftest import generate, records_of
 
 BIN = Path(sys.executable).parent
@@ -102,8 +101,9 @@ def test_the_program_flexquant_is_installed():
     assert "phase-batch" in programs.run([BIN / "flexquant", "policy", "list"], timeout=120).stdout
 
 
+@pytest.mark.full
 @pytest.mark.engine
-@pytest.mark.parametrize("command", rest_full(of("vllm"), of("vllm")[0]))
+@pytest.mark.parametrize("command", of("vllm"))
 def test_vllm_commands(command, real_merged, tmp_path, monkeypatch):
     (tmp_path / "my-policy.yaml").write_text(readme.documents("flexquant.policy/v1")[0])
     shutil.copy(TUNED, tmp_path / "my-tuned.yaml")

@@ -238,7 +238,7 @@ def in_a_process(program: str, *arguments: object, work: Path, zentorch: bool, *
     return json.loads(reply.read_text())
 
 
-@pytest.fixture(scope="module", params=rest_full(RUNS, "eager", "with zentorch"))
+@pytest.fixture(scope="module", params=rest_full(RUNS, "eager"))
 def served(request, checkpoints) -> Served:
     zentorch = request.param == "with zentorch"
     if zentorch and not has_zentorch():

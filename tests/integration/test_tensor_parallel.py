@@ -121,6 +121,7 @@ def test_each_rank_corrects_its_part_of_nested_weights(tiny_merged, tmp_path):
         assert distance(answers, stock[number]) < 0.03 < distance(in_int4[number], stock[number])
 
 
+@pytest.mark.full
 def test_each_rank_rotates_its_blocks_of_inputs(tmp_path):
     """Each rank rounds its part of W8A8's activations: the answers are near to one rank's, not equal."""
     sources = {scheme: make_rotated(tmp_path / scheme, scheme) for scheme in ("w8a8", "w4a16")}
