@@ -100,7 +100,7 @@ def build_checkpoint(
         _check_finished(output, list(recipe.variants), policy, nested, max_shard_size)
         remove_leftovers(output)
     else:
-        prepare_output(output, [folder, Path(model)], overwrite=overwrite)
+        prepare_output(output, [folder, *filter(Path.exists, [Path(model)])], overwrite=overwrite)
     shown: dict[str, Any] = {"progress": progress, "stage": stage, "verbose": verbose}
     check = partial(_check_mergeable, list(recipe.variants), policy)
     quantizing = {"resume": True, "overwrite": overwrite, "check": check, **shown, **quantizing}
@@ -215,7 +215,7 @@ def _check_mergeable(variants: Sequence[str], policy: str | None, folder: Path) 
     from flexquant.merge.kv.compatibility import build_skeleton
     from flexquant.merge.kv.variant_weights import VariantWeights
 
-    plan = plan_merge([open_source(variants[0], folder)])
+    plan = plan_merge([open_source(name, folder) for name in variants][:1])
     chosen = choose_policy(policy, policy_to_store(policy, variants))
     build_route_table(chosen, variants, plan.num_layers, sys.maxsize)
     if len(variants) > 1:

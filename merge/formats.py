@@ -61,7 +61,7 @@ class Source:
 def open_source(name: str, folder: str | Path, dtype: str | None = None) -> Source:
     """Read a variant's headers and configs; cast 16 bit to ``dtype``, of CASTS. Raises FlexQuantError."""
     check_variant_name(name)
-    if hasattr(torch.nn.ModuleDict, name):
+    if hasattr(torch.nn.ModuleDict(), name):
         raise FlexQuantError(f"a server cannot load a variant named '{name}', a word of PyTorch's; rename it")
     folder = find_model(folder)
     config = read_config(folder)

@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TypeVar
 
 from flexquant.checkpoint.weight_bytes import format_bytes
@@ -64,11 +63,8 @@ def prepare_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> 
         if target.is_relative_to(source) or source.is_relative_to(target):
             raise FlexQuantError(f"the output {output} overlaps the input {folder}; choose another folder")
     existing = next(path for path in target.parents if path.exists())
-    try:
-        with TemporaryFile(dir=existing):
-            pass
-    except OSError as e:
-        raise FlexQuantError(f"cannot write {output}: {existing}: {e.strerror}; choose another folder") from e
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise FlexQuantError(f"cannot write {output}: {existing} is no folder to write into; choose another")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:

@@ -57,7 +57,7 @@ def examine(folder: str, arguments: Sequence[str]) -> Iterator[Finding]:
             check_draft_heads(checkpoint.source_config(name), tensors, f"variant '{name}'")
             check_loadable(variant.quantization_config, tensors, f"variant '{name}'")
         yield from _examine_with_vllm(folder, arguments)
-    except Exception as e:  # anything that stops vllm serve is a finding
+    except (Exception, SystemExit) as e:  # anything that stops vllm serve is a finding
         text = str(e) if isinstance(e, FlexQuantError) else f"{type(e).__name__}: {said_by(e)}"
         yield Finding("problem", "refused", text)
 

@@ -98,7 +98,7 @@ def evaluate(
     return {
         "schema": SCHEMA,
         "checkpoint": folder_label(subject.folder),
-        "reference": None if reference is None else folder_label(find_model(reference)),
+        "reference": None if reference is None else folder_label(find_model(reference, ("config.json",))),
         "settings": asdict(settings),
         "text": {"file": Path(text).name, "sha256": hash_file(Path(text))},
         "questions": len(prompts),

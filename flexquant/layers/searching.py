@@ -235,7 +235,8 @@ def limit_loss(
         f"At most {most:g} is allowed: the fastest plan, {name}, loses {plan.kl:.3g}.",
     ]
     if decision != tuned.decision:
+        kept = [n for n in tuned.notes if " is never chosen" not in n and " is kept up to" not in n]
+        tuned = replace(tuned, notes=kept)
         document["description"] += f"; where that loses more than {most:g} nats a token, another plan"
     parse_policy(document, "the tuned policy")
-    kept = [note for note in tuned.notes if decision == tuned.decision or " is never chosen" not in note]
-    return replace(tuned, document=document, decision=decision, notes=[*kept, *notes])
+    return replace(tuned, document=document, decision=decision, notes=[*tuned.notes, *notes])

@@ -167,8 +167,9 @@ def _block_size(arguments: JsonObject, model: PreTrainedModel) -> int:
                 "cache, an lm_head or a bias",
                 "add its name to 'ignore'",
             )
-    fitting = (s for s in sizes if not s & (s - 1) and all(n and n % s == 0 for n in inputs.values()))
-    if (size := next(fitting, None)) is None:
+    exact = arguments.get("transform_type") == "hadamard"
+    fits = (s for s in sizes if all(n and n % s == 0 for n in inputs.values()) and not (exact and s & s - 1))
+    if (size := next(fits, None)) is None:
         (name, *_) = [name for name, n in inputs.items() if not n or n % sizes[-1]] or inputs
         raise _NotRotated(
             f"cannot rotate the {inputs[name]} inputs of {name} in blocks of {' or '.join(map(str, sizes))}",

@@ -39,7 +39,7 @@ def refusals(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) 
 
 def _of_model(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable) -> Iterator[str]:
     model = vllm_config.model_config
-    if any(hasattr(ModuleDict, name) for name in merged.variants):
+    if any(hasattr(ModuleDict(), name) for name in (*merged.variants, *routes.derived)):
         what = f"variants named like an attribute of torch.nn.ModuleDict, among {', '.join(merged.variants)}"
         yield f"{what} (merge them under other names)"
     if reads_more_than_text(model.hf_config.to_dict()) and not model.is_multimodal_model:
@@ -170,9 +170,10 @@ def _of_passes(vllm_config: VllmConfig, merged: MergedConfig, routes: RouteTable
     if graphs == CUDAGraphMode.FULL and not routes.ignores_phase():
         what = "cudagraph_mode FULL, which replays one graph a size for all phases"
         yield f"{what}, under a policy that tells phases apart (use FULL_AND_PIECEWISE)"
-    if is_breakable_cudagraph_enabled() and graphs.has_piecewise_cudagraphs() and len(routes.plans) > 1:
+    several = sum(map(len, routes.layers.values())) > len(routes.plans[0].layers)
+    if is_breakable_cudagraph_enabled() and graphs.has_piecewise_cudagraphs() and several:
         what = "breakable CUDA graphs, which replay what was captured, whatever the plan"
-        yield f"{what}, under a policy with several plans (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)"
+        yield f"{what}, under a policy that loads several variants (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)"
     if graphs.has_full_cudagraphs() and not has_one_head(merged, routes):
         yield f"cudagraph_mode {graphs.name} for variants with different lm_heads (use PIECEWISE)"
     model = vllm_config.model_config

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -63,10 +64,7 @@ SMALL_CACHE = {"num_gpu_blocks_override": 256}
 
 @pytest.fixture(scope="session", autouse=True)
 def watch_engines(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Count the engines of this process, whoever starts them.
-
-    Only the first two search all imported modules: for garbage, and for Triton's kernels.
-    """
+    """Count the engines of this process; only its first two search what is imported for garbage."""
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
 
@@ -74,13 +72,16 @@ def watch_engines(pytestconfig: pytest.Config) -> Iterator[None]:
     platform, freeze, thaw = type(current_platform), gc.freeze, gc.unfreeze
 
     def counted(self: EngineCore, *args: Any, **kwargs: Any) -> None:
-        if starts["engines"] < 2:
-            freeze()
         starts["engines"] += 1
         start(self, *args, **kwargs)
 
+    def freeze_what_is_imported() -> None:
+        if starts["engines"] < 2:
+            freeze()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineCore, "__init__", counted)
+        patch.setattr(in_process, "gc", SimpleNamespace(collect=gc.collect, freeze=freeze_what_is_imported))
         patch.setattr(gc, "freeze", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
         if register := getattr(platform, "register_triton_kernel_overrides", None):

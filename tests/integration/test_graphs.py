@@ -20,7 +20,9 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from flexquant.checkpoint.merged_config import MergedConfig
+from flexquant.documents.yaml_document import to_yaml
 from flexquant.errors import FlexQuantError
+from flexquant.policy.rules import load_policy
 from flexquant.serving.config import ServedPolicy, clip_to_server
 from flexquant.serving.worker.graphs import PlanGraphs
 from tests.policies import rules
@@ -155,12 +157,12 @@ def test_mode_full_is_refused_for_a_policy_that_tells_phases_apart(configured):
         configured(POLICY, "FULL")
 
 
-def test_breakable_graphs_are_refused_for_a_policy_with_several_plans(configured, monkeypatch):
+def test_breakable_graphs_are_refused_for_a_policy_that_loads_several_variants(configured, monkeypatch):
     """A later policy could give their sizes another plan, and they would replay the one before."""
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     envs.disable_envs_cache()
     configured(rules("- use: w8a8"), "PIECEWISE")
-    for policy in (ANY_PHASE, POLICY):
+    for policy in (ANY_PHASE, POLICY, to_yaml(load_policy("w8a8-from-int4").document)):
         with pytest.raises(FlexQuantError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
             configured(policy, "PIECEWISE")
 

@@ -49,7 +49,7 @@ def test_errors(model: Path, variants: Path, tmp_path: Path) -> None:
     refused("is quantised already", variants / "w8a8", output)
     refused("w8a8 exists; .*--overwrite", model, variants)
     refused("overlaps the input", model, model)
-    refused(f"cannot write .*: {empty}: Not a directory; choose another folder", model, empty / "out")
+    refused(f"cannot write .*: {empty} is no folder to write into", model, empty / "out")
     refused("the calibration data has no text", model, output, calibration=empty)
     refused("there is no file .*no.txt; give a file", model, output, calibration=tmp_path / "no.txt")
     refused("neither a file nor a Hugging Face dataset", model, output, calibration="no/dataset")

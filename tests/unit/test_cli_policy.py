@@ -221,7 +221,7 @@ def test_space_around_the_key_is_none_of_it(key, other, monkeypatch):
 def test_what_is_no_answer_of_flexquant_is_told(answer, other, monkeypatch):
     monkeypatch.setenv(ADMIN_KEY, KEY)
     other.answer = answer
-    with pytest.raises(FlexQuantError, match="what answers is not FlexQuant.*; check that vllm serve runs"):
+    with pytest.raises(FlexQuantError, match="the answer is not FlexQuant's.*; check that vllm serve runs"):
         apply_policy(other.url, load_policy("w8a8"))
 
 

@@ -27,7 +27,7 @@ from flexquant.serving.kernels.cpu_weight_only import TorchCPUInt4LinearKernel
 from flexquant.serving.kernels.layers import LinearKernel, kernel_of_layer
 from flexquant.serving.kernels.trial import find_fastest
 from flexquant.serving.vllm_api import HummingLinearKernel, MacheteLinearKernel, MarlinLinearKernel
-from flexquant.serving.worker.one_copy.gpu import layout_of
+from flexquant.serving.worker.one_copy import gpu
 from tests.conftest import rest_full
 
 TORCH = f"{TorchCPUInt4LinearKernel.__module__}:{TorchCPUInt4LinearKernel.__name__}"
@@ -120,7 +120,7 @@ def test_what_is_no_trial_of_this_layer_is_not_believed(cache, monkeypatch, cont
 
 def test_a_trial_is_made_though_nothing_can_be_kept(cache):
     cache.parent.write_text("no folder")
-    assert find_fastest([{**LAYER, "kernels": [TORCH, "flexquant:None"]}]) == [TORCH]
+    assert find_fastest([{**LAYER, "kernels": ["flexquant:None", TORCH]}]) == [TORCH]
 
 
 def test_the_first_kernel_is_kept_unless_another_is_clearly_faster():
@@ -177,9 +177,11 @@ def int4_kernel(**changes: object) -> LinearKernel:
     return found
 
 
-@pytest.mark.parametrize("group", [48, 96, 192])
-def test_groups_that_the_kernel_of_one_copy_would_cut_are_not_read(group):
-    assert layout_of(HummingLinearKernel, int4_kernel(inputs=group * 64, group_size=group).config) is None
+@pytest.mark.parametrize(("group", "read"), [(48, 0), (96, 0), (192, 0), (32, 1), (128, 1), (256, 1)])
+def test_groups_that_the_kernel_of_one_copy_would_cut_are_not_read(monkeypatch, group, read):
+    monkeypatch.setattr(gpu, "layout_found", lambda *_: gpu.HUMMING[0])
+    found = gpu.layout_of(HummingLinearKernel, int4_kernel(inputs=group * 64, group_size=group).config)
+    assert found == (gpu.HUMMING[0] if read else None)
 
 
 def tried(kernel: LinearKernel) -> list[str]:

@@ -234,7 +234,10 @@ WITH_ZERO_POINTS = {"GPTQModifier": {**W4A16["GPTQModifier"], "asymmetric_activa
         (W4A16, r"mlp\.down_proj has 200 input features.*128, 64, 32 divides"),
         (WITH_ZERO_POINTS, r"a zero point .* those for Linear are not in INT8 by token; remove it"),
         (rotating("re:.*down_proj$", 64), r"cannot rotate the 200 inputs of .*down_proj in blocks of 64"),
-        (rotating("re:.*down_proj$", 40), r"in blocks of 40; give a transform_block_size .* a power of two"),
+        (
+            rotating("re:.*down_proj$", 40, transform_type="hadamard"),
+            r"in blocks of 40; give a transform_block_size .* a power of two",
+        ),
         (rotating("re:.*x_proj$", 64), r"QuIPModifier matches no linear"),
     ],
 )

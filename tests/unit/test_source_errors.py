@@ -210,7 +210,7 @@ def test_variant_names(sources):
     with refused("'w8a8' is given twice"):
         merge_checkpoints([pair[0], ("w8a8", pair[1][1])], sources["w8a8"].parent / "merged")
     fails({**sources, "shared": pair[0][1]}, "'shared' is not a variant name")
-    for name in ("half", "type", "update"):
+    for name in ("half", "training", "update"):
         fails({**sources, name: pair[0][1]}, f"cannot load a variant named '{name}'")
     with refused("nothing to merge"):
         merge_checkpoints([], sources["w8a8"].parent / "merged")

@@ -54,10 +54,9 @@ def apply_policy(url: str, policy: Policy, *, dry_run: bool = False) -> JsonObje
     )
     try:
         with urllib.request.build_opener(_NoRedirects).open(request, timeout=TIMEOUT) as reply:
-            answer: JsonObject = json.load(reply)
-            if not (isinstance(answer, dict) and "routes" in answer):
-                raise ValueError("what answers is not FlexQuant")
-            return answer
+            if isinstance(answer := json.load(reply), dict) and "routes" in answer:
+                return answer
+            raise ValueError("the answer is not FlexQuant's")
     except urllib.error.HTTPError as e:
         raise FlexQuantError(_refusal(e)) from e
     except (OSError, ValueError, http.client.HTTPException) as e:
