@@ -116,8 +116,8 @@ def examine_memory(
     if remark := head_remark(*_bytes_of_a_step(variants, memory, routes)):
         yield Finding("note", "lm_head", remark)
     longest = vllm_config.model_config.max_model_len
-    per_token, states = cache_sizes(vllm_config)
-    per_token += states // longest
+    specs = [layer.get_kv_cache_spec(vllm_config) for layer in attention_layers(vllm_config)]
+    per_token = sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs if spec) // longest
     asked, (free, _) = asked_for_cache(vllm_config, weights), free_and_total_bytes()
     tokens = max(0, asked) // per_token
     room = f"{tokens} tokens ({per_token} bytes each), {tokens / longest:.1f} requests of {longest}"

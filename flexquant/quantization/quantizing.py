@@ -110,6 +110,8 @@ def quantize_variants(
     for chosen in recipes:
         target = Path(output) / chosen.name
         remove_leftovers(target)
+        if not (resume or overwrite) and read_report(target, replaceable=True) is not None:
+            raise FlexQuantError(f"{target} is finished; go on with --resume, or replace it with --overwrite")
         if not resume or read_report(target, replaceable=overwrite) is None:
             prepare_output(target, [folder], overwrite=overwrite)
     data = None if calibration is None else str(calibration)

@@ -183,6 +183,12 @@ def test_experts_are_no_attention_layers(tiny_merged):
     assert found["memory"][0].details["bytes_per_token"] * 2 == whole["memory"][0].details["bytes_per_token"]
 
 
+def test_a_window_takes_what_vllm_keeps_of_it(tiny_merged):
+    folder, lengths = tiny_merged("gemma2") / "merged", ("--max-num-batched-tokens", "128", "--max-model-len")
+    short, long = (findings(folder, *lengths, n)["memory"][0].details for n in ("256", "1024"))
+    assert long["bytes_per_token"] < 0.8 * short["bytes_per_token"]
+
+
 def test_too_little_memory(merged, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4000")
     options = [] if current_platform.is_cpu() else ["--kv-cache-memory-bytes", "4e12"]

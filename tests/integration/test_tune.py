@@ -323,7 +323,7 @@ def test_a_request_has_the_states_of_its_layers_once(tmp_path):
     assert 3 * 2 * (2 * 64 * 64 + 3 * 384) <= size(0) < 1000 * 2 * 4 * 32 * 2 * 3
     found = examine(str(tmp_path / "merged"), ["--max-model-len", "256"])
     (memory,) = [finding for finding in found if finding.subject == "memory"]
-    assert memory.details["bytes_per_token"] == 2 * 4 * 32 * 2 + size(0) // 256, "of the longest request"
+    assert memory.details["bytes_per_token"] > 2 * 4 * 32 * 2 + size(0) // 256, "a block has more tokens"
 
 
 def measurement(folder, **options) -> Measurement:

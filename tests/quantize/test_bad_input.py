@@ -47,7 +47,7 @@ def test_errors(model: Path, variants: Path, tmp_path: Path) -> None:
     refused("no such folder", tmp_path / "missing", output)
     refused("has no file 'config.json'", tmp_path, output)
     refused("is quantised already", variants / "w8a8", output)
-    refused("w8a8 exists; .*--overwrite", model, variants)
+    refused("w8a8 is finished; go on with --resume, or .*--overwrite", model, variants)
     refused("overlaps the input", model, model)
     refused(f"cannot write .*: {empty} is no folder to write into", model, empty / "out")
     refused("the calibration data has no text", model, output, calibration=empty)
