@@ -141,7 +141,7 @@ def test_what_was_made_otherwise_is_replaced_only_when_told_to(small, finished, 
     refused("w8a8 was made with different recipe", small, finished, recipe(w8a8=changed))
     refused("w4a16 was made with different calibration rows, seed", small, finished, seed=1)
     before = digests(finished)
-    with pytest.raises(FlexQuantError, match=r"w8a8 exists; .*--overwrite"):
+    with pytest.raises(FlexQuantError, match=r"w8a8 is finished; .*--overwrite"):
         quantize(small, finished, TWO)
     assert digests(finished) == before
     # The calibration-free variant does not depend on the samples.
