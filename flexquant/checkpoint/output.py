@@ -205,8 +205,7 @@ def _beside(target: Path, what: str) -> Path:
 
 def _all_beside(target: Path, what: str) -> list[Path]:
     """Return the paths of FlexQuant's own files or folders of one kind beside ``target``."""
-    start = _beside(target, what).name
-    return [path for path in target.parent.glob(".*") if path.name.startswith(start)]
+    return [path for path in target.parent.glob(".*") if path.name.startswith(_beside(target, what).name)]
 
 
 @contextmanager

@@ -141,8 +141,7 @@ def explain_os_error(error: OSError | RuntimeError) -> str | None:
     a process. Some libraries report a full disk in exceptions of their own, such as torch.distributed's.
     """
     if not isinstance(error, OSError):
-        is_full = os.strerror(errno.ENOSPC) in str(error)
-        return f"the disk is full ({error}); {FREE_SOME}" if is_full else None
+        return f"the disk is full ({error}); {FREE_SOME}" if os.strerror(errno.ENOSPC) in str(error) else None
     path = None if error.filename is None else os.fsdecode(error.filename)
     if path is not None and Path(path).is_relative_to(PACKAGE):
         return None

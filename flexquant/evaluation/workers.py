@@ -59,6 +59,8 @@ def import_ahead() -> None:
     callers = dict(os.environ)
     try:
         prepare_environment()
+        # Python's tracker removes the shared memory that vLLM leaves, and would warn of each piece.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
         _processes.set_forkserver_preload(["vllm.entrypoints.llm"])
         forkserver.ensure_running()
     finally:
