@@ -172,7 +172,7 @@ def _measure_served(
 
 
 def _phases(policy: Policy, merged: MergedCheckpoint) -> tuple[str, str] | None:
-    """Return a prompt's and an answer's variant; None unless both are whole, and for experts."""
+    """Return a prompt's and an answer's variant; None unless both are whole, for experts, an INT8 head."""
     variants = merged.merged.variants
     whole = {*policy.variants} <= {*variants} and policy.head == "stored"
     if not whole or any(map(EXPERTS.match, merged.tensors)):

@@ -110,6 +110,7 @@ def test_each_rank_rounds_its_part_of_16_bit_weights(tiny_merged, tmp_path):
         assert distance(answers, stock[number]) > 0.001
 
 
+@pytest.mark.full
 def test_each_rank_corrects_its_part_of_nested_weights(tiny_merged, tmp_path):
     sources = tiny_merged("llama", num_layers=2)
     merge_checkpoints({name: sources / name for name in ("w8a8", "w4a16")}, tmp_path / "both", nested="near")
@@ -133,6 +134,7 @@ def test_each_rank_rotates_its_blocks_of_inputs(tmp_path):
             assert distance(answers, on_one[number]) < 0.03
 
 
+@pytest.mark.full
 def test_each_rank_rounds_its_rows_of_the_head(folder, several, tmp_path):
     policy = tmp_path / "policy.yaml"
     policy.write_text(rules("- use: w8a8") + "head: int8\n")

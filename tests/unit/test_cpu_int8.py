@@ -148,6 +148,7 @@ print(busy()[-2] > before + 0.5)
 """
 
 
+@pytest.mark.full
 def test_a_loop_takes_the_threads_that_pytorch_has():
     done = programs.run([sys.executable, "-c", BUSY_THREADS], timeout=300)
     assert done.stdout.splitlines()[-1] == "True"

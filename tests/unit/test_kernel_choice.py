@@ -28,7 +28,6 @@ from flexquant.serving.kernels.layers import LinearKernel, kernel_of_layer
 from flexquant.serving.kernels.trial import find_fastest
 from flexquant.serving.vllm_api import HummingLinearKernel, MacheteLinearKernel, MarlinLinearKernel
 from flexquant.serving.worker.one_copy import gpu
-from tests.conftest import rest_full
 
 TORCH = f"{TorchCPUInt4LinearKernel.__module__}:{TorchCPUInt4LinearKernel.__name__}"
 STOCK = "flexquant.serving.kernels.cpu_kernels:CPUW4A16LinearKernel"
@@ -71,7 +70,8 @@ def cache(tmp_path, monkeypatch) -> Path:
 @pytest.mark.skipif(
     not hasattr(torch.ops._C, "cpu_gemm_wna16"), reason="on this CPU there is one INT4 kernel"
 )
-@pytest.mark.parametrize("zero_points", rest_full((False, True), True))
+@pytest.mark.full
+@pytest.mark.parametrize("zero_points", [False, True])
 def test_a_trial_times_real_kernels_and_is_made_once(cache, monkeypatch, zero_points):
     layer = {**LAYER, "zero_points": zero_points, "kernels": [STOCK, TORCH]}
     (chosen,) = find_fastest([layer])
