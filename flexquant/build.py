@@ -174,8 +174,8 @@ def _measure_served(
 def _phases(policy: Policy, merged: MergedCheckpoint) -> tuple[str, str] | None:
     """Return a prompt's and an answer's variant; None unless both are whole, for experts, an INT8 head."""
     variants = merged.merged.variants
-    whole = {*policy.variants} <= {*variants} and policy.head == "stored"
-    if not whole or any(map(EXPERTS.match, merged.tensors)):
+    as_stored = {*policy.variants} <= {*variants} and policy.head == "stored"
+    if not as_stored or any(map(EXPERTS.match, merged.tensors)):
         return None
     table = build_route_table(policy, list(variants), count_layers(merged.config), PROMPT_TOKENS)
     plans = table.lookup("prefill", PROMPT_TOKENS), table.lookup("decode", 1)

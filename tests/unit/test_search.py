@@ -29,7 +29,7 @@ from flexquant.policy.rules import parse_policy
 from flexquant.policy.schema import SCHEMA
 from flexquant.tuning.candidates import find_variants
 from flexquant.tuning.objectives import Decision, Range
-from flexquant.tuning.policy_file import TuningResult, policy_text
+from flexquant.tuning.policy_file import TuningResult, policy_text, unused_notes
 from tests.checkpoints import make_pair
 from tests.pass_times import CROSSED, make_times
 
@@ -226,7 +226,7 @@ MIXED = {"default": "w4a16", "layers": {"1-2": "w8a8"}}
 )
 def test_a_tuned_policy_changes_only_where_it_loses_too_much(study, file, most, rules, plans):
     """Prompts then take the most precise variant, and so does the table of times."""
-    notes = ["w8a8 is never chosen and so not loaded."]
+    notes = unused_notes({"w8a8": 2_000_000})
     document = {"schema": SCHEMA, "description": "tuned", "rules": [{"use": "w4a16"}]}
     tuned = TuningResult(document, CHOSEN, TIMES, notes)
     limited = searching.limit_loss(tuned, study, most, file, overwrite=False, progress=lambda message: None)
